@@ -1,0 +1,70 @@
+"""Every error that Unisono raises. The class says what to do about it::
+
+    UnisonoError
+    +-- UsageError            change the script or the command        (also a ValueError)
+    |   +-- RecipeError       batch, micro-batches, seed, data do not fit together
+    |   +-- StepError         the inner loop was used in a way that has no meaning
+    |   +-- LossError         the loss of one micro-batch cannot be trained on
+    |   +-- RunDirectoryError the directory belongs to another run
+    +-- PeerLost              a member is gone; nothing was applied; call again in the next generation
+    +-- RunStopped            somebody ended the run; leave, there is nothing to repair
+    +-- ProtocolError         the other side of a connection speaks another language
+    +-- DeadlineExceeded      a wait took longer than its deadline
+
+Messages say what happened, the numbers, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DeadlineExceeded",
+    "LossError",
+    "PeerLost",
+    "ProtocolError",
+    "RecipeError",
+    "RunDirectoryError",
+    "RunStopped",
+    "StepError",
+    "UnisonoError",
+    "UsageError",
+]
+
+
+class UnisonoError(Exception):
+    """Base of all errors of this library."""
+
+
+class UsageError(UnisonoError, ValueError):
+    """The script or the command asks for something that cannot be done. Change it."""
+
+
+class RecipeError(UsageError):
+    """Batch size, micro-batches, seed or data do not fit together. Nothing was trained."""
+
+
+class StepError(UsageError):
+    """The inner loop of a step was used in a way that has no meaning."""
+
+
+class LossError(UsageError):
+    """The loss of one micro-batch cannot be trained on. Names step and micro-batch."""
+
+
+class RunDirectoryError(UsageError):
+    """The run directory belongs to another run. Nothing in it was changed."""
+
+
+class PeerLost(UnisonoError):
+    """A member of the generation is gone. Nothing was applied."""
+
+
+class RunStopped(UnisonoError):
+    """The run was ended from outside; the reason is the message."""
+
+
+class ProtocolError(UnisonoError):
+    """A message was not what the protocol allows. The connection is closed."""
+
+
+class DeadlineExceeded(UnisonoError, TimeoutError):
+    """A wait took longer than its deadline."""

@@ -1,0 +1,124 @@
+"""How the partial sums of a step's members meet.
+
+Every member holds some nodes of the summation tree, each in a slot (`unisono.flat`). A combine has the same
+shape everywhere:
+
+1. **publish**: everyone's nodes are complete;
+2. **reduce**: the rows are cut into one chunk per member; the chunk's owner reads it from every node, adds up the tree
+   in the fixed order, and takes the chunk's part of the digest;
+3. **commit**: all owners are done, so the sum of the step exists;
+4. **collect**: everyone reads all chunks into a slot of its own and divides by the total weight.
+
+Until the commit nobody's nodes are modified, so a combine that fails can be done again by those who are left.
+After it everybody can finish, whoever dies. What differs between the implementations is where chunks are read from:
+
+==================  ==========================================  =============================
+`Alone`             one member                                  nothing to exchange
+`SharedMemory`      members of one host                         read in place, no copy
+`Network`           ``torch.distributed``: gloo, NCCL           all-to-all, then all-gather
+`TwoLevel`          several members on each of several hosts    the two above, composed
+==================  ==========================================  =============================
+
+All of them give the same bits: the order of additions is `unisono.tree`'s, never theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from unisono.flat import FlatLayout, Slot
+from unisono.tree import Node
+
+__all__ = ["NUM_FACTS", "Combined", "Exchange", "Share"]
+
+NUM_FACTS = 6
+"""Float64 numbers that each member tells all others with every combine (timings)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one member brings to a combine."""
+
+    num_leaves: int
+    plan: tuple[tuple[Node, ...], ...]
+    """By rank: the nodes that each member holds; together they cover every leaf once. Equal on all members."""
+    slots: Mapping[Node, Slot]
+    """This member's nodes, complete. Not modified before the commit."""
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What all members hold after a commit; equal bits on each of them."""
+
+    slot: Slot
+    """Gradients and float buffers are means, the rest of the tail are sums. Valid until the next step's first node."""
+    digest: int
+    facts: tuple[tuple[float, ...], ...]
+    """By rank: what each member gave to `Exchange.combine`."""
+    waiting_s: float
+    """How long this member waited for others."""
+
+
+class Exchange(Protocol):
+    """The complete interface between a step and its peers; one conformance suite holds all implementations.
+
+    One instance serves one generation. Every method but `slot`, `release`, `offer`, `interrupt` and `close` is
+    collective: every member calls it, in the same order.
+    """
+
+    rank: int
+    size: int
+
+    def prepare(self, layout: FlatLayout) -> None:
+        """Forget all slots and make new ones of this layout from now on. Collective."""
+        ...
+
+    def slot(self) -> Slot:
+        """A free slot; its content is arbitrary. Local."""
+        ...
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back. Local."""
+        ...
+
+    def offer(self, share: Share, rows_ready: int) -> None:
+        """Say that rows ``[0, rows_ready)`` of all of this member's nodes are complete. Local, optional.
+
+        An exchange that crosses a network begins to send them while the last backward still runs.
+        """
+        ...
+
+    def combine(self, share: Share, facts: Sequence[float]) -> Combined:
+        """Sum the nodes of all members in tree order, and divide by the total weight.
+
+        Collective: every member of the generation, once per step. Takes the share's slots: the result lies in
+        one of them or in another, all others are free again.
+
+        Args:
+            facts: `NUM_FACTS` numbers that everyone shall know.
+
+        Raises:
+            PeerLost: a member did not answer. Nothing was applied; the nodes are unharmed.
+            DeadlineExceeded: a member did not arrive in time.
+        """
+        ...
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Everyone's ``data``, by rank. Collective; for small things between steps."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite ``tensor`` with that of rank ``source``. Collective; equal shape and dtype on all members."""
+        ...
+
+    def interrupt(self, error: Exception) -> None:
+        """Let the wait that another thread of this process is in, and every later one, raise ``error``. Local."""
+        ...
+
+    def close(self) -> None:
+        """Give back everything. Local; never waits for a peer."""
+        ...

@@ -1,0 +1,95 @@
+"""The exchange of members that have only a network between them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.exchange.reduce import Reduction, padded_rows
+from unisono.exchange.wire import Wire
+from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
+
+__all__ = ["Network", "broadcast_over"]
+
+# The commit: everyone tells everyone, after it holds all sums, its part of the digest and its facts.
+_VOTE = struct.Struct(f"<Q{NUM_FACTS}d")
+
+
+class Network:
+    """Chunks are sent to their owners, and the sums back, over a `Wire`."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.rank = wire.rank
+        self.size = wire.size
+        self._free: list[Slot] = []
+        self._reduction: Reduction | None = None
+
+    def prepare(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self._rows = range(layout.num_rows)
+        self._multipliers = layout.multipliers.to(self._wire.device)
+        self._free = []
+        self._num_slots = 0
+
+    def slot(self) -> Slot:
+        if self._free:
+            return self._free.pop()
+        nbytes = padded_rows(self._rows, self.size) * ROW_BYTES
+        self._num_slots += 1
+        return Slot(self._layout, torch.zeros(nbytes, dtype=torch.uint8, device=self._wire.device), self._num_slots)
+
+    def release(self, slot: Slot) -> None:
+        self._free.append(slot)
+
+    def offer(self, share: Share, rows_ready: int) -> None:
+        if self._reduction is None:
+            self._reduction = Reduction(self._wire, self._layout, self._rows, share.plan, share.num_leaves)
+        self._reduction.send({node: Rows(slot.memory, 0) for node, slot in share.slots.items()}, rows_ready)
+
+    def combine(self, share: Share, facts: Sequence[float]) -> Combined:
+        wire = self._wire
+        wire.waiting_s = 0.0
+        self.offer(share, self._layout.num_rows)
+        assert self._reduction is not None
+        result = self.slot()
+        part = self._reduction.finish(result.memory, self._multipliers)
+        self._reduction = None
+        vote = torch.frombuffer(bytearray(_VOTE.pack(part, *facts)), dtype=torch.uint8).to(wire.device)
+        votes = torch.empty(self.size * _VOTE.size, dtype=torch.uint8, device=wire.device)
+        wire.all_gather(votes, vote).wait()
+        cast = list(_VOTE.iter_unpack(bytes(votes.tolist())))
+        total = float(result.scalars[0])
+        for first, end in blocks(0, self._layout.num_rows, wire.device):
+            divide_rows(self._layout, Rows(result.memory, 0), total, first, end, result)
+        self._free.extend(share.slots.values())
+        digest = sum(vote[0] for vote in cast) & 0xFFFFFFFFFFFFFFFF
+        return Combined(result, digest, tuple(vote[1:] for vote in cast), wire.waiting_s)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return self._wire.all_gather_bytes(data)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        broadcast_over(self._wire, tensor, source)
+
+    def interrupt(self, error: Exception) -> None:
+        self._wire.interrupt(error)
+
+    def close(self) -> None:
+        self._free = []
+        self._wire.close()
+
+
+def broadcast_over(wire: Wire, tensor: Tensor, source: int) -> None:
+    """Broadcast a tensor of any dtype, device and stride as bytes."""
+    flat = tensor.detach().contiguous().to(wire.device).view(-1).view(torch.uint8)
+    if wire.rank != source:
+        flat = flat.clone()
+    wire.broadcast(flat, source)
+    if wire.rank != source:
+        with torch.no_grad():
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))

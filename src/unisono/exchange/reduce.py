@@ -1,0 +1,117 @@
+"""Sum rows over the members of a wire: all-to-all, fold in tree order, all-gather.
+
+The rows are cut into buckets, so that the first can travel while the last are still being computed; every bucket
+is cut into one chunk per member. Collectives are started in the same order on every member: by bucket, and
+within a bucket by the position of the node in its holder's list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.exchange.wire import Wire, Work
+from unisono.flat import ROW_BYTES, FlatLayout, Rows, fold_rows
+from unisono.tree import Node
+
+__all__ = ["BUCKET_BYTES", "Reduction", "padded_rows"]
+
+BUCKET_BYTES = 8 << 20
+
+
+def padded_rows(rows: range, num_members: int) -> int:
+    """How many rows a buffer for ``rows`` needs, so that its last bucket can be cut evenly."""
+    per_bucket = _bucket_rows(num_members)
+    full, rest = divmod(len(rows), per_bucket)
+    return full * per_bucket + -(-rest // num_members) * num_members
+
+
+def _bucket_rows(num_members: int) -> int:
+    return max(1, BUCKET_BYTES // ROW_BYTES // num_members) * num_members
+
+
+class Reduction:
+    """One combine over one range of rows.
+
+    Args:
+        rows: which rows of the layout; the same on all members of the wire.
+        plan: by rank of the wire, the nodes of each member.
+    """
+
+    def __init__(
+        self, wire: Wire, layout: FlatLayout, rows: range, plan: Sequence[Sequence[Node]], num_leaves: int
+    ) -> None:
+        self._wire = wire
+        self._layout = layout
+        self._rows = rows
+        self._plan = plan
+        self._num_leaves = num_leaves
+        self._num_rounds = max(len(nodes) for nodes in plan)
+        per_bucket, padded = _bucket_rows(wire.size), padded_rows(rows, wire.size)
+        # Relative to the first row of `rows`; a bucket may end in padding behind the last.
+        self._buckets = [range(row, min(row + per_bucket, padded)) for row in range(0, padded, per_bucket)]
+        self._sent: list[tuple[list[Work], dict[Node, Tensor]]] = []
+
+    def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
+        """Start what can be started now that ``rows_ready`` of the rows are complete in all own nodes.
+
+        Args:
+            nodes: this member's, each padded to `padded_rows`.
+        """
+        while len(self._sent) < len(self._buckets):
+            bucket = self._buckets[len(self._sent)]
+            if min(bucket.stop, len(self._rows)) > rows_ready:
+                return
+            self._sent.append(self._send_bucket(nodes, bucket))
+
+    def _send_bucket(self, nodes: Mapping[Node, Rows], bucket: range) -> tuple[list[Work], dict[Node, Tensor]]:
+        wire = self._wire
+        chunk = len(bucket) // wire.size * ROW_BYTES
+        nothing = torch.empty(0, dtype=torch.uint8, device=wire.device)
+        works, received = [], {}
+        for turn in range(self._num_rounds):
+            holders = [turn < len(held) for held in self._plan]
+            sizes = [chunk if holds else 0 for holds in holders]
+            out = torch.empty(sum(sizes), dtype=torch.uint8, device=wire.device)
+            data, sends = nothing, [0] * wire.size
+            if holders[wire.rank]:
+                memory = nodes[self._plan[wire.rank][turn]].memory
+                data = memory[bucket.start * ROW_BYTES : bucket.stop * ROW_BYTES]
+                sends = [chunk] * wire.size
+            works.append(wire.all_to_all(out, sizes, data, sends))
+            arrived = iter(out.split(chunk)) if chunk and len(out) else iter(())
+            received.update({held[turn]: next(arrived) for held in self._plan if turn < len(held)})
+        return works, received
+
+    def finish(self, out: Tensor, multipliers: Tensor) -> int:
+        """Receive, add, and gather the sums; returns the digest of the chunks that this member added.
+
+        Args:
+            out: (padded_rows * ROW_BYTES,) uint8, none of the nodes; receives the sums.
+        """
+        wire, first = self._wire, self._rows.start
+        digest, gathers = 0, []
+        for bucket, (works, received) in zip(self._buckets, self._sent, strict=True):
+            for work in works:
+                work.wait()
+            rows_each = len(bucket) // wire.size
+            own = bucket.start + wire.rank * rows_each
+            end = min(own + rows_each, len(self._rows))
+            total = torch.zeros(rows_each * ROW_BYTES, dtype=torch.uint8, device=wire.device)
+            if own < end:
+                digest += fold_rows(
+                    self._layout,
+                    {node: Rows(memory, first + own) for node, memory in received.items()},
+                    self._num_leaves,
+                    first + own,
+                    first + end,
+                    [Rows(total, first + own)],
+                    multipliers=multipliers,
+                )
+            received.clear()
+            gathers.append(wire.all_gather(out[bucket.start * ROW_BYTES : bucket.stop * ROW_BYTES], total))
+        for work in gathers:
+            work.wait()
+        return digest & 0xFFFFFFFFFFFFFFFF

@@ -1,0 +1,243 @@
+"""One step's sums as one flat run of bytes.
+
+Everything that is summed over the micro-batches of a step lies in one buffer, the **slot**: gradients, and
+behind them the tail: weight and loss, how often each parameter was used, and what happened to the buffers of
+the model. A slot is cut into **rows** of 512 bytes; any range of rows can be sent, added and fingerprinted by
+itself, whatever lies in it. ::
+
+    rows   0                                            tail_row       num_rows
+           | gradients, float32 | gradients, float64 ... | scalars | used | buffers |
+             last parameter first: backward finishes them in this order
+
+Sums of bfloat16 and float16 gradients are kept in float32: adding M of them in 8 bits of mantissa would lose what
+the micro-batches differ in. A parameter without a gradient in some leaf counts as +0.0 there, in every implementation,
+so that it does not matter who adds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.tree import Node, schedule
+
+__all__ = ["ROW_BYTES", "Entry", "FlatLayout", "Piece", "Rows", "Slot", "blocks", "digest_rows", "divide_rows", "fold_rows"]
+
+ROW_BYTES = 512
+"""A multiple of every element size, so that rows can be viewed as any dtype."""
+
+BLOCK_ROWS = 1024
+"""Rows that are added, divided and fingerprinted together: 512 KiB, to stay in a core's cache."""
+
+SUM_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place in a slot."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    """Of the tensor itself; its sum may be kept in a wider one."""
+    sum_dtype: torch.dtype
+    offset: int
+    """First element, counting elements of ``sum_dtype`` from the start of the slot."""
+
+    @property
+    def end_row(self) -> int:
+        return -(-(self.offset + self.shape.numel()) * self.sum_dtype.itemsize // ROW_BYTES)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, stop)`` of a slot viewed as ``dtype``. ``mean``: divided by the total weight at the end."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    mean: bool
+
+
+class FlatLayout:
+    """Where everything lies in a slot. A pure function of the names, shapes and dtypes: equal on all members."""
+
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]) -> None:
+        self._pieces: list[Piece] = []
+        self._row = 0
+        gradients: dict[int, Entry] = {}
+        kinds = dict.fromkeys(SUM_DTYPE.get(tensor.dtype, tensor.dtype) for _, tensor in reversed(parameters))
+        for sum_dtype in kinds:
+            group = [i for i, (_, t) in enumerate(parameters) if SUM_DTYPE.get(t.dtype, t.dtype) == sum_dtype]
+            group.reverse()
+            placed = self._place(sum_dtype, [parameters[i] for i in group], mean=True)
+            gradients.update(zip(group, placed, strict=True))
+        self.gradients = [gradients[index] for index in range(len(parameters))]
+        self.tail_row = self._row
+        scalars = torch.empty(2)  # weight, and the sum of weight * loss
+        self.scalars = self._place(torch.float64, [("scalars", scalars)], mean=False)[0]
+        self.used = self._place(torch.int32, [("used", torch.empty(len(parameters)))], mean=False)[0]
+        by_index: dict[int, Entry] = {}
+        for sum_dtype in (torch.int64, torch.float32, torch.float64):
+            group = [i for i, (_, t) in enumerate(buffers) if buffer_sum_dtype(t.dtype) == sum_dtype]
+            if group:
+                placed = self._place(sum_dtype, [buffers[i] for i in group], mean=sum_dtype.is_floating_point)
+                by_index.update(zip(group, placed, strict=True))
+        self.buffers = [by_index[index] for index in range(len(buffers))]
+        self.num_rows = self._row
+
+    def _place(self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool) -> list[Entry]:
+        start = offset = self._row * ROW_BYTES // dtype.itemsize
+        entries = []
+        for name, tensor in named:
+            entries.append(Entry(name, tensor.shape, tensor.dtype, dtype, offset))
+            offset += tensor.numel()
+        self._row = -(-offset * dtype.itemsize // ROW_BYTES)
+        stop = self._row * ROW_BYTES // dtype.itemsize
+        if stop > start:
+            self._pieces.append(Piece(dtype, start, stop, mean))
+        return entries
+
+    def pieces(self, first_row: int, end_row: int) -> Iterator[Piece]:
+        """The typed pieces of rows ``[first_row, end_row)``."""
+        for piece in self._pieces:
+            per_row = ROW_BYTES // piece.dtype.itemsize
+            start, stop = max(piece.start, first_row * per_row), min(piece.stop, end_row * per_row)
+            if start < stop:
+                yield Piece(piece.dtype, start, stop, piece.mean)
+
+    @functools.cached_property
+    def multipliers(self) -> Tensor:
+        """(num_rows,) int64, odd: the place of each row in the digest."""
+        place = torch.arange(self.num_rows, dtype=torch.int64)
+        value = place * -7046029254386353131  # SplitMix64, in wrapping int64 arithmetic
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            value = (value ^ ((value >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        return value | 1
+
+
+def buffer_sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What differences of a buffer are summed in."""
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+class Slot:
+    """A buffer that holds one node, with a view for each thing in it.
+
+    Args:
+        memory: (at least ``num_rows * ROW_BYTES``,) uint8.
+        key: names this slot among those of its worker.
+    """
+
+    def __init__(self, layout: FlatLayout, memory: Tensor, key: int = 0) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.key = key
+        self._typed: dict[torch.dtype, Tensor] = {}
+        self.gradients = [self._view(entry) for entry in layout.gradients]
+        self.buffers = [self._view(entry) for entry in layout.buffers]
+        self.scalars = self._view(layout.scalars)
+        self.used = self._view(layout.used)
+        self.tail = [self.typed(p.dtype)[p.start : p.stop] for p in layout.pieces(layout.tail_row, layout.num_rows)]
+
+    def typed(self, dtype: torch.dtype) -> Tensor:
+        """The whole slot viewed as ``dtype``."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self.memory.view(dtype)
+        return self._typed[dtype]
+
+    def rows(self, first_row: int, end_row: int) -> Tensor:
+        """((end_row - first_row) * ROW_BYTES,) uint8."""
+        return self.memory[first_row * ROW_BYTES : end_row * ROW_BYTES]
+
+    def _view(self, entry: Entry) -> Tensor:
+        return self.typed(entry.sum_dtype)[entry.offset : entry.offset + entry.shape.numel()].view(entry.shape)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a slot that lie elsewhere: ``memory`` starts with row ``first_row``."""
+
+    memory: Tensor
+    first_row: int
+
+    def piece(self, piece: Piece) -> Tensor:
+        shift = self.first_row * ROW_BYTES // piece.dtype.itemsize
+        return self.memory.view(piece.dtype)[piece.start - shift : piece.stop - shift]
+
+
+def blocks(first_row: int, end_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Cut rows into blocks that fit a core's cache; on an accelerator, where a launch costs more, into one."""
+    size = BLOCK_ROWS if device.type == "cpu" else max(1, end_row - first_row)
+    return ((row, min(row + size, end_row)) for row in range(first_row, end_row, size))
+
+
+def fold_rows(
+    layout: FlatLayout,
+    nodes: Mapping[Node, Rows],
+    num_leaves: int,
+    first_row: int,
+    end_row: int,
+    out: Sequence[Rows],
+    *,
+    multipliers: Tensor | None = None,
+) -> int:
+    """Add rows ``[first_row, end_row)`` of ``nodes`` as far up the tree as they go.
+
+    Args:
+        nodes: not modified.
+        out: where the nodes that remain go, from left to right (just one for the root).
+        multipliers: take the digest of the results as well (see `digest_rows`).
+
+    Returns:
+        The digest of ``out[0]``'s rows, modulo 2**64; 0 without multipliers.
+    """
+    merges, rest = schedule(nodes, num_leaves)
+    final = dict(zip(rest, out, strict=True))
+    digest = 0
+    for block, block_end in blocks(first_row, end_row, out[0].memory.device):
+        for piece in layout.pieces(block, block_end):
+            held = {node: rows.piece(piece) for node, rows in nodes.items()}
+            owned: set[Node] = set()
+            for left, right, parent in merges:
+                a, b = held.pop(left), held.pop(right)
+                if parent in final:
+                    target = final[parent].piece(piece)
+                else:
+                    target = a if left in owned else b if right in owned else torch.empty_like(a)
+                    owned.add(parent)
+                held[parent] = torch.add(a, b, out=target)
+            for node, rows in final.items():
+                if node in nodes:
+                    rows.piece(piece).copy_(held[node])
+        if multipliers is not None:
+            digest += digest_rows(out[0], multipliers, block, block_end)
+    return digest & 0xFFFFFFFFFFFFFFFF
+
+
+def digest_rows(rows: Rows, multipliers: Tensor, first_row: int, end_row: int) -> int:
+    """A 64-bit fingerprint of rows ``[first_row, end_row)``: add those of disjoint ranges, modulo 2**64.
+
+    Every row's 64 words are added, the sum is multiplied by the row's own odd factor, and the rows are added, all
+    modulo 2**64. So any one changed bit changes it, and it does not depend on how the rows were cut into chunks.
+    It finds divergence; it does not resist an adversary.
+    """
+    start, stop = first_row - rows.first_row, end_row - rows.first_row
+    words = rows.memory[start * ROW_BYTES : stop * ROW_BYTES].view(torch.int64).view(-1, ROW_BYTES // 8)
+    return int((words.sum(dim=1) * multipliers[first_row:end_row]).sum().item()) & 0xFFFFFFFFFFFFFFFF
+
+
+def divide_rows(layout: FlatLayout, source: Rows, total: float, first_row: int, end_row: int, out: Slot) -> None:
+    """Write rows ``[first_row, end_row)`` to ``out``, divided by the total weight where they are means."""
+    for piece in layout.pieces(first_row, end_row):
+        target = out.typed(piece.dtype)[piece.start : piece.stop]
+        if piece.mean:
+            torch.div(source.piece(piece), total, out=target)
+        elif target.data_ptr() != source.piece(piece).data_ptr():
+            target.copy_(source.piece(piece))
