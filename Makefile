@@ -1,0 +1,59 @@
+# `make demo` and `make test` do all of their set-up in .venv; run them again and only what changed is done again.
+SHELL := /bin/sh
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := .demo
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format data dist clean
+
+help:
+	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
+	@echo "make test    all checks and all tests"
+	@echo "make check   the checks only: ruff and mypy"
+	@echo "make format  let ruff put the code in order"
+	@echo "make data    fetch the data of the two larger examples into ./data"
+	@echo "make dist    build the wheel and the source distribution into ./dist"
+	@echo "make clean   remove everything that was made here"
+
+demo: $(VENV)/.demo-installed
+	$(BIN)/python examples/demo.py --directory $(DEMO)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test-installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+data:
+	$(PYTHON) examples/fetch_data.py
+
+dist: $(VENV)/.test-installed
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+
+clean:
+	rm -rf $(VENV) $(DEMO) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Unisono needs Python 3.11 or newer, and $(PYTHON) is %d.%d; say make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp is newer than what it stands for, or the installation is done again.
+$(VENV)/.demo-installed: $(BIN)/python requirements/demo.txt pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/demo.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.test-installed: $(VENV)/.demo-installed requirements/test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+	touch $@
