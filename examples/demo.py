@@ -1,0 +1,58 @@
+"""Trains examples/digits.py on 1, 2 and 4 workers of this machine, compares the runs bit by bit, and times them.
+
+    python examples/demo.py
+
+`make demo` makes an environment for it first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+UNISONO = Path(sys.executable).with_name("unisono")
+SCRIPT = Path(__file__).with_name("digits.py")
+
+
+def samples_per_s(directory: Path) -> float:
+    """The median over the steps: the first ones, and those that another program held up, do not count."""
+    lines = [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
+    return statistics.median(line["samples"] / line["seconds"] for line in lines if line["kind"] == "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("runs/demo"), help="where the runs are kept")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    arguments, script_arguments = parser.parse_known_args()
+    directories = {workers: arguments.directory / f"workers-{workers}" for workers in arguments.workers}
+
+    for workers, directory in directories.items():
+        print(f"\n--- {workers} worker{'s' if workers > 1 else ''}", flush=True)
+        command = [UNISONO, "run", SCRIPT, "--workers", str(workers), "--run-dir", directory, "--overwrite"]
+        done = subprocess.run([*command, "--", *script_arguments], check=False)
+        if done.returncode:
+            sys.exit(f"the run on {workers} workers ended with exit status {done.returncode}; its last words are above")
+
+    first, *others = directories.values()
+    print("\n--- the same bits?", flush=True)
+    differing = [
+        other for other in others if subprocess.run([UNISONO, "compare", first, other], check=False).returncode
+    ]
+    print(f"\n--- how fast? ({os.cpu_count()} cores)")
+    speeds = {workers: samples_per_s(directory) for workers, directory in directories.items()}
+    for workers, speed in speeds.items():
+        print(
+            f"{workers:3} workers: {speed:8,.0f} samples/s, {speed / next(iter(speeds.values())):.2f} times the first"
+        )
+    if differing:
+        sys.exit(f"{len(differing)} of {len(others)} runs differ from the first: this is a bug")
+
+
+if __name__ == "__main__":
+    main()

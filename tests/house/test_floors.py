@@ -1,0 +1,162 @@
+"""Imports point down. What stands on a floor may use the floors below it, never those above, and few neighbours."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.house.rooms import ROOT, foreign_imports, modules, own_imports, parse, third_party
+
+WINGS = -1
+
+FLOORS = {
+    # 0, words: what things are called. The standard library and msgspec.
+    "errors": 0,
+    "messages": 0,
+    "events": 0,
+    # 1, decisions: values in, values out. No I/O, no clock, no torch.
+    "tree": 1,
+    "plan": 1,
+    "cursor": 1,
+    "membership": 1,
+    "cost": 1,
+    # 2, effects: one outside thing each.
+    "flat": 2,
+    "exchange": 2,
+    "store": 2,
+    "data": 2,
+    "journal": 2,
+    "rundir": 2,
+    "member": 2,
+    "fingerprint": 2,
+    "lifetime": 2,
+    "randomness": 2,
+    "state": 2,
+    "checkpoint": 2,
+    # 3, strategies: what a step means.
+    "gradients": 3,
+    "tracked": 3,
+    "strategies": 3,
+    # 4, runtime: what runs a step, and what runs what runs it.
+    "step": 4,
+    "run": 4,
+    "team": 4,
+    "worker": 4,
+    "agent": 4,
+    "head": 4,
+    # 5, the command line.
+    "cli": 5,
+    # Wings: they stand beside the house and see floors 0 and 1 and the journal.
+    "launch": WINGS,
+    "watch": WINGS,
+    "testing": WINGS,
+}
+
+NEIGHBOURS = {
+    # Rooms of one floor do not know each other, except:
+    "messages": {"errors"},
+    "events": {"errors"},
+    "plan": {"tree"},
+    "membership": {"plan", "tree"},
+    "exchange": {"flat"},
+    "data": {"lifetime", "randomness"},
+    "rundir": {"journal"},
+    "tracked": {"gradients"},
+}
+
+PURE = {
+    *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
+    *("itertools", "math", "operator", "re", "statistics", "string", "types", "typing", "msgspec"),
+    "signal",  # its names of numbers only: signal.Signals(9).name
+}
+
+WITHOUT_TORCH = ("cli", "head", "agent", "watch", "membership", "messages", "journal", "rundir", "lifetime")
+
+
+def room_of(module: str) -> str:
+    """The first entry of FLOORS that holds the module, itself or a package that it lies in."""
+    return module.partition(".")[0]
+
+
+def floor_of(module: str) -> int:
+    return FLOORS[room_of(module)]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_has_a_floor(module: str) -> None:
+    assert room_of(module) in FLOORS, (
+        f"unisono.{module} stands on no floor: add {room_of(module)!r} to FLOORS in {__file__}, "
+        "on the lowest floor that its imports allow (docs/design.md says what each floor is for)"
+    )
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if room_of(name) in FLOORS])
+def test_imports_point_down(module: str) -> None:
+    room, floor = room_of(module), floor_of(module)
+    for other in sorted(own_imports(module, modules()[module])):
+        assert other, f"unisono.{module} imports the facade: import the module that has the name"
+        below = room_of(other)
+        if below == room:
+            continue
+        if floor == WINGS:
+            allowed = floor_of(other) in (0, 1) or below == "journal" or below in NEIGHBOURS.get(room, set())
+            assert allowed, (
+                f"unisono.{module} is in a wing: it may use floors 0 and 1 and the journal, not unisono.{other}"
+            )
+            continue
+        assert floor_of(other) != WINGS or floor == max(FLOORS.values()), (
+            f"unisono.{module} uses unisono.{other}: only the command line may use a wing"
+        )
+        assert floor_of(other) <= floor, (
+            f"unisono.{module} (floor {floor}) uses unisono.{other} (floor {floor_of(other)})"
+        )
+        assert floor_of(other) < floor or below in NEIGHBOURS.get(room, set()), (
+            f"unisono.{module} and unisono.{other} are both on floor {floor} and not NEIGHBOURS: "
+            "let the caller pass the value, or say in NEIGHBOURS why they belong together"
+        )
+
+
+def test_no_two_modules_need_each_other() -> None:
+    graph = {module: own_imports(module, path) for module, path in modules().items()}
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_nothing_is_listed_that_is_gone() -> None:
+    """A row of NEIGHBOURS that nothing uses would quietly allow what it was written against."""
+    used = {
+        (room_of(module), room_of(other)) for module, path in modules().items() for other in own_imports(module, path)
+    }
+    listed = {(room, other) for room, others in NEIGHBOURS.items() for other in others}
+    assert listed - used == set()
+    assert set(FLOORS) - {room_of(module) for module in modules()} == set()
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if FLOORS.get(room_of(name)) in (0, 1)])
+def test_words_and_decisions_are_pure(module: str) -> None:
+    path = modules()[module]
+    assert foreign_imports(module, path) <= PURE, "no I/O, no clock, no threads, no torch: pass the value in"
+    calls = {
+        node.func.id for node in ast.walk(parse(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not calls & {"open", "print", "input", "exec", "eval", "__import__"}
+
+
+def test_the_dependencies_are_those_that_are_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {name.partition(">=")[0] for name in project["dependencies"]}
+    imported = {package for module, path in modules().items() for package in foreign_imports(module, path)}
+    # numpy is not needed: its generator is seeded where it is there.
+    assert third_party(imported) - {"numpy"} == declared
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if room_of(name) in WITHOUT_TORCH])
+def test_what_need_not_compute_does_not_import_torch(module: str) -> None:
+    """Really imported, because what an import of an import does cannot be seen in one file."""
+    code = f"import sys, unisono.{module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"importing unisono.{module} imports torch\n{done.stderr}"

@@ -1,0 +1,41 @@
+"""What a user waits for before anything happens."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+
+LIMIT_S = 0.150
+TRIALS = 5
+
+
+def cpu_seconds(code: str) -> float:
+    """CPU seconds of a fresh interpreter that runs ``code``: unlike the wall clock, it does not see busy neighbours."""
+    measured = f"import time\nstart = time.process_time()\n{code}\nprint(time.process_time() - start)"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", measured]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    return float(done.stdout)
+
+
+def test_importing_unisono_costs_little_on_top_of_torch() -> None:
+    torch_first = "import torch\nstart = time.process_time()\n"
+    costs = [cpu_seconds(torch_first + "import unisono\nunisono.Run\nunisono.launch") for _ in range(TRIALS)]
+    assert statistics.median(costs) <= LIMIT_S, f"CPU seconds of {TRIALS} imports after torch: {costs}"
+
+
+def test_help_answers_without_torch() -> None:
+    code = """
+import sys
+from unisono.cli import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: " in done.stdout

@@ -1,0 +1,76 @@
+"""The public names, and that what the project says of itself agrees."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import unisono
+from tests.house.rooms import ROOT, modules
+
+PUBLIC = [
+    "DeadlineExceeded",
+    "LossError",
+    "PeerLost",
+    "ProtocolError",
+    "RecipeError",
+    "Run",
+    "RunDirectoryError",
+    "RunStopped",
+    "StepError",
+    "UnisonoError",
+    "UsageError",
+    "launch",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    """A new name is a promise: it is added here on purpose, and to CHANGELOG.md."""
+    assert sorted(unisono.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(unisono, name)
+    assert callable(value)
+    assert value.__doc__
+    assert name in dir(unisono)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        unisono.no_such_name  # noqa: B018
+
+
+def test_a_star_import_gives_the_public_names() -> None:
+    names: dict[str, object] = {}
+    exec("from unisono import *", names)
+    assert sorted(set(names) - {"__builtins__"}) == PUBLIC
+
+
+def test_launch_stays_a_function_whatever_was_imported() -> None:
+    """An imported submodule would take the place of a name of the facade."""
+    below = [name for name in modules() if name.startswith("launch")]
+    code = (
+        "import importlib, unisono\n"
+        f"for name in {below}:\n    importlib.import_module('unisono.' + name)\n"
+        "assert callable(unisono.launch)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_what_a_module_exports_is_there(module: str) -> None:
+    loaded = importlib.import_module(f"unisono.{module}")
+    for name in getattr(loaded, "__all__", []):
+        assert hasattr(loaded, name), f"unisono.{module}.__all__ names {name}, which is not there"
+
+
+def test_the_version_is_one() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()

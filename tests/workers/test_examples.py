@@ -1,0 +1,121 @@
+"""The examples do what their first lines say: alone, on workers, and where their data are missing."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+UNISONO = Path(sys.executable).with_name("unisono")
+TINY = {
+    "fashion_mnist": ["--samples", "64", "--batch-size", "32", "--epochs", "1"],
+    "language_model": ["--length", "32", "--width", "32", "--depth", "1", "--batch-size", "16", "--epochs", "1"],
+}
+REAL = {"fashion_mnist": ROOT / "data" / "fashion-mnist", "language_model": ROOT / "data" / "english"}
+
+
+def run(*command: str | Path, status: int = 0) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def alone(name: str, *arguments: str | Path, status: int = 0) -> str:
+    return run(sys.executable, EXAMPLES / f"{name}.py", *arguments, status=status)
+
+
+def on_workers(num_workers: int, name: str, directory: Path, *arguments: str | Path) -> str:
+    options = ["--workers", str(num_workers), "--run-dir", directory]
+    return run(UNISONO, "run", EXAMPLES / f"{name}.py", *options, "--", *arguments)
+
+
+def write_idx(path: Path, *sizes: int) -> None:
+    count = 1
+    for size in sizes:
+        count *= size
+    values = bytes(random.Random(path.name).choices(range(10), k=count))
+    header = bytes([0, 0, 8, len(sizes)]) + b"".join(size.to_bytes(4, "big") for size in sizes)
+    path.write_bytes(gzip.compress(header + values))
+
+
+@pytest.fixture
+def small_data(tmp_path: Path) -> dict[str, Path]:
+    """Data of the right form and without meaning, so that the examples are run where the real ones are missing."""
+    clothes, text = tmp_path / "clothes", tmp_path / "text"
+    clothes.mkdir()
+    for part, count in (("train", 96), ("t10k", 40)):
+        write_idx(clothes / f"{part}-images-idx3-ubyte.gz", count, 28, 28)
+        write_idx(clothes / f"{part}-labels-idx1-ubyte.gz", count)
+    (text / "tutorial").mkdir(parents=True)
+    for number in range(12):
+        (text / "tutorial" / f"{number:02}.rst.txt").write_text("All the same, a rose is a rose.\n" * (5 + number))
+    return {"fashion_mnist": clothes, "language_model": text}
+
+
+def test_digits_learns_to_read(tmp_path: Path) -> None:
+    output = alone("digits", "--run-dir", tmp_path / "run")
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    assert accuracy is not None, output
+    assert float(accuracy[1]) >= 97
+
+
+def test_digits_gives_the_same_bits_on_workers(tmp_path: Path) -> None:
+    short = ["--epochs", "2", "--microbatches", "4"]
+    alone("digits", "--run-dir", tmp_path / "alone", *short)
+    on_workers(2, "digits", tmp_path / "two", *short)
+    on_workers(3, "digits", tmp_path / "three", *short)
+    assert "identical: 24 steps" in run(UNISONO, "compare", tmp_path / "alone", tmp_path / "two")
+    assert "identical: 24 steps" in run(UNISONO, "compare", tmp_path / "alone", tmp_path / "three")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_larger_examples_give_the_same_bits_on_workers(
+    name: str, small_data: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = ["--data", small_data[name], *TINY[name]]
+    assert "test " in alone(name, "--run-dir", tmp_path / "alone", *arguments)
+    on_workers(2, name, tmp_path / "two", *arguments)
+    assert "identical: " in run(UNISONO, "compare", tmp_path / "alone", tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_larger_examples_read_the_real_data(name: str, tmp_path: Path) -> None:
+    if not REAL[name].is_dir():
+        pytest.skip(f"{REAL[name]} is missing; `make data` fetches it")
+    few = ["--documents", "3"] if name == "language_model" else []
+    output = alone(name, "--run-dir", tmp_path / "run", "--data", REAL[name], *TINY[name], *few)
+    assert "(10000 pictures)" in output or re.search(r"[\d.]+ bits per byte", output)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_missing_data_are_named_with_the_command_that_fetches_them(name: str, tmp_path: Path) -> None:
+    output = alone(name, "--run-dir", tmp_path / "run", "--data", tmp_path / "nothing", status=1)
+    assert str(tmp_path / "nothing") in output
+    assert "python examples/fetch_data.py" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_fetching_an_unknown_data_set_names_the_known_ones() -> None:
+    assert "there are fashion-mnist and english" in alone("fetch_data", "imagenet", status=2)
+
+
+def test_data_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "fashion-mnist").mkdir()
+    (tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz").touch()
+    assert "is there already" in alone("fetch_data", "fashion-mnist", "--data", tmp_path)
+
+
+def test_the_demo_compares_and_measures(tmp_path: Path) -> None:
+    output = alone("demo", "--directory", tmp_path, "--workers", "1", "2", "--epochs", "2")
+    assert "identical: 24 steps" in output
+    assert re.search(r"2 workers: +[\d,]+ samples/s", output)
