@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import tree
-from unisono.plan import Plan, plan, replan
+from unisono.plan import plan, replan
 from unisono.tree import Node
 
 
