@@ -43,9 +43,11 @@ FLOORS = {
     "tracked": 3,
     "strategies": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
+    "connect": 4,
+    "team": 4,
+    "rounds": 4,
     "step": 4,
     "run": 4,
-    "team": 4,
     "worker": 4,
     "agent": 4,
     "head": 4,
@@ -65,8 +67,13 @@ NEIGHBOURS = {
     "membership": {"plan", "tree"},
     "exchange": {"flat"},
     "data": {"lifetime", "randomness"},
+    "member": {"lifetime"},
+    "store": {"member"},
     "rundir": {"journal"},
     "tracked": {"gradients"},
+    "rounds": {"team"},
+    "step": {"rounds", "team"},
+    "run": {"connect", "rounds", "step", "team"},
 }
 
 PURE = {
