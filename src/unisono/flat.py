@@ -30,6 +30,9 @@ __all__ = ["ROW_BYTES", "Entry", "FlatLayout", "Piece", "Rows", "Slot", "blocks"
 ROW_BYTES = 512
 """A multiple of every element size, so that rows can be viewed as any dtype."""
 
+SPARE_ROWS = 64
+"""Room behind the last row, so that an exchange can cut a slot into equal chunks without a copy."""
+
 BLOCK_ROWS = 1024
 """Rows that are added, divided and fingerprinted together: 512 KiB, to stay in a core's cache."""
 
@@ -97,10 +100,27 @@ class FlatLayout:
             entries.append(Entry(name, tensor.shape, tensor.dtype, dtype, offset))
             offset += tensor.numel()
         self._row = -(-offset * dtype.itemsize // ROW_BYTES)
-        stop = self._row * ROW_BYTES // dtype.itemsize
-        if stop > start:
-            self._pieces.append(Piece(dtype, start, stop, mean))
+        # Without the padding of the last row: nobody ever writes that, so it is zero in every slot and digest.
+        if offset > start:
+            self._pieces.append(Piece(dtype, start, offset, mean))
         return entries
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FlatLayout):
+            return NotImplemented
+        return self._pieces == other._pieces and self._entries == other._entries
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._pieces))
+
+    @property
+    def _entries(self) -> list[Entry]:
+        return [*self.gradients, self.scalars, self.used, *self.buffers]
+
+    @property
+    def slot_bytes(self) -> int:
+        """The memory of a slot."""
+        return (self.num_rows + SPARE_ROWS) * ROW_BYTES
 
     def pieces(self, first_row: int, end_row: int) -> Iterator[Piece]:
         """The typed pieces of rows ``[first_row, end_row)``."""
@@ -131,7 +151,7 @@ class Slot:
     """A buffer that holds one node, with a view for each thing in it.
 
     Args:
-        memory: (at least ``num_rows * ROW_BYTES``,) uint8.
+        memory: (at least ``num_rows * ROW_BYTES``,) uint8; zero where no entry lies.
         key: names this slot among those of its worker.
     """
 
@@ -155,6 +175,13 @@ class Slot:
     def rows(self, first_row: int, end_row: int) -> Tensor:
         """((end_row - first_row) * ROW_BYTES,) uint8."""
         return self.memory[first_row * ROW_BYTES : end_row * ROW_BYTES]
+
+    def copy_to(self, other: Slot) -> Slot:
+        """Copy the node to another slot of an equal layout, and return that."""
+        if other.layout != self.layout:
+            raise ValueError(f"a slot of {self.layout.num_rows} rows cannot be copied to one of another layout ({other.layout.num_rows} rows)")
+        other.rows(0, self.layout.num_rows).copy_(self.rows(0, self.layout.num_rows))
+        return other
 
     def _view(self, entry: Entry) -> Tensor:
         return self.typed(entry.sum_dtype)[entry.offset : entry.offset + entry.shape.numel()].view(entry.shape)

@@ -10,7 +10,10 @@ shape everywhere:
 4. **collect**: everyone reads all chunks into a slot of its own and divides by the total weight.
 
 Until the commit nobody's nodes are modified, so a combine that fails can be done again by those who are left.
-After it everybody can finish, whoever dies. What differs between the implementations is where chunks are read from:
+After it everybody can finish, whoever dies: a combine that returns is committed, and one that raises is not, as far as
+this member knows. (Another member may know more. It holds the step; those who raised do it again, with the same bits.)
+
+What differs between the implementations is where chunks are read from:
 
 ==================  ==========================================  =============================
 `Alone`             one member                                  nothing to exchange
@@ -73,12 +76,21 @@ class Exchange(Protocol):
     rank: int
     size: int
 
-    def prepare(self, layout: FlatLayout) -> None:
-        """Forget all slots and make new ones of this layout from now on. Collective."""
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
+        """Make slots of this layout from now on. Collective; the first call of every exchange.
+
+        Args:
+            slots: nodes of this layout to keep, from this exchange or from an earlier one of this worker, which is closed.
+                All other slots are forgotten.
+
+        Returns:
+            For each of ``slots``, one of this exchange with the same content: itself, or, where members cannot
+            reach it here, a copy.
+        """
         ...
 
     def slot(self) -> Slot:
-        """A free slot; its content is arbitrary. Local."""
+        """A free slot; its entries are arbitrary. Local."""
         ...
 
     def release(self, slot: Slot) -> None:
@@ -102,8 +114,11 @@ class Exchange(Protocol):
             facts: `NUM_FACTS` numbers that everyone shall know.
 
         Raises:
-            PeerLost: a member did not answer. Nothing was applied; the nodes are unharmed.
+            PeerLost: a member did not answer, or has left.
             DeadlineExceeded: a member did not arrive in time.
+            Exception: the one that was given to `interrupt`.
+                Whatever was raised: as far as this member knows there was no commit, its nodes are unharmed, and
+                this exchange is over; `close` it and give the nodes to the `prepare` of the next.
         """
         ...
 
@@ -112,7 +127,10 @@ class Exchange(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite ``tensor`` with that of rank ``source``. Collective; equal shape and dtype on all members."""
+        """Overwrite ``tensor`` with that of rank ``source``. Collective; equal shape and dtype on all members.
+
+        When it raises, the content of ``tensor`` is arbitrary (but at the source).
+        """
         ...
 
     def interrupt(self, error: Exception) -> None:
@@ -120,5 +138,5 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back everything. Local; never waits for a peer."""
+        """Leave, and give back everything but the slots that are in use. Local; never waits for a peer."""
         ...

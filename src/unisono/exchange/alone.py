@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.exchange import Combined, Share
-from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows
+from unisono.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows
 from unisono.tree import root
 
 __all__ = ["Alone"]
@@ -24,16 +24,16 @@ class Alone:
         self._device = device
         self._free: list[Slot] = []
 
-    def prepare(self, layout: FlatLayout) -> None:
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._layout = layout
         self._multipliers = layout.multipliers.to(self._device)
         self._free = []
+        return list(slots)
 
     def slot(self) -> Slot:
         if self._free:
             return self._free.pop()
-        memory = torch.zeros(self._layout.num_rows * ROW_BYTES, dtype=torch.uint8, device=self._device)
-        return Slot(self._layout, memory)
+        return Slot(self._layout, torch.zeros(self._layout.slot_bytes, dtype=torch.uint8, device=self._device))
 
     def release(self, slot: Slot) -> None:
         self._free.append(slot)

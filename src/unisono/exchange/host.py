@@ -1,18 +1,31 @@
-"""The members of one host: a board for each in shared memory, and the moves that they make on it.
+"""The members of one host: what each shows to the others in shared memory, and the moves that they make.
 
-A board has one writer, its member. Three counters say how far that member is; they only grow, and the others
-wait for them::
+A worker has one **board** for its whole life; its address is told to the others once. For every generation that it enters
+it makes a new **sheet** and names it on the board. A sheet has one writer, its member. Four counters say how far
+that member is; they only grow, and the others wait for them::
 
     published   my nodes (of combine number `published`) are complete; read them
     reduced     my chunk is summed; read it. All say so: the combine is committed
-    mailed      my letter is in the mail segment; `opened` says that I have read everybody's
+    mailed      my letter is in the mail segment
+    opened      I have read everybody's letters
 
-Why nobody reads what is being overwritten: nodes are written again only after the member itself has seen
-``reduced`` from all, and nobody reads a node after its own ``reduced``. A result is written again only after all have
-``published`` the next combine, and they do that after they have collected this one.
+Why nobody reads what is being overwritten, within a generation: nodes are written again only after the member itself
+has seen ``reduced`` from all, and nobody reads a node after its own ``reduced``. A result is written again only after
+all have ``published`` the next combine, and they do that after they have collected this one. A letter is written again
+only after all have ``opened`` it.
 
-A member that dies leaves its counters and memory behind, mapped by the others. So the survivors
-all see the same truth about whether a combine was committed, and after a commit all can collect it.
+**Leaving.** A member whose wait fails leaves: it says ``left`` and never writes to its sheet, result or letter of that
+generation again. Members leave at different points, and some go on to the next generation, or the one after, while
+others still work in this one; since every generation has a sheet of its own, they cannot be mixed up. Only the slots
+belong to the worker and live on, so a member that has left may change a node while another still adds it up. Hence
+the order: who leaves says ``left`` *before* it touches a node, and who has read nodes looks for ``left`` *afterwards*
+(`Host.verify`) and only then says ``reduced``. So ``reduced`` is a statement about memory that no longer changes,
+and a combine that all have ``reduced`` is committed, whatever happens next.
+
+**Dying.** What a dead member showed stays readable where it is mapped. Everything that is read after the commit is
+mapped before it, so after a commit all can collect it, whoever dies or closes. And who sees all counters at
+``reduced`` has committed even if it is interrupted at the same time: survivors disagree on a commit only if
+one of them left before the last ``reduced`` was said.
 """
 
 from __future__ import annotations
@@ -24,173 +37,258 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unisono.errors import DeadlineExceeded
+from unisono.errors import DeadlineExceeded, PeerLost, RecipeError
 from unisono.exchange import NUM_FACTS
-from unisono.exchange.memory import Segment, futex_wait, futex_wake
+from unisono.exchange.memory import Segment, fence, futex_wait, futex_wake
 from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 from unisono.tree import Node
 
-__all__ = ["Board", "Host", "split_rows"]
+__all__ = ["MAX_TEAM", "Board", "Host", "split_rows"]
 
-MAX_NODES = 128
-MAX_SLOTS = 64
-MAX_FACTS = 4096
-SLICE_S = 0.2  # a wait looks around this often even if a wake-up was missed
+MAX_NODES = 256
+MAX_TEAM = 4096
+"""Members of one generation, on all hosts, whose facts fit on a sheet."""
+PIECE_BYTES = 2 << 20  # of a broadcast: written by one and read by the others while it is in a cache
+SLICE_S = 0.05  # a wait looks around this often even if a wake-up was missed
+
+_Address = ctypes.c_char * 160
+_Word = ctypes.c_uint32 * 16  # a counter and the rest of its cache line
 
 
-class _Address(ctypes.Structure):
-    """A segment, and a serial number: addresses are used again, numbers are not."""
+class _Cover(ctypes.Structure):
+    """The board: the generation that its worker is in (counted from 1; 0: none yet), and the sheet."""
 
-    _fields_ = [("path", ctypes.c_char * 112), ("nbytes", ctypes.c_uint64), ("serial", ctypes.c_uint64)]
+    _fields_ = [("generation", _Word), ("sheet", _Address)]
 
 
 class _Node(ctypes.Structure):
-    _fields_ = [("level", ctypes.c_uint32), ("slot", ctypes.c_uint32), ("index", ctypes.c_uint64)]
+    _fields_ = [("level", ctypes.c_uint64), ("index", ctypes.c_uint64), ("slot", _Address)]
 
 
-class _Page(ctypes.Structure):
+class _Sheet(ctypes.Structure):
     _fields_ = [
-        ("published", ctypes.c_uint32),
-        ("_space0", ctypes.c_uint32 * 15),  # one cache line for each counter
-        ("reduced", ctypes.c_uint32),
-        ("_space1", ctypes.c_uint32 * 15),
-        ("mailed", ctypes.c_uint32),
-        ("_space2", ctypes.c_uint32 * 15),
-        ("opened", ctypes.c_uint32),
-        ("_space3", ctypes.c_uint32 * 15),
-        ("num_nodes", ctypes.c_uint32),
-        ("num_team_facts", ctypes.c_uint32),
+        ("published", _Word),
+        ("reduced", _Word),
+        ("mailed", _Word),
+        ("opened", _Word),
+        ("left", _Word),
+        ("num_nodes", ctypes.c_uint64),
+        ("num_team_facts", ctypes.c_uint64),
         ("digest", ctypes.c_uint64),
         ("letter_bytes", ctypes.c_uint64),
         ("result", _Address),
         ("mail", _Address),
-        ("slots", _Address * MAX_SLOTS),
         ("nodes", _Node * MAX_NODES),
         ("facts", ctypes.c_double * NUM_FACTS),
-        ("team_facts", ctypes.c_double * MAX_FACTS),
+        ("team_facts", ctypes.c_double * (NUM_FACTS * MAX_TEAM)),
     ]
 
 
+def _word(page: ctypes.Structure, name: str) -> ctypes.c_uint32:
+    """One of the counters, to wait for or to wake."""
+    return ctypes.c_uint32.from_buffer(page, getattr(type(page), name).offset)
+
+
 class Board:
-    """One member's page. `create` one's own, `open` those of the others."""
+    """A worker's address in its host's shared memory, and its slots: both live longer than a generation."""
 
-    NBYTES = ctypes.sizeof(_Page)
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self.page = _Page.from_buffer(segment.map)
-        self.address = segment.address
+    def __init__(self) -> None:
+        self._segment = Segment.create(ctypes.sizeof(_Cover))
+        self._cover = _Cover.from_buffer(self._segment.map)
+        self._segments: dict[int, Segment] = {}
+        self._slots: dict[int, Slot] = {}
+        self._free: list[Slot] = []
+        self._num_made = 0
+        self._layout: FlatLayout | None = None
+        self.address = self._segment.address
 
     @classmethod
     def create(cls) -> Board:
-        return cls(Segment.create(cls.NBYTES))
+        return cls()
 
-    @classmethod
-    def open(cls, address: str) -> Board:
-        return cls(Segment.open(address, cls.NBYTES))
+    def enter(self, generation: int, sheet: str) -> None:
+        """Tell the others that this worker is in ``generation`` now."""
+        word = _word(self._cover, "generation")
+        if generation + 1 <= word.value:
+            raise ValueError(f"this worker has been in generation {word.value - 1} and cannot enter {generation}: they only grow")
+        self._cover.sheet = sheet.encode()
+        fence()
+        word.value = generation + 1
+        futex_wake(word)
 
-    def word(self, counter: str) -> ctypes.c_uint32:
-        """One of the counters, to wait for or to wake."""
-        return ctypes.c_uint32.from_buffer(self.page, getattr(_Page, counter).offset)
-
-    def close(self) -> None:
-        self._segment.close()
-
-
-class Host:
-    """This member among those of its host.
-
-    Args:
-        board: this member's own.
-        addresses: the boards of all members of the host, by local rank.
-        rank: this member's local rank.
-        timeout_s: how long any one wait may take.
-    """
-
-    def __init__(self, board: Board, addresses: Sequence[str], rank: int, *, timeout_s: float) -> None:
-        self.rank = rank
-        self.size = len(addresses)
-        self.waiting_s = 0.0
-        self._timeout_s = timeout_s
-        self._boards = [board if r == rank else Board.open(address) for r, address in enumerate(addresses)]
-        self._page = board.page
-        self._words = {
-            name: [other.word(name) for other in self._boards] for name in ("published", "reduced", "mailed", "opened")
-        }
-        self._turn = self._page.published
-        self._letters = self._page.mailed
-        self._serial = 0
-        self._owned: list[Segment] = []
-        self._mapped: dict[tuple[int, int], Tensor] = {}
-        self._error: Exception | None = None
-        self._watched: ctypes.c_uint32 | None = None
-
-    # -- slots ---------------------------------------------------------------------------------------
-
-    def prepare(self, layout: FlatLayout) -> None:
-        """Forget all slots. The caller makes sure that no member is still reading."""
+    def keep(self, layout: FlatLayout, slots: Sequence[Slot]) -> None:
+        """Free all slots but these, and make slots of this layout from now on."""
+        kept = {slot.key for slot in slots}
+        if layout != self._layout:
+            for key in self._slots.keys() - kept:
+                self._segments.pop(key).close()
+                del self._slots[key]
         self._layout = layout
-        self._free: list[Slot] = []
-        self._close_owned()
-        self._mapped.clear()
-        self._num_slots = 0
-        self._result = torch.empty(0, dtype=torch.uint8)
-        self._slot_index: dict[int, int] = {}
+        self._free = [slot for key, slot in self._slots.items() if key not in kept]
 
     def slot(self) -> Slot:
+        """A free slot in shared memory."""
         if self._free:
             return self._free.pop()
-        if self._num_slots == MAX_SLOTS:
-            raise RuntimeError(f"a worker holds {MAX_SLOTS} nodes at once, the most that a board can name")
-        memory, address = self._allocate(self._layout.num_rows * ROW_BYTES)
-        self._page.slots[self._num_slots] = address
-        slot = Slot(self._layout, memory, key=address.serial)
-        self._slot_index[slot.key] = self._num_slots
-        self._num_slots += 1
+        assert self._layout is not None
+        segment = Segment.create(self._layout.slot_bytes)
+        self._num_made += 1
+        slot = Slot(self._layout, segment.tensor(), key=self._num_made)
+        self._segments[slot.key] = segment
+        self._slots[slot.key] = slot
         return slot
 
     def release(self, slot: Slot) -> None:
         self._free.append(slot)
 
+    def owns(self, slot: Slot) -> bool:
+        return self._slots.get(slot.key) is slot
+
+    def find(self, slot: Slot) -> str:
+        """The address of a slot that this board made."""
+        return self._segments[slot.key].address
+
+    def close(self) -> None:
+        """The end of the worker: nobody can open anything of it any more."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._slots.clear()
+        self._free.clear()
+        self._segment.close()
+
+
+class _Peer:
+    """One member of this generation as this member sees it."""
+
+    def __init__(self, sheet: Segment) -> None:
+        self.sheet = _Sheet.from_buffer(sheet.map)
+        self.left = _word(self.sheet, "left")
+        self.words = {name: _word(self.sheet, name) for name in ("published", "reduced", "mailed", "opened")}
+        self.mapped: dict[str, Tensor] = {}
+
+    def map(self, address: bytes) -> Tensor:
+        key = address.decode()
+        if key not in self.mapped:
+            self.mapped[key] = Segment.open(key).tensor()
+        return self.mapped[key]
+
+
+class Host:
+    """This member among those of its host, in one generation.
+
+    Every wait ends: when the others are there, at `interrupt`, when one of them has left, or after ``timeout_s``.
+
+    Args:
+        board: this member's own. It may have served earlier generations, whose hosts are closed.
+        addresses: the boards of all members of the host, by local rank.
+        rank: this member's local rank.
+        generation: a number that all members agree on, and that grows from one to the next.
+        timeout_s: how long any one wait may take.
+    """
+
+    def __init__(
+        self, board: Board, addresses: Sequence[str], rank: int, *, generation: int, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.size = len(addresses)
+        self.waiting_s = 0.0
+        self._board = board
+        self._addresses = list(addresses)
+        self._generation = generation
+        self._timeout_s = timeout_s
+        self._error: Exception | None = None
+        self._watched: ctypes.c_uint32 | None = None
+        self._turn = 0
+        self._num_letters = 0
+        self._segments: dict[str, Segment] = {}  # of this generation: sheet, result, mail
+        segment = self._allocate("sheet", ctypes.sizeof(_Sheet))
+        self._me = _Peer(segment)
+        self._sheet = self._me.sheet
+        self._peers: list[_Peer] = []
+        self._nodes: dict[Node, Rows] = {}
+        self._results: list[Tensor] = []
+        self._result = self._mail = torch.empty(0, dtype=torch.uint8)
+        board.enter(generation, segment.address)
+
+    # -- slots ---------------------------------------------------------------------------------------
+
+    def prepare(self, layout: FlatLayout, result_rows: int, slots: Sequence[Slot]) -> list[Slot]:
+        """See `Exchange.prepare`. The caller makes sure that no member is in a combine.
+
+        Args:
+            result_rows: room for the sum of this member's chunk.
+        """
+        self._layout = layout
+        self._nodes, self._results = {}, []
+        for peer in self._peers:
+            peer.mapped.clear()
+        self._result, self._sheet.result = torch.empty(0, dtype=torch.uint8), b""
+        if result_rows:
+            # A new one: a sum does not write the padding in its rows, which has to be zero for the digest.
+            segment = self._allocate("result", result_rows * ROW_BYTES)
+            self._result, self._sheet.result = segment.tensor(), segment.address.encode()
+        self._board.keep(layout, [slot for slot in slots if self._board.owns(slot)])
+        return [slot if self._board.owns(slot) else slot.copy_to(self.slot()) for slot in slots]
+
+    def slot(self) -> Slot:
+        return self._board.slot()
+
+    def release(self, slot: Slot) -> None:
+        self._board.release(slot)
+
     # -- the moves of a combine ----------------------------------------------------------------------
 
     def publish(self, slots: Mapping[Node, Slot], facts: Sequence[float]) -> None:
-        """Show this member's nodes and facts, and wait until everybody has."""
-        page = self._page
+        """Show this member's nodes and facts, wait until everybody has, and map what they show."""
+        if len(slots) > MAX_NODES:
+            raise RecipeError(
+                f"this worker holds {len(slots)} nodes of the summation tree and can show {MAX_NODES}; use fewer micro-batches"
+            )
+        sheet = self._sheet
         for place, (node, slot) in enumerate(slots.items()):
-            page.nodes[place] = _Node(node.level, self._slot_index[slot.key], node.index)
-        page.num_nodes = len(slots)
-        page.facts[:NUM_FACTS] = facts
+            sheet.nodes[place] = _Node(node.level, node.index, self._board.find(slot).encode())
+        sheet.num_nodes = len(slots)
+        sheet.facts[:NUM_FACTS] = facts
         self._turn += 1
         self._advance("published", self._turn)
         self._wait("published", self._turn)
+        nodes, results = {}, []
+        for rank, peer in enumerate(self._peers):
+            records = peer.sheet.nodes[: peer.sheet.num_nodes]
+            for record in records:
+                nodes[Node(record.level, record.index)] = Rows(self._map(rank, record.slot), 0)
+            results.append(self._map(rank, peer.sheet.result))
+        self._nodes, self._results = nodes, results
 
-    def nodes(self) -> dict[Node, Rows]:
-        """The published nodes of all members, to read only, until this member's `commit`."""
-        found = {}
-        for rank, board in enumerate(self._boards):
-            for place in range(board.page.num_nodes):
-                record = board.page.nodes[place]
-                memory = self._map(rank, board.page.slots[record.slot])
-                found[Node(record.level, record.index)] = Rows(memory, 0)
-        return found
+    def nodes(self) -> Mapping[Node, Rows]:
+        """The published nodes of all members, to read only, until this member's `verify`."""
+        return self._nodes
 
-    def result(self, first_row: int, end_row: int) -> Rows:
-        """Where this member writes the sum of its chunk."""
-        nbytes = max(1, end_row - first_row) * ROW_BYTES
-        if self._result.numel() < nbytes:
-            self._result, self._page.result = self._allocate(nbytes)
+    def result(self, first_row: int) -> Rows:
+        """Where this member writes the sum of its chunk, which starts with ``first_row``."""
         return Rows(self._result, first_row)
 
+    def verify(self) -> None:
+        """Make sure that all `nodes` were still as published when they were read. Local.
+
+        Raises:
+            PeerLost: a member has left, and may have changed one.
+        """
+        fence()
+        for rank, peer in enumerate(self._peers):
+            if peer.left.value:
+                raise self._gone(rank)
+
     def commit(self, digest: int, team_facts: Sequence[float] = ()) -> None:
-        """Say that this member's chunk is summed, and wait until everybody's is.
+        """Say that this member's chunk is summed, and wait until everybody's is. After `verify`.
 
         Args:
             team_facts: what came from other hosts, for the others of this one.
         """
-        self._page.digest = digest
-        self._page.team_facts[: len(team_facts)] = team_facts
-        self._page.num_team_facts = len(team_facts)
+        self._sheet.digest = digest
+        self._sheet.team_facts[: len(team_facts)] = team_facts
+        self._sheet.num_team_facts = len(team_facts)
         self._advance("reduced", self._turn)
         self._wait("reduced", self._turn)
 
@@ -202,12 +300,10 @@ class Host:
         """
         digest = 0
         for rank, chunk in enumerate(chunks):
-            page = self._boards[rank].page
-            digest += page.digest
-            if chunk:
-                rows = Rows(self._map(rank, page.result), chunk.start)
-                for first, end in blocks(chunk.start, chunk.stop, out.memory.device):
-                    divide_rows(self._layout, rows, total, first, end, out)
+            digest += self._peers[rank].sheet.digest
+            rows = Rows(self._results[rank], chunk.start)
+            for first, end in blocks(chunk.start, chunk.stop, out.memory.device):
+                divide_rows(self._layout, rows, total, first, end, out)
         return digest & 0xFFFFFFFFFFFFFFFF
 
     def total_weight(self, chunks: Sequence[range]) -> float:
@@ -215,39 +311,63 @@ class Host:
         entry = self._layout.scalars
         row = entry.offset * entry.sum_dtype.itemsize // ROW_BYTES
         rank = next(r for r, chunk in enumerate(chunks) if row in chunk)
-        memory = self._map(rank, self._boards[rank].page.result)
         start = entry.offset - chunks[rank].start * ROW_BYTES // entry.sum_dtype.itemsize
-        return float(memory.view(entry.sum_dtype)[start])
+        return float(self._results[rank].view(entry.sum_dtype)[start])
 
     def facts(self) -> list[tuple[float, ...]]:
         """What the members of this host published, by local rank. Between `publish` and `commit`."""
-        return [tuple(board.page.facts) for board in self._boards]
+        return [tuple(peer.sheet.facts) for peer in self._peers]
 
     def team_facts(self, rank: int) -> list[float]:
         """What that member gave to `commit`. After `commit`."""
-        page = self._boards[rank].page
-        return page.team_facts[: page.num_team_facts]
+        sheet = self._peers[rank].sheet
+        return sheet.team_facts[: sheet.num_team_facts]
 
     # -- letters -------------------------------------------------------------------------------------
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Everyone's ``data``, by local rank."""
-        page = self._page
-        self._wait("opened", self._letters)
-        if page.mail.nbytes < len(data):
-            self._mail, page.mail = self._allocate(max(4096, len(data)))
-        if data:
-            self._mail[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        page.letter_bytes = len(data)
-        self._letters += 1
-        self._advance("mailed", self._letters)
-        self._wait("mailed", self._letters)
-        letters = []
-        for rank, board in enumerate(self._boards):
-            length = board.page.letter_bytes
-            letters.append(ctypes.string_at(self._map(rank, board.page.mail).data_ptr(), length) if length else b"")
-        self._advance("opened", self._letters)
+        ctypes.memmove(self._letter(len(data)).data_ptr(), data, len(data))
+        letters = [ctypes.string_at(letter.data_ptr(), letter.numel()) for letter in self._post()]
+        self._settle()
         return letters
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite ``tensor`` with that of local rank ``source``: one copy in, one copy out."""
+        tensor = tensor.detach()
+        own = self.rank == source
+        flat = tensor.cpu().contiguous()  # the tensor itself where it can be
+        data = flat.view(-1).view(torch.uint8)
+        for piece in data.split(PIECE_BYTES) if data.numel() else ():
+            letter = self._letter(piece.numel() if own else 0)
+            if own:
+                letter.copy_(piece)
+            letters = self._post()
+            if not own:
+                piece.copy_(letters[source])
+            self._settle()
+        if not own and flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat)
+
+    def _letter(self, nbytes: int) -> Tensor:
+        """(nbytes,) where this member writes its next letter."""
+        if self._mail.numel() < nbytes:
+            segment = self._allocate("mail", max(4096, nbytes))
+            self._mail, self._sheet.mail = segment.tensor(), segment.address.encode()
+        self._sheet.letter_bytes = nbytes
+        return self._mail[:nbytes]
+
+    def _post(self) -> list[Tensor]:
+        """Show this member's letter, and wait for all; everyone's, to be read before `_settle`."""
+        self._num_letters += 1
+        self._advance("mailed", self._num_letters)
+        self._wait("mailed", self._num_letters)
+        return [self._map(rank, p.sheet.mail)[: p.sheet.letter_bytes] for rank, p in enumerate(self._peers)]
+
+    def _settle(self) -> None:
+        """Wait until all have read all letters, so that any member may write again, or close."""
+        self._advance("opened", self._num_letters)
+        self._wait("opened", self._num_letters)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -257,61 +377,117 @@ class Host:
         if watched is not None:
             futex_wake(watched)
 
+    def leave(self) -> None:
+        """Take no further part, and tell the others: this member's nodes may change from now on. Local."""
+        if not self._me.left.value:
+            self._me.left.value = 1
+            fence()
+            for word in self._me.words.values():
+                futex_wake(word)
+
     def close(self) -> None:
-        self._free = []
-        self._mapped.clear()
-        self._close_owned()
-        for rank, board in enumerate(self._boards):
-            if rank != self.rank:
-                board.close()
-
-    def _close_owned(self) -> None:
-        for segment in self._owned:
+        self.leave()
+        for segment in self._segments.values():
             segment.close()
-        self._owned.clear()
-        # A new mail segment is made with the next letter.
-        self._page.mail = _Address()
+        self._segments.clear()
+        self._peers, self._nodes, self._results = [], {}, []
 
-    def _allocate(self, nbytes: int) -> tuple[Tensor, _Address]:
+    def _allocate(self, use: str, nbytes: int) -> Segment:
         segment = Segment.create(nbytes)
-        self._owned.append(segment)
-        self._serial += 1
-        memory = segment.tensor()
-        self._mapped[self.rank, self._serial] = memory
-        return memory, _Address(segment.address.encode(), nbytes, self._serial)
+        if use in self._segments:
+            self._segments[use].close()
+        self._segments[use] = segment
+        return segment
 
-    def _map(self, rank: int, address: _Address) -> Tensor:
-        key = (rank, address.serial)
-        if key not in self._mapped:
-            self._mapped[key] = Segment.open(address.path.decode(), address.nbytes).tensor()
-        return self._mapped[key]
+    def _map(self, rank: int, address: bytes) -> Tensor:
+        if not address:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            return self._peers[rank].map(address)
+        except FileNotFoundError as error:
+            raise self._gone(rank) from error
+
+    def _gone(self, rank: int) -> PeerLost:
+        return PeerLost(
+            f"local rank {rank} of {self.size} has left generation {self._generation}; nothing of it can be committed any more"
+        )
 
     def _advance(self, counter: str, value: int) -> None:
-        word = self._words[counter][self.rank]
+        word = self._me.words[counter]
+        fence()
         word.value = value
         futex_wake(word)
 
     def _wait(self, counter: str, value: int) -> None:
-        """Wait until the counter of every member has reached ``value``."""
+        """Wait until the counter of every member has reached ``value``; whoever cannot leaves."""
         started = time.perf_counter()
         deadline = started + self._timeout_s
-        for rank, word in enumerate(self._words[counter]):
-            self._watched = word
-            while (seen := word.value) < value:
-                if self._error is not None:
-                    raise self._error
-                left = deadline - time.perf_counter()
-                if left <= 0:
-                    raise DeadlineExceeded(
-                        f"waited {self._timeout_s:.0f} s for local rank {rank} to say '{counter}' (at {seen}, needs {value})"
-                    )
-                futex_wait(word, seen, min(left, SLICE_S))
-        self._watched = None
-        self.waiting_s += time.perf_counter() - started
+        try:
+            if not self._peers:
+                self._peers = self._meet(deadline)
+            for rank, peer in enumerate(self._peers):
+                self._watch(rank, peer.words[counter], value, peer.left, deadline, counter)
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            self._watched = None
+            self.waiting_s += time.perf_counter() - started
+        fence()
+
+    def _meet(self, deadline: float) -> list[_Peer]:
+        """Wait until all members are in this generation, and open their sheets."""
+        peers = []
+        for rank, address in enumerate(self._addresses):
+            if rank == self.rank:
+                peers.append(self._me)
+                continue
+            try:
+                board = Segment.open(address)
+                cover = _Cover.from_buffer(board.map)
+                word = _word(cover, "generation")
+                self._watch(rank, word, self._generation + 1, None, deadline, "generation")
+                fence()
+                sheet = cover.sheet.decode()
+                fence()
+                # It may have gone on while its sheet's address was read.
+                if word.value != self._generation + 1:
+                    raise self._gone(rank)
+                peers.append(_Peer(Segment.open(sheet)))
+            except FileNotFoundError as error:
+                raise self._gone(rank) from error
+        return peers
+
+    def _watch(
+        self, rank: int, word: ctypes.c_uint32, value: int, left: ctypes.c_uint32 | None, deadline: float, what: str
+    ) -> None:
+        self._watched = word
+        while _behind(seen := word.value, value):
+            if self._error is not None:
+                raise self._error
+            if left is not None and left.value:
+                fence()
+                if _behind(word.value, value):  # it did not say it and then leave
+                    raise self._gone(rank)
+                return
+            remaining = deadline - time.perf_counter()
+            if remaining <= 0:
+                raise DeadlineExceeded(
+                    f"waited {self._timeout_s:.0f} s for local rank {rank} of {self.size} in generation {self._generation}: "
+                    f"'{what}' is {seen}, needs {value}"
+                )
+            futex_wait(word, seen, min(remaining, SLICE_S))
+
+
+def _behind(seen: int, value: int) -> bool:
+    """Whether a 32-bit counter has yet to reach ``value``.
+
+    Members are at most one apart, so it does not matter when the counter passes 2**32 and starts again.
+    """
+    return (seen - value) & 0x80000000 != 0
 
 
 def split_rows(num_rows: int, num_chunks: int) -> list[range]:
     """Rows ``[0, num_rows)`` in ``num_chunks`` contiguous chunks of nearly equal size."""
     edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
-

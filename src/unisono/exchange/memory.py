@@ -5,9 +5,12 @@ process that maps it, also after ``kill -9`` of everybody. Others open it throug
 creator, which the kernel allows to processes of the same user only. A mapping outlives its creator: what a
 worker had published can still be read when it is dead.
 
-Waiting uses futexes. Every word has exactly one writer, so no atomic read-modify-write is needed; the
-system call that follows a store orders it before the wake-up. Where there is neither (other systems than
-Linux), a segment is an unlinked-at-close file and waiting polls.
+Process and descriptor numbers are used again. So every segment ends with a random stamp that its address
+repeats: who opens an address gets the segment that was meant, or an error.
+
+Waiting uses futexes. Every word has exactly one writer, so no atomic read-modify-write is needed, but order is:
+`fence` stands between what a word announces and the word, on both sides. Where there are no futexes (other systems
+than Linux), a segment is an unlinked-at-close file, waiting polls, and order is taken on trust.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["Segment", "futex_wait", "futex_wake"]
+__all__ = ["Segment", "fence", "futex_wait", "futex_wake"]
 
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 _POLL_S: Final = 0.0002
+_STAMP_BYTES: Final = 8
 _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX is not None else None
 
 
@@ -51,48 +55,76 @@ def futex_wake(word: ctypes.c_uint32) -> None:
         _libc.syscall(_FUTEX, ctypes.byref(word), 1, ctypes.c_int(0x7FFFFFFF), None, None, 0)
 
 
-class Segment:
-    """A piece of shared memory. Make one with `create` or `open`; `close` it."""
+_nobodys_word = ctypes.c_uint32()
 
-    def __init__(self, descriptor: int, nbytes: int, address: str, *, owner: bool) -> None:
+
+def fence() -> None:
+    """Let everything that was read and written before this be done before anything after it."""
+    # The kernel cannot tell whether somebody waits without a full memory barrier, so a wake-up is one.
+    futex_wake(_nobodys_word)
+
+
+class Segment:
+    """A piece of shared memory, zero at first. Make one with `create` or `open`; `close` it."""
+
+    def __init__(self, descriptor: int, nbytes: int, address: str) -> None:
         self.nbytes = nbytes
         self.address = address
-        self._owner = owner
         self._descriptor = descriptor
-        self.map = mmap.mmap(descriptor, nbytes)
+        self._unlink = ""
+        self.map = mmap.mmap(descriptor, nbytes + _STAMP_BYTES)
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """``nbytes`` zero bytes that other processes of this user can open by ``address``."""
         if sys.platform == "linux":
             descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)
-            address = f"/proc/{os.getpid()}/fd/{descriptor}"
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
         else:
-            descriptor, address = tempfile.mkstemp(prefix="unisono-")
-        os.ftruncate(descriptor, nbytes)
-        return cls(descriptor, nbytes, address, owner=True)
+            descriptor, path = tempfile.mkstemp(prefix="unisono-")
+        stamp = os.urandom(_STAMP_BYTES)
+        try:
+            os.ftruncate(descriptor, nbytes + _STAMP_BYTES)
+            segment = cls(descriptor, nbytes, f"{nbytes}:{stamp.hex()}:{path}")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        segment.map[nbytes:] = stamp
+        segment._unlink = "" if sys.platform == "linux" else path
+        return segment
 
     @classmethod
-    def open(cls, address: str, nbytes: int) -> Segment:
+    def open(cls, address: str) -> Segment:
         """A segment that another process created.
 
         Raises:
-            OSError: its creator is gone.
+            FileNotFoundError: its creator is gone, or has closed it.
         """
-        descriptor = os.open(address, os.O_RDWR | os.O_CLOEXEC)
+        size, stamp, path = address.split(":", 2)
+        nbytes = int(size)
         try:
-            return cls(descriptor, nbytes, address, owner=False)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise FileNotFoundError(f"shared memory {path} is gone: {error}") from error
+        try:
+            # The size first: reading behind the end of a file is not an error but a signal.
+            if os.fstat(descriptor).st_size == nbytes + _STAMP_BYTES:
+                segment = cls(descriptor, nbytes, address)
+                segment._descriptor = -1
+                if segment.map[nbytes:].hex() == stamp:
+                    return segment
         finally:
             os.close(descriptor)
+        raise FileNotFoundError(f"shared memory {path} is gone: something else has its name now")
 
     def tensor(self) -> Tensor:
         """(nbytes,) uint8, on the segment itself. The mapping lives as long as the tensor."""
-        return torch.frombuffer(self.map, dtype=torch.uint8)
+        return torch.frombuffer(self.map, dtype=torch.uint8, count=self.nbytes)
 
     def close(self) -> None:
-        """Let go of it. Tensors on it stay valid; the memory is freed with the last of them."""
-        if self._owner and self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            if sys.platform != "linux":
-                os.unlink(self.address)
+        """The creator lets go of it: nobody can open it any more. Tensors on it stay valid; it is freed with the last."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+            if self._unlink:
+                os.unlink(self._unlink)

@@ -29,19 +29,21 @@ class Network:
         self._free: list[Slot] = []
         self._reduction: Reduction | None = None
 
-    def prepare(self, layout: FlatLayout) -> None:
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._layout = layout
         self._rows = range(layout.num_rows)
+        self._slot_bytes = max(layout.slot_bytes, padded_rows(self._rows, self.size) * ROW_BYTES)
         self._multipliers = layout.multipliers.to(self._wire.device)
         self._free = []
-        self._num_slots = 0
+        return [slot if self._can_send(slot.memory) else slot.copy_to(self.slot()) for slot in slots]
+
+    def _can_send(self, memory: Tensor) -> bool:
+        return memory.numel() >= self._slot_bytes and memory.device == self._wire.device
 
     def slot(self) -> Slot:
         if self._free:
             return self._free.pop()
-        nbytes = padded_rows(self._rows, self.size) * ROW_BYTES
-        self._num_slots += 1
-        return Slot(self._layout, torch.zeros(nbytes, dtype=torch.uint8, device=self._wire.device), self._num_slots)
+        return Slot(self._layout, torch.zeros(self._slot_bytes, dtype=torch.uint8, device=self._wire.device))
 
     def release(self, slot: Slot) -> None:
         self._free.append(slot)
@@ -86,10 +88,13 @@ class Network:
 
 def broadcast_over(wire: Wire, tensor: Tensor, source: int) -> None:
     """Broadcast a tensor of any dtype, device and stride as bytes."""
-    flat = tensor.detach().contiguous().to(wire.device).view(-1).view(torch.uint8)
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    # A copy on both sides: a collective that was abandoned may go on to read and to write.
+    flat = torch.empty(tensor.shape, dtype=tensor.dtype, device=wire.device)
+    if wire.rank == source:
+        flat.copy_(tensor)
+    wire.broadcast(flat.view(-1).view(torch.uint8), source)
     if wire.rank != source:
-        flat = flat.clone()
-    wire.broadcast(flat, source)
-    if wire.rank != source:
-        with torch.no_grad():
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        tensor.copy_(flat)

@@ -14,11 +14,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from unisono.errors import UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share
-from unisono.exchange.host import Host, split_rows
+from unisono.exchange.host import MAX_TEAM, Host, split_rows
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.reduce import Reduction, padded_rows
-from unisono.exchange.shared import broadcast_by_letter
 from unisono.exchange.wire import Wire
 from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, fold_rows
 from unisono.tree import schedule
@@ -46,12 +46,15 @@ class TwoLevel:
         self._hosts = hosts
         self.rank = rank
         self.size = sum(len(ranks) for ranks in hosts)
+        if self.size > MAX_TEAM:
+            raise UsageError(f"a team of {self.size} workers is more than the {MAX_TEAM} that can tell each other their timings")
 
-    def prepare(self, layout: FlatLayout) -> None:
-        self._host.all_gather(b"")
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
+        self._host.all_gather(b"")  # nobody is in a combine any more
         self._layout = layout
         self._lanes = split_rows(layout.num_rows, self._num_lanes)
-        self._host.prepare(layout)
+        result_rows = padded_rows(self._lanes[self._host.rank], self._wire.size) if self._wire else 0
+        return self._host.prepare(layout, result_rows, slots)
 
     def slot(self) -> Slot:
         return self._host.slot()
@@ -64,14 +67,18 @@ class TwoLevel:
         pass
 
     def combine(self, share: Share, facts: Sequence[float]) -> Combined:
-        host, layout = self._host, self._layout
+        host = self._host
         host.waiting_s = 0.0
-        host.publish(share.slots, facts)
-        if self._wire is None:
-            host.commit(0)
-        else:
-            host.commit(self._carry_lane(share, self._wire), self._gather_facts(self._wire))
         slots = list(share.slots.values()) or [host.slot()]
+        try:
+            host.publish(share.slots, facts)
+            if self._wire is None:
+                host.commit(0)
+            else:
+                host.commit(self._carry_lane(share, self._wire), self._gather_facts(self._wire))
+        except BaseException:
+            host.leave()
+            raise
         digest = host.collect(self._lanes, host.total_weight(self._lanes), slots[0])
         for slot in slots[1:]:
             host.release(slot)
@@ -90,10 +97,10 @@ class TwoLevel:
         own = {node: Rows(torch.zeros(nbytes, dtype=torch.uint8), lane.start) for node in plan[wire.rank]}
         if own:
             fold_rows(layout, self._host.nodes(), num_leaves, lane.start, lane.stop, list(own.values()))
+        self._host.verify()  # before anything of it leaves the host
         reduction = Reduction(wire, layout, lane, plan, num_leaves)
         reduction.send(own, len(lane))
-        padded_end = lane.start + nbytes // ROW_BYTES
-        part = reduction.finish(self._host.result(lane.start, padded_end).memory[:nbytes], layout.multipliers)
+        part = reduction.finish(self._host.result(lane.start).memory, layout.multipliers)
         # The vote of this lane: all hosts hold its sums.
         votes = wire.all_gather_bytes(part.to_bytes(8, "little"))
         return sum(int.from_bytes(vote, "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF
@@ -118,11 +125,11 @@ class TwoLevel:
         place = next(p for p, ranks in enumerate(self._hosts) if source in ranks)
         mine = self.rank in self._hosts[place]
         if mine:  # to the one that carries lane 0 there ...
-            broadcast_by_letter(self._host, tensor, self._hosts[place].index(source))
+            self._host.broadcast(tensor, self._hosts[place].index(source))
         if self._host.rank == 0 and self._wire is not None:  # ... from there to the other hosts ...
             broadcast_over(self._wire, tensor, place)
         if not mine:  # ... and to everybody there
-            broadcast_by_letter(self._host, tensor, 0)
+            self._host.broadcast(tensor, 0)
 
     def interrupt(self, error: Exception) -> None:
         self._host.interrupt(error)

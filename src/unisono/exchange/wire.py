@@ -1,15 +1,18 @@
 """One ``torch.distributed`` process group, and waits that end.
 
-The group is built directly (never the global default group), so that a generation can make its own. A blocked
-collective cannot be woken: neither ``abort()`` nor ``shutdown()`` does it, and deleting a group with a pending
-operation blocks. So nobody waits *in* torch: the operation's future and `interrupt` set the same event, and an
-abandoned group is kept, not deleted, until the process ends.
+The group is built directly (never the global default group), so that a generation can make its own. Neither the
+forming of a group nor a blocked collective can be woken: ``abort()`` and ``shutdown()`` do not, and deleting a
+group with a pending operation blocks. So nobody waits *in* torch. The group is formed by a thread of its own; that thread,
+an operation's future and `interrupt` notify the same condition; and an abandoned group is kept until its last operation
+has ended, at the latest by its timeout.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +23,12 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 
 from unisono.errors import DeadlineExceeded, PeerLost
 
-__all__ = ["Wire"]
+__all__ = ["Wire", "Work"]
 
-SLICE_S = 0.5
-_abandoned: list[Any] = []
+SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
+
+_abandoned: list[tuple[Any, list[Any]]] = []
+"""Groups that were closed in the middle of something, and what they were in the middle of."""
 
 
 class Wire:
@@ -48,6 +53,8 @@ class Wire:
         address: str,
         timeout_s: float,
     ) -> None:
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
         self.rank = rank
         self.size = size
         self.device = device
@@ -55,28 +62,34 @@ class Wire:
         self._timeout_s = timeout_s
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._pending = 0
-        limit = timedelta(seconds=timeout_s)
-        self._group: Any
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-        elif backend == "gloo":
-            gloo = dist.ProcessGroupGloo._Options()
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            gloo._timeout = limit
-            self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
-        else:
-            raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
+        self._pending: list[Any] = []
+        self._group: Any = None
+        self._failure: Exception | None = None
+        self._closed = False
+
+        def connect() -> None:
+            group, failure = None, None
+            try:
+                group = _make_group(store, rank, size, backend, address, timeout_s)
+            except Exception as error:  # of many kinds; `_connected` raises it as one of ours
+                failure = error
+            with self._changed:
+                self._failure = failure
+                if not self._closed:
+                    self._group = group
+                self._changed.notify_all()
+
+        threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
 
     def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Work:
         """Send ``in_sizes[j]`` elements of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
-        return self._start(self._group.alltoall_base(out, data, out_sizes, in_sizes, AllToAllOptions()), out, data)
+        group = self._connected()
+        return self._started(group.alltoall_base(out, data, out_sizes, in_sizes, AllToAllOptions()), out, data)
 
     def all_gather(self, out: Tensor, data: Tensor) -> Work:
         """``out`` receives everyone's ``data``, by rank; equal sizes."""
-        return self._start(self._group._allgather_base(out, data, AllgatherOptions()), out, data)
+        group = self._connected()
+        return self._started(group._allgather_base(out, data, AllgatherOptions()), out, data)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's ``data``, by rank. Blocks."""
@@ -90,14 +103,14 @@ class Wire:
         letters = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
         self.all_gather(letters, own.to(self.device)).wait()
         rows = letters.cpu().view(self.size, longest)
-        return [bytes(rows[rank, :length].tolist()) for rank, length in enumerate(lengths)]
+        return [ctypes.string_at(row.data_ptr(), length) for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the wire's device) with that of rank ``source``. Blocks."""
         options = BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        self._start(self._group.broadcast([tensor], options), tensor, tensor).wait()
+        self._started(self._connected().broadcast([tensor], options), tensor, tensor).wait()
 
     def interrupt(self, error: Exception) -> None:
         with self._changed:
@@ -105,26 +118,31 @@ class Wire:
             self._changed.notify_all()
 
     def close(self) -> None:
-        if self._pending:
-            _abandoned.append(self._group)
-        self._group = None
+        with self._changed:
+            self._closed = True
+            group, self._group = self._group, None
+        _abandoned.append((group, self._pending))
+        self._pending = []
+        _abandoned[:] = [(group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)]
 
-    def _start(self, work: Any, out: Tensor, data: Tensor) -> Work:
-        self._pending += 1
+    def _connected(self) -> Any:
+        """The group, as soon as there is one."""
+        self._await(lambda: self._group is not None or self._failure is not None or self._closed, "the group to form")
+        if self._group is None:
+            if self._failure is not None:
+                raise PeerLost(f"no group of {self.size} members could be formed: {self._failure}") from self._failure
+            raise PeerLost(f"this member has closed its group of {self.size} members")
+        return self._group
+
+    def _started(self, work: Any, out: Tensor, data: Tensor) -> Work:
+        self._pending.append(work)
         return Work(self, work, (out, data))
 
     def _finish(self, work: Any) -> None:
-        started = time.perf_counter()
-        deadline = started + self._timeout_s + SLICE_S
         if self.device.type == "cpu":
-            work.get_future().then(self._notify)
-            with self._changed:
-                while not work.is_completed():
-                    if self._error is not None:
-                        raise self._error
-                    if time.perf_counter() > deadline:
-                        raise DeadlineExceeded(f"a collective of {self.size} members took longer than {self._timeout_s:.0f} s")
-                    self._changed.wait(SLICE_S)
+            future = work.get_future()
+            future.then(self._notify)
+            self._await(future.done, "a collective")
         try:
             work.wait()
         except RuntimeError as failure:
@@ -133,7 +151,21 @@ class Wire:
             if "Timed out" in str(failure):
                 raise DeadlineExceeded(f"a collective took longer than {self._timeout_s:.0f} s: {failure}") from failure
             raise PeerLost(f"a member left in the middle of a collective: {failure}") from failure
-        self._pending -= 1
+        self._pending.remove(work)
+
+    def _await(self, done: Callable[[], bool], what: str) -> None:
+        if done():
+            return
+        started = time.perf_counter()
+        # A little later than torch's own limit, whose error says who was late.
+        deadline = started + self._timeout_s + SLICE_S
+        with self._changed:
+            while not done():
+                if self._error is not None:
+                    raise self._error
+                if time.perf_counter() > deadline:
+                    raise DeadlineExceeded(f"waited {self._timeout_s:.0f} s for {what} of {self.size} members")
+                self._changed.wait(SLICE_S)
         self.waiting_s += time.perf_counter() - started
 
     def _notify(self, _: Any) -> None:
@@ -157,3 +189,15 @@ class Work:
         """
         self._wire._finish(self._work)
         self._tensors = ()
+
+
+def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float) -> Any:
+    limit = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    gloo._timeout = limit
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
