@@ -83,7 +83,7 @@ def network() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=4, help="cuts of a batch: the most workers that make sense")
     parser.add_argument("--lr", type=float, default=4e-3, help="at its highest")

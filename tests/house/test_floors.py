@@ -46,6 +46,7 @@ FLOORS = {
     "connect": 4,
     "team": 4,
     "rounds": 4,
+    "evaluation": 4,
     "step": 4,
     "run": 4,
     "worker": 4,
@@ -73,7 +74,8 @@ NEIGHBOURS = {
     "tracked": {"gradients"},
     "rounds": {"team"},
     "step": {"rounds", "team"},
-    "run": {"connect", "rounds", "step", "team"},
+    "evaluation": {"rounds", "team"},
+    "run": {"connect", "evaluation", "rounds", "step", "team"},
 }
 
 PURE = {
