@@ -8,24 +8,32 @@ fewest nodes is taken.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.tree import Node, cover
+from unisono.tree import Node, cover, leaf, leaves, schedule
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "plan", "replan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranges of one step, by rank. Rank ``r`` computes leaves ``ranges[r]``."""
+    """Who computes what of one step, by rank."""
 
     num_leaves: int
-    ranges: tuple[range, ...]
+    ranges: tuple[Sequence[int], ...]
+    """The leaves that each rank computes, ascending; contiguous unless a loss left gaps."""
+    kept: tuple[tuple[Node, ...], ...] = ()
+    """Nodes that each rank holds already and that count; empty for a fresh step."""
 
-    def nodes(self, rank: int) -> list[Node]:
-        """The nodes that rank holds when it has computed all of its leaves."""
-        own = self.ranges[rank]
-        return cover(own.start, own.stop, self.num_leaves)
+    @functools.cached_property
+    def nodes(self) -> tuple[tuple[Node, ...], ...]:
+        """The nodes that each rank holds when it has computed all of its leaves. Together: every leaf once."""
+        kept = self.kept or ((),) * len(self.ranges)
+        return tuple(
+            tuple(schedule([*held, *(leaf(index, self.num_leaves) for index in todo)], self.num_leaves)[1])
+            for held, todo in zip(kept, self.ranges, strict=True)
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -43,6 +51,34 @@ def plan(num_members: int, num_leaves: int) -> Plan:
         ranges.append(range(start, start + size))
         start += size
     return Plan(num_leaves, tuple(ranges))
+
+
+def replan(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int) -> Plan:
+    """Cover what is missing of a step that lost members; finished nodes count, whoever holds them.
+
+    Args:
+        held: by rank of the new generation, the nodes that each member has finished. They may overlap (two
+            members computed the same leaf): the larger node counts, then the lower rank's.
+        able: which members can compute leaves of this step; at least one.
+
+    Pure: every member computes the same plan from what all have reported.
+    """
+    if not any(able):
+        raise ValueError("nobody is able to compute the step")
+    kept: list[list[Node]] = [[] for _ in held]
+    absent = set(range(num_leaves))
+    offers = [(-len(leaves(node, num_leaves)), rank, node) for rank, nodes in enumerate(held) for node in nodes]
+    for _, rank, node in sorted(offers):
+        covered = set(leaves(node, num_leaves))
+        if covered <= absent:
+            absent -= covered
+            kept[rank].append(node)
+    workers = [rank for rank, can in enumerate(able) if can]
+    gaps = sorted(absent)
+    ranges: list[tuple[int, ...]] = [()] * len(held)
+    for place, rank in enumerate(workers):
+        ranges[rank] = tuple(gaps[len(gaps) * place // len(workers) : len(gaps) * (place + 1) // len(workers)])
+    return Plan(num_leaves, tuple(ranges), tuple(tuple(nodes) for nodes in kept))
 
 
 def _order_of_sizes(num_members: int, num_big: int, small: int, num_leaves: int) -> list[int]:

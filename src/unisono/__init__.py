@@ -1,0 +1,61 @@
+"""Unisono: many workers, one result.
+
+Trains an ordinary PyTorch model on as many workers as there are, with the same bits whatever their number and speed, and
+whoever dies or joins on the way. Start with `Run`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import (
+    DeadlineExceeded,
+    LossError,
+    PeerLost,
+    ProtocolError,
+    RecipeError,
+    RunDirectoryError,
+    RunStopped,
+    StepError,
+    UnisonoError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from unisono.launch import launch as launch
+    from unisono.run import Run as Run
+    from unisono.step import Step as Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DeadlineExceeded",
+    "LossError",
+    "PeerLost",
+    "ProtocolError",
+    "RecipeError",
+    "Run",
+    "RunDirectoryError",
+    "RunStopped",
+    "Step",
+    "StepError",
+    "UnisonoError",
+    "UsageError",
+    "launch",
+]
+
+# The command line and the head import this package too, and have no use for torch.
+_LATER = {"Run": "unisono.run", "Step": "unisono.step", "launch": "unisono.launch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

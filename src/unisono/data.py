@@ -1,0 +1,222 @@
+"""From sample indices to the batch on the device.
+
+A dataset needs ``len`` and ``[i]``. Before each sample the random generators are set from
+``(seed, epoch, sample index)``, in this process or in a loader process, so an augmentation does not depend on who loads it.
+
+Loader processes (torch's `DataLoader`) fetch ahead what the plan will ask for. Its sampler reads the plan at the moment at which a
+fetch is sent out; when the plan changes, what is on its way and still useful is kept, the rest is dropped, and what nobody
+had asked for is fetched here.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from unisono.cursor import seed_of
+from unisono.errors import RecipeError
+from unisono.lifetime import PARENT, bind_to_parent
+from unisono.randomness import seed_everything
+
+__all__ = ["Fetcher", "MapDataset", "check_dataset", "to_device"]
+
+
+class MapDataset(Protocol):
+    """What the library needs of a dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Samples = Callable[[int, int], tuple[int, list[int]]]
+"""(step, leaf) -> the epoch, and the sample indices of that micro-batch."""
+
+
+def check_dataset(dataset: Any) -> int:
+    """The length of a map-style dataset.
+
+    Raises:
+        RecipeError: it is none.
+    """
+    if isinstance(dataset, DataLoader):
+        raise RecipeError(
+            "run.steps needs the dataset itself, got a DataLoader (its batches cannot be cut again for the workers); "
+            "pass loader.dataset, with batch_size=, collate= and loader_workers= as arguments"
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise RecipeError(
+            f"the dataset is a {type(dataset).__qualname__}, which can only be iterated; samples must be found by index: "
+            "give it __len__ and __getitem__ (a list of its samples will do if they fit in memory)"
+        )
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise RecipeError(f"the dataset's length cannot be taken: {error}") from error
+
+
+class Fetcher:
+    """Fetches micro-batches.
+
+    Args:
+        samples: the cursor's view of the data.
+        seed: of the run; augmentation is seeded from it.
+        upcoming: from (step, leaf), exclusive, the requests that this worker will probably make next; read when a fetch ahead
+            is sent out. Used with loader processes only.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        samples: Samples,
+        *,
+        seed: int,
+        device: torch.device,
+        collate: Callable[[list[Any]], Any] | None,
+        loader_workers: int,
+        upcoming: Callable[[], Iterator[tuple[int, int]]] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._samples = samples
+        self._seed = seed
+        self._device = device
+        self._collate = collate or default_collate
+        # Nothing random happens in one: whole batches can be indexed.
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._ahead: _Ahead | None = None
+        if loader_workers > 0 and self._tensors is None:
+            assert upcoming is not None
+            self._ahead = _Ahead(self, upcoming, loader_workers, pin=device.type == "cuda")
+
+    def fetch(self, step: int, leaf: int) -> Any:
+        """The batch of one micro-batch, on the device."""
+        batch = self._ahead.take(step, leaf) if self._ahead is not None else self._fetch_here(step, leaf)
+        return to_device(batch, self._device)
+
+    def close(self) -> None:
+        """End the loader processes."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
+        """(sample index, seed for its augmentation) of each sample."""
+        epoch, indices = self._samples(step, leaf)
+        place = seed_of(self._seed, "sample", epoch)
+        return [(index, seed_of(place, index)) for index in indices]
+
+    def _fetch_here(self, step: int, leaf: int) -> Any:
+        if self._tensors is not None:
+            _, indices = self._samples(step, leaf)
+            index = torch.tensor(indices)
+            return [tensor[index] for tensor in self._tensors]
+        seeded = _Seeded(self._dataset)
+        return self._collate([seeded[key] for key in self.keys(step, leaf)])
+
+
+class _Seeded:
+    """The dataset, with the random generators set before each sample."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        index, seed = key
+        seed_everything(seed)
+        return self._dataset[index]
+
+
+class _Ahead:
+    """Loader processes that work ahead of the plan."""
+
+    def __init__(
+        self, fetcher: Fetcher, upcoming: Callable[[], Iterator[tuple[int, int]]], num_processes: int, *, pin: bool
+    ) -> None:
+        self._fetcher = fetcher
+        self._upcoming = upcoming
+        self._sent: collections.deque[tuple[int, int]] = collections.deque()
+        self._kept: dict[tuple[int, int], Any] = {}
+        loader: DataLoader[Any] = DataLoader(
+            _Seeded(fetcher._dataset),  # type: ignore[arg-type]
+            batch_sampler=_Sampler(self._requests),  # type: ignore[arg-type]
+            num_workers=num_processes,
+            collate_fn=fetcher._collate,
+            pin_memory=pin,
+            worker_init_fn=partial(_start_loader_process, os.getpid()),
+            generator=torch.Generator(),
+        )
+        self._batches: Iterator[Any] | None = iter(loader)
+
+    def take(self, step: int, leaf: int) -> Any:
+        wanted = (step, leaf)
+        while wanted not in self._kept:
+            # The sampler sends the next request out while we wait, so look at what is on its way each time.
+            if wanted not in self._sent or self._batches is None:
+                return self._fetcher._fetch_here(step, leaf)
+            batch = next(self._batches)
+            arrived = self._sent.popleft()
+            if arrived >= (step, 0):
+                self._kept[arrived] = batch
+        batch = self._kept.pop(wanted)
+        self._kept = {request: kept for request, kept in self._kept.items() if request[0] >= step}
+        return batch
+
+    def close(self) -> None:
+        iterator, self._batches = self._batches, None
+        shutdown = getattr(iterator, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
+    def _requests(self) -> Iterator[list[tuple[int, int]]]:
+        known: set[tuple[int, int]] = set()
+        while True:
+            request = next((r for r in self._upcoming() if r not in known), None)
+            if request is None:
+                return
+            known = {r for r in known if r >= (request[0] - 1, 0)} | {request}
+            self._sent.append(request)
+            yield self._fetcher.keys(*request)
+
+
+class _Sampler:
+    """A batch sampler made of a function."""
+
+    def __init__(self, requests: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self._requests()
+
+
+def _start_loader_process(parent: int, _: int) -> None:
+    os.environ[PARENT] = str(parent)
+    bind_to_parent(signal.SIGKILL)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all of its tensors on ``device``; tuples, lists and dicts are searched."""
+    if device.type == "cpu":
+        return batch
+    return _move(batch, device)
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_move(item, device) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, _move(item, device)) for key, item in value.items())
+    if hasattr(value, "to") and callable(value.to):
+        return value.to(device)
+    return value

@@ -1,0 +1,133 @@
+"""Exact totals over a dataset, shared out over the workers.
+
+A batch is a leaf: it is evaluated once, by whoever the plan says, and the totals of all batches are added in the order of the
+tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unisono.data import Fetcher
+from unisono.errors import RecipeError, UsageError
+from unisono.plan import plan as even_plan
+from unisono.randomness import seed_place
+from unisono.rounds import Rounds
+from unisono.state import pack, unpack
+from unisono.team import LOST
+from unisono.tree import fold, leaf
+
+__all__ = ["Totals", "check_batches", "evaluate"]
+
+Totals = dict[str, Any]
+"""Totals by name: int, float, or a CPU tensor."""
+
+
+def evaluate(
+    rounds: Rounds | None,
+    fetcher: Fetcher,
+    function: Callable[[Any], Mapping[str, Any]],
+    *,
+    num_batches: int,
+    seed: int,
+) -> Totals:
+    """Evaluate all batches and add up what ``function`` returns for each.
+
+    Args:
+        rounds: None computes everything here.
+        fetcher: batches are fetched as (0, batch).
+        function: batch -> totals of this batch by name.
+    """
+    have: dict[int, Totals] = {}
+    todo = even_plan(1, num_batches) if rounds is None else rounds.start("evaluation", num_batches)
+    while True:
+        try:
+            for batch in todo.ranges[rounds.team.rank if rounds is not None else 0]:
+                if rounds is not None:
+                    rounds.team.check()
+                    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=batch)
+                if batch not in have:
+                    have[batch] = _one(fetcher, function, batch, seed)
+            if rounds is None:
+                break
+            letter = _encode(have)
+            for other in rounds.gather(letter):
+                have.update(_decode(other))
+            rounds.gathered(_encode(have))
+            break
+        except LOST as lost:
+            assert rounds is not None
+            todo = rounds.recover(lost, [leaf(batch, num_batches) for batch in have])
+    names = have[0].keys()
+    for batch, totals in have.items():
+        if totals.keys() != names:
+            raise UsageError(f"the function of run.evaluate gave {sorted(names)} for batch 0 and {sorted(totals)} for batch {batch}")
+    return {
+        name: fold({leaf(batch, num_batches): have[batch][name] for batch in range(num_batches)}, num_batches, lambda a, b: a + b)
+        for name in names
+    }
+
+
+def _one(fetcher: Fetcher, function: Callable[[Any], Mapping[str, Any]], batch: int, seed: int) -> Totals:
+    data = fetcher.fetch(0, batch)
+    seed_place(seed, "evaluate", batch)
+    with torch.no_grad():
+        totals = function(data)
+    if not isinstance(totals, Mapping):
+        raise UsageError(
+            f"the function of run.evaluate must return totals by name, e.g. {{'correct': 93, 'samples': 100}}; got a {type(totals).__qualname__}"
+        )
+    return {name: _total(value, name) for name, value in totals.items()}
+
+
+def _total(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor):
+        wide = torch.float64 if value.dtype.is_floating_point else torch.int64
+        value = value.detach().to(device="cpu", dtype=wide)
+        return value if value.dim() else value.item()
+    if isinstance(value, (bool, int)):
+        return int(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"run.evaluate can add up numbers and tensors; {name!r} is a {type(value).__qualname__}") from None
+
+
+class _Letter(msgspec.Struct, frozen=True):
+    skeleton: bytes
+    tensors: list[tuple[str, list[int], bytes]]
+
+
+def _encode(have: dict[int, Totals]) -> bytes:
+    packed = pack(have)
+    tensors = [(str(t.dtype), list(t.shape), t.contiguous().numpy().tobytes()) for t in packed.tensors]
+    return msgspec.msgpack.encode(_Letter(packed.skeleton, tensors))
+
+
+def _decode(data: bytes) -> dict[int, Totals]:
+    letter = msgspec.msgpack.decode(data, type=_Letter)
+    tensors = [
+        torch.frombuffer(bytearray(raw), dtype=getattr(torch, kind.removeprefix("torch."))).view(shape) if raw else torch.zeros(shape)
+        for kind, shape, raw in letter.tensors
+    ]
+    found: dict[int, Totals] = unpack(letter.skeleton, tensors)
+    return found
+
+
+def check_batches(num_samples: int, batch_size: int) -> int:
+    """How many batches an evaluation has.
+
+    Raises:
+        RecipeError: none.
+    """
+    if num_samples < 1:
+        raise RecipeError("run.evaluate got an empty dataset (length 0)")
+    if batch_size < 1:
+        raise RecipeError(f"batch_size must be at least 1, got {batch_size}")
+    return math.ceil(num_samples / batch_size)

@@ -1,0 +1,286 @@
+"""Folding the gradients of micro-batches into nodes, parameter by parameter, as backward finishes them.
+
+The nodes that a worker holds are a binary counter: when leaf 7 arrives and ``n6``, ``n45`` and ``n03`` are held, its
+gradient runs up the whole **chain**, ``((g7 + n6) + n45) + n03``. That happens for each parameter in the hook that
+autograd calls when the parameter's gradient is complete, while the gradient is still in the cache; then ``.grad`` is
+dropped. So there is never more than one gradient beside the nodes, and there are at most ``log2(M) + 1`` of those.
+
+What a micro-batch did to weights, loss and buffers, its **tail**, runs up the same chain when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import StepError
+from unisono.flat import Entry, FlatLayout, Slot
+from unisono.tree import Node, leaf, parent, sibling
+
+__all__ = ["Buffers", "GradientFolder"]
+
+SlotSource = Callable[[], Slot]
+
+
+class Buffers:
+    """The buffers of the tracked modules: every micro-batch starts from the step's, and its changes are summed."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module, str]]) -> None:
+        """Args: named: (full name, the module that owns it, its name there)."""
+        self._places = [(module, attribute) for _, module, attribute in named]
+        self.names = [name for name, _, _ in named]
+        self._start: list[Tensor] = []
+        self._seen: list[tuple[Tensor, int]] = []
+
+    def tensors(self) -> list[Tensor]:
+        return [module._buffers[attribute] for module, attribute in self._places]  # type: ignore[misc]
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        return list(zip(self.names, self.tensors(), strict=True))
+
+    def start_step(self) -> None:
+        """Remember what every micro-batch of this step starts from."""
+        current = self.tensors()
+        if not self._start:
+            self._start = [now.detach().clone() for now in current]
+        else:
+            for place, now in enumerate(current):
+                if self._touched(place, now):
+                    self._start[place] = now.detach().clone()
+        self._seen = [(now, now._version) for now in current]
+
+    def take_changes(self, out: Sequence[Tensor], weight: float) -> None:
+        """Write what the micro-batch changed to ``out`` (float buffers: times its weight), and undo it."""
+        for place, (start, now) in enumerate(zip(self._start, self.tensors(), strict=True)):
+            change = out[place]
+            if not self._touched(place, now):
+                change.zero_()
+                continue
+            torch.sub(now.to(change.dtype), start.to(change.dtype), out=change)
+            if start.dtype.is_floating_point:
+                # inf - inf is NaN: what did not change, changed by 0.
+                change.mul_(weight).masked_fill_(now == start, 0.0)
+            now.copy_(start)
+            self._seen[place] = (now, now._version)
+
+    def apply(self, changes: Sequence[Tensor]) -> None:
+        """Add the step's changes: the weighted mean for float buffers, the sum for integer ones."""
+        for start, now, change in zip(self._start, self.tensors(), changes, strict=True):
+            if change.numel() and bool(change.any()):
+                moved = (start.to(change.dtype) + change).to(start.dtype)
+                now.copy_(torch.where(change == 0, start, moved))
+
+    def _touched(self, place: int, now: Tensor) -> bool:
+        tensor, version = self._seen[place]
+        return now is not tensor or now._version != version
+
+
+class GradientFolder:
+    """What one worker has summed of a step so far.
+
+    Args:
+        parameters: (name, parameter), those that need a gradient.
+        buffers: of the tracked modules.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.layout = FlatLayout(parameters, buffers.named())
+        self.held: dict[Node, Slot] = {}
+        self.on_rows: Callable[[int], None] | None = None
+        """Told how many rows of the current leaf's node are complete, as they become so."""
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        # Only with one kind of sum do the rows become complete in the order of the parameters.
+        self._in_order = len({entry.sum_dtype for entry in self.layout.gradients}) == 1
+        self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
+        self._calls_known = 0  # backward calls of one micro-batch; 0: not known yet
+        self._inside = self._in_backward = False
+
+    @property
+    def identities(self) -> list[int]:
+        """Which parameters these are, to notice that others are trained now."""
+        return [id(parameter) for parameter in self._parameters]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.held = {}
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def start_step(self, num_leaves: int) -> None:
+        self._num_leaves = num_leaves
+        self.held = {}
+        self.buffers.start_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def show(self, combined: Slot) -> None:
+        """Make the combined means the parameters' ``.grad`` (views where the dtype allows) and the model's buffers."""
+        counts = combined.used.tolist()
+        for parameter, mean, count in zip(self._parameters, combined.gradients, counts, strict=True):
+            if count == 0:
+                parameter.grad = None
+            elif mean.dtype == parameter.dtype:
+                parameter.grad = mean
+            else:
+                parameter.grad = mean.to(parameter.dtype)
+        self.buffers.apply(combined.buffers)
+
+    # -- a micro-batch -------------------------------------------------------------------------------
+
+    def start_leaf(self, index: int, new_slot: SlotSource) -> None:
+        """The next gradients are those of leaf ``index``.
+
+        Args:
+            new_slot: where an empty slot comes from if this leaf has nobody to be added to yet.
+        """
+        node = leaf(index, self._num_leaves)
+        self._chain: list[tuple[Node, Slot]] = []
+        while (other := sibling(node, self._num_leaves)) in self.held:
+            assert other is not None
+            self._chain.append((other, self.held[other]))
+            node = parent(node, self._num_leaves)
+        self._opens = not self._chain
+        if self._opens:
+            self._chain = [(node, new_slot())]
+        self.target = (node, self._chain[-1][1])
+        self._folded = [False] * len(self._parameters)
+        self._used = [0] * len(self._parameters)
+        self._complete = len(self._parameters)  # parameters from here on are folded
+        self._calls = 0
+        self.on_rows = None
+        self._inside = True
+
+    def backward(self, loss: Tensor, seed: float) -> None:
+        """Fold the gradients of ``seed * loss`` into the current leaf."""
+        self._calls += 1
+        if self._calls_known and self._calls > self._calls_known and not self._opens:
+            raise StepError(
+                f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known} times for the first; "
+                "call it equally often for every micro-batch (at most as often as for the first), or add up the losses"
+            )
+        self._in_backward = True
+        try:
+            loss.backward(gradient=torch.full_like(loss, seed))
+        finally:
+            self._in_backward = False
+
+    def finish_leaf(self, weight: float, weighted_loss: float) -> list[Slot]:
+        """Everything of this leaf is there: add its tail, and keep the node that it completes.
+
+        Returns:
+            Slots of nodes that were merged into a larger one: free for use.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if not self._folded[index]:
+                self._fold(index, parameter.grad)
+        self._calls_known = self._calls_known or self._calls
+        tail = self._tail
+        tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
+        tail.used.copy_(torch.tensor(self._used, dtype=torch.int32))
+        self.buffers.take_changes(tail.buffers, weight)
+        value = tail.pieces
+        if self._opens:
+            _each(torch.Tensor.copy_, self._chain[0][1].tail, value)
+        else:
+            for _, slot in self._chain:
+                _each(torch.Tensor.add_, slot.tail, value)
+                value = slot.tail
+        if self.on_rows is not None:
+            self.on_rows(self.layout.num_rows)
+        self._inside = False
+        node, slot = self.target
+        freed = [] if self._opens else [self.held.pop(merged) for merged, _ in self._chain][:-1]
+        self.held[node] = slot
+        return freed
+
+    def leave_leaf(self) -> None:
+        """The micro-batch was not finished; its step is of no use any more."""
+        self._inside = False
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        if not self._inside:
+            return
+        if not self._in_backward:
+            raise StepError(
+                f"the gradient of {self._names[index]!r} was computed by loss.backward(); "
+                "inside `for ... in step` call step.backward(loss) instead"
+            )
+        gradient = parameter.grad
+        if gradient is None or self._calls != self._calls_known or self._folded[index]:
+            return  # folded when the micro-batch ends
+        self._fold(index, gradient)
+        if self.on_rows is not None and self._in_order and index == self._complete - 1:
+            while self._complete > 0 and self._folded[self._complete - 1]:
+                self._complete -= 1
+            if self._complete > 0:
+                entries = self.layout.gradients
+                self.on_rows(entries[self._complete].end_row - 1)
+
+    def _fold(self, index: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            first = self._chain[0][1].gradients[index]
+            if self._opens:
+                first.zero_()
+            else:
+                first.add_(0.0)
+                for (_, left), (_, right) in zip(self._chain, self._chain[1:], strict=False):
+                    right.gradients[index].add_(left.gradients[index])
+        else:
+            if gradient.layout is not torch.strided:
+                raise StepError(
+                    f"the gradient of {self._names[index]!r} is sparse ({gradient.layout}); sums over workers are dense: "
+                    "use nn.Embedding(sparse=False) or freeze the parameter"
+                )
+            self._fold_dense(index, gradient)
+            self._used[index] = 1
+            self._parameters[index].grad = None
+        self._folded[index] = True
+
+    def _fold_dense(self, index: int, gradient: Tensor) -> None:
+        if self._opens:
+            self._chain[0][1].gradients[index].copy_(gradient)
+            return
+        running = gradient
+        for _, slot in self._chain[:-1]:
+            node = slot.gradients[index]
+            # The gradient is ours and still in the cache: carry the sum in it if it is wide enough.
+            running = torch.add(node, running, out=running if running.dtype == node.dtype else node)
+        self._chain[-1][1].gradients[index].add_(running)
+
+
+class _Tail:
+    """The tail of one micro-batch, laid out like that of a slot."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        pieces = list(layout.pieces(layout.tail_row, layout.num_rows))
+        self.pieces = [torch.zeros(piece.stop - piece.start, dtype=piece.dtype, device=device) for piece in pieces]
+        by_dtype: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
+        for piece, tensor in zip(pieces, self.pieces, strict=True):
+            by_dtype.setdefault(piece.dtype, []).append((piece.start, piece.stop, tensor))
+
+        def view(entry: Entry) -> Tensor:
+            for start, stop, tensor in by_dtype.get(entry.sum_dtype, []):
+                if start <= entry.offset < stop or entry.offset == stop == start:
+                    return tensor[entry.offset - start : entry.offset - start + entry.shape.numel()].view(entry.shape)
+            return torch.empty(entry.shape, dtype=entry.sum_dtype, device=device)
+
+        self.scalars = view(layout.scalars)
+        self.used = view(layout.used)
+        self.buffers = [view(entry) for entry in layout.buffers]
+
+
+def _each(operation: Callable[[Tensor, Tensor], Tensor], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        operation(target, value)

@@ -1,0 +1,316 @@
+"""What the members of a run do together, round by round, and how a round survives the loss of some of them.
+
+A **round** is a step's sum or an evaluation: work that is cut into leaves, done by whoever the plan says, and put together at
+the end by all. Rounds are counted. A round is over for a member when it has seen the commit; a member that is lost at that
+moment can leave others who have not. So two members are never more than one round apart, and after a loss:
+
+1. the survivors enter the next generation and **meet**: each reports its round and the nodes of it that it has;
+2. those in the earlier round plan what is missing of it from these reports, compute it, and combine. Those who are ahead
+   **stand by**: they take part in the combine, hold nothing, and throw the result away (after looking at its digest);
+3. then all are in the same round, meet again, and plan what is missing of that one.
+
+Nobody is sent gradients, nothing is rolled back, and finished nodes are never computed again. A newcomer is admitted at a
+step boundary only: it gets the tracked state from the first member that has it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from unisono.errors import StepError, UsageError
+from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.flat import FlatLayout, Slot
+from unisono.plan import Plan, plan, replan
+from unisono.state import Packed, digest_of_tensor, pack, unpack
+from unisono.team import LOST, Report, Team
+from unisono.tracked import Tracked
+from unisono.tree import Node
+
+__all__ = ["Rounds"]
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What goes before the tensors of a state."""
+
+    skeleton: bytes
+    kinds: list[tuple[str, list[int]]]
+    """(dtype, shape) of each tensor."""
+    digests: list[int] = []
+
+
+@dataclass
+class _Last:
+    """What a member remembers of the round that it finished last, for those who have not."""
+
+    digest: int = 0
+    letter: bytes = b""
+
+
+class Rounds:
+    """This member's part in the rounds of a run."""
+
+    def __init__(self, team: Team, tracked: Tracked) -> None:
+        self.team = team
+        self.tracked = tracked
+        self.number = 0
+        self.phase = 0
+        self.step = 0
+        self.lines = 0
+        self._kind, self._num_leaves = "step", 1
+        self._fresh = True
+        self._layout: FlatLayout | None = None
+        self._held: Mapping[Node, Slot] = {}
+        self._last = _Last()
+        self._reports: list[Report] | None = None
+        self._must_meet = False
+        self._agreed = 0
+
+    # -- entering ------------------------------------------------------------------------------------
+
+    def join(self, phase: int) -> None:
+        """Get into the run, with its state. Collective for the members of the generation that admits this one."""
+        self.phase = phase
+        while self._fresh:
+            reports = self.team.join(phase, self._report())
+            try:
+                source = self._share_state(reports)[self.team.rank]
+            except LOST:
+                continue
+            self.number, self.phase, self.step, self.lines = source.round, source.phase, source.step, source.lines
+            self._fresh = False
+        self.team.holding()
+
+    def use(self, layout: FlatLayout) -> None:
+        """Sum what this layout describes from now on. Collective."""
+        self._layout = layout
+        try:
+            self.team.exchange.prepare(layout)
+        except LOST as lost:
+            self._reports = self._settle_after(lost)
+
+    def boundary(self) -> bool:
+        """Between two steps: move to the planned generation that all agreed on, wait while the run is paused.
+
+        Collective where something is to do. Returns whether the members have changed.
+
+        Raises:
+            RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
+        """
+        if self._must_meet:
+            return False
+        if self.team.paused():
+            reports = self.team.wait_until_resumed(self._report())
+        elif self._agreed > self.team.generation:
+            reports = self.team.switch(self._agreed, self._report())
+        else:
+            return False
+        try:
+            reports = self._share_state(reports)
+            self.team.holding()
+            self._reports = self._settle(reports)
+        except LOST as lost:
+            self._reports = self._settle_after(lost)
+        return True
+
+    # -- a round -------------------------------------------------------------------------------------
+
+    def start(self, kind: str, num_leaves: int) -> Plan:
+        """Begin the next round; says what this member computes. Local, except after a loss."""
+        self._kind, self._num_leaves = kind, num_leaves
+        self._held = {}
+        reports, self._reports = self._reports, None
+        if self._must_meet:
+            self._must_meet = False
+            try:
+                reports = self._settle(self.team.meet(self._report()))
+            except LOST as lost:
+                reports = self._settle_after(lost)
+        if reports is None:
+            return plan(self.team.size, num_leaves)
+        return self._replan(reports)
+
+    def combine(self, plan: Plan, held: Mapping[Node, Slot], facts: Sequence[float]) -> Combined:
+        """The sum of the step. Collective. Facts: ``NUM_FACTS - 1`` numbers.
+
+        Raises:
+            PeerLost, DeadlineExceeded: call `recover`.
+        """
+        self._held = held
+        self.team.check()
+        combined = self._combine(Share(plan.num_leaves, plan.nodes, held), facts)
+        self._finish(_Last(digest=combined.digest))
+        return combined
+
+    def gather(self, letter: bytes) -> list[bytes]:
+        """Everybody's part of an evaluation, by rank. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: call `recover`.
+        """
+        self.team.check()
+        return self.team.exchange.all_gather(letter)
+
+    def gathered(self, letter: bytes) -> None:
+        """All parts are there; ``letter`` holds all of them, for those who have not seen it."""
+        self._finish(_Last(letter=letter))
+
+    def recover(self, lost: Exception, held: Mapping[Node, Slot] | Iterable[Node]) -> Plan:
+        """A member was lost in this round. Meet the survivors; says what this member computes of what is missing.
+
+        Args:
+            held: the nodes that this member has finished.
+
+        Raises:
+            RunStopped: the run is over, or goes on without this worker.
+        """
+        self._held = held if isinstance(held, Mapping) else {}
+        return self._replan(self._settle_after(lost, list(held)))
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _finish(self, last: _Last) -> None:
+        self._last = last
+        self._held = {}
+        self.number += 1
+
+    def _combine(self, share: Share, facts: Sequence[float]) -> Combined:
+        combined = self.team.exchange.combine(share, [*facts, float(self.team.newest())])
+        # Everybody has heard of the oldest of the newest notices: at the next boundary all can move to it.
+        self._agreed = int(min(each[NUM_FACTS - 1] for each in combined.facts))
+        return combined
+
+    def _report(self, have: Sequence[Node] = ()) -> Report:
+        return Report(
+            fresh=self._fresh,
+            phase=self.phase,
+            step=self.step,
+            round=self.number,
+            kind=self._kind,
+            num_leaves=self._num_leaves,
+            have=[(node.level, node.index) for node in have],
+            lines=self.lines,
+        )
+
+    def _settle_after(self, lost: Exception, have: Sequence[Node] = ()) -> list[Report]:
+        return self._settle(self.team.regroup(self._report(have), lost), have)
+
+    def _settle(self, reports: list[Report], have: Sequence[Node] = ()) -> list[Report]:
+        """After a meeting: stand by those who are a round behind, until all who are not behind me are in my round."""
+        while True:
+            try:
+                if self._layout is not None:
+                    self.team.exchange.prepare(self._layout, tuple(self._held.values()))
+                if all(report.round == self.number for report in reports):
+                    return reports
+                if self.number == min(report.round for report in reports):
+                    self._must_meet = True
+                    return reports
+                self._stand_by(reports)
+                reports = self.team.meet(self._report(have))
+            except LOST as lost:
+                reports = self.team.regroup(self._report(have), lost)
+
+    def _stand_by(self, reports: list[Report]) -> None:
+        """Take part in the round that others have not finished; its result is known here."""
+        behind = min(reports, key=lambda report: report.round)
+        if behind.round != self.number - 1:
+            raise StepError(f"a member is in round {behind.round}, this one in {self.number}: more than one apart")
+        if behind.kind == "evaluation":
+            self.team.exchange.all_gather(self._last.letter)
+            return
+        theirs = _replan(reports, behind.round, behind.num_leaves)
+        combined = self._combine(Share(behind.num_leaves, theirs.nodes, {}), (0.0,) * (NUM_FACTS - 1))
+        self.team.exchange.release(combined.slot)
+        if combined.digest != self._last.digest:
+            raise StepError(
+                f"round {behind.round} was computed again and gave digest {combined.digest:016x}, not {self._last.digest:016x}: "
+                "the step is not deterministic, or a worker's hardware is broken"
+            )
+
+    def _replan(self, reports: list[Report]) -> Plan:
+        return _replan(reports, self.number, self._num_leaves)
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def _share_state(self, reports: list[Report]) -> list[Report]:
+        """Give every fresh member the state of the run; where all are fresh, agree on that of rank 0.
+
+        Returns:
+            The reports as they are now: who was fresh stands where the giver stands.
+        """
+        if all(report.fresh for report in reports):
+            if len(reports) > 1:
+                self._agree()
+        elif any(report.fresh for report in reports):
+            source = next(rank for rank, report in enumerate(reports) if not report.fresh)
+            packed = pack(self.tracked.state(), "tracked") if self.team.rank == source else None
+            state = self._transfer(source, packed)
+            if self._fresh:
+                self.tracked.load(state)
+            return [reports[source] if report.fresh else report for report in reports]
+        return reports
+
+    def _agree(self) -> None:
+        packed = pack(self.tracked.state(), "tracked")
+        head = _head(packed, digests=True)
+        heads = [msgspec.msgpack.decode(h, type=_Head) for h in self.team.exchange.all_gather(msgspec.msgpack.encode(head))]
+        first = heads[0]
+        different = [rank for rank, other in enumerate(heads) if other != first]
+        if not different:
+            return
+        for rank in different:
+            if heads[rank].kinds != first.kinds:
+                ids = self.team.worker_ids
+                raise UsageError(
+                    f"{ids[rank]} tracks {len(heads[rank].kinds)} tensors whose shapes are not those of the {len(first.kinds)} of {ids[0]}; "
+                    "all workers must build the same model"
+                )
+        state = self._transfer(0, packed)
+        if self.team.rank != 0:
+            if self.team.rank in different:
+                places = [place for place, (a, b) in enumerate(zip(head.digests, first.digests, strict=True)) if a != b]
+                what = f"{len(places)} tensors, the first is {packed.paths[places[0]]}" if places else "settings, no tensor"
+                warnings.warn(
+                    f"{self.team.worker_ids[self.team.rank]} starts with another state than {self.team.worker_ids[0]}, whose "
+                    f"is taken: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
+                    stacklevel=2,
+                )
+            self.tracked.load(state)
+
+    def _transfer(self, source: int, packed: Packed | None) -> object:
+        """The state of rank ``source``. Collective."""
+        exchange = self.team.exchange
+        own = msgspec.msgpack.encode(_head(packed)) if packed is not None and self.team.rank == source else b""
+        head = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=_Head)
+        mine = self.team.rank == source and packed is not None
+        tensors = []
+        for place, (kind, shape) in enumerate(head.kinds):
+            if mine:
+                assert packed is not None
+                tensor = packed.tensors[place]
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, kind))
+            exchange.broadcast(tensor, source)
+            tensors.append(tensor)
+        return unpack(head.skeleton, tensors)
+
+
+def _head(packed: Packed, *, digests: bool = False) -> _Head:
+    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
+    return _Head(packed.skeleton, kinds, [digest_of_tensor(tensor) for tensor in packed.tensors] if digests else [])
+
+
+def _replan(reports: Sequence[Report], number: int, num_leaves: int) -> Plan:
+    if not any(report.have for report in reports) and all(report.round == number for report in reports):
+        return plan(len(reports), num_leaves)
+    able = [report.round == number for report in reports]
+    held = [
+        [Node(level, index) for level, index in report.have] if is_able else []
+        for report, is_able in zip(reports, able, strict=True)
+    ]
+    return replan(held, able, num_leaves)

@@ -1,0 +1,425 @@
+"""A run: what the user's script holds on to."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from unisono import member as members
+from unisono.connect import build_exchange
+from unisono.cursor import Cursor
+from unisono.data import Fetcher, MapDataset, check_dataset
+from unisono.errors import UnisonoError, UsageError
+from unisono.evaluation import Totals, check_batches, evaluate
+from unisono.fingerprint import fingerprint
+from unisono.gradients import GradientFolder
+from unisono.journal import JOURNAL, Journal
+from unisono.messages import StepDone
+from unisono.plan import Plan
+from unisono.plan import plan as even_plan
+from unisono.randomness import seed_place
+from unisono.rounds import Rounds
+from unisono.rundir import claim, describe
+from unisono.settings import Arithmetic, choose_device, choose_threads
+from unisono.step import Clock, Step, StepContext
+from unisono.team import AloneTeam, HeadTeam, Team
+from unisono.tracked import Tracked
+
+__all__ = ["Run"]
+
+
+class Run:
+    """One training job. Use it as a context manager around the whole script::
+
+        with unisono.Run("runs/digits", seed=7) as run:
+            model = Net().to(run.device)
+            optimizer = torch.optim.AdamW(model.parameters())
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(train_set, batch_size=256, microbatches=8, epochs=10):
+                for images, labels in step:
+                    step.backward(F.cross_entropy(model(images), labels))
+                optimizer.step()
+
+    Started by ``python train.py`` it runs alone, in this process; started by ``unisono run train.py --workers 4`` this
+    process is one of four workers. The result is the same, to the bit.
+
+    Args:
+        directory: where the journal (and later checkpoints) go; None writes nothing. ``--run-dir`` wins over it.
+        seed: of everything random: initial parameters, order of the data, augmentation, dropout.
+        threads: CPU threads of a worker, part of what the bits depend on. Default: ``--threads``, else 1.
+        device: default: this worker's GPU if there is one, else the CPU.
+        deterministic: use deterministic kernels only; torch names an operation that has none. Without it, "same bits" is
+            not promised.
+        overwrite: replace another run that the directory holds.
+
+    Raises:
+        RunDirectoryError: the directory holds another run.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+        device: str | torch.device | None = None,
+        deterministic: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        environment = os.environ
+        chosen = environment.get("UNISONO_RUN_DIR") or directory
+        self.directory = Path(chosen) if chosen is not None else None
+        self.seed = seed
+        self.device = choose_device(device, environment)
+        self._arithmetic = Arithmetic(choose_threads(threads, environment), deterministic)
+        self._overwrite = overwrite or environment.get("UNISONO_OVERWRITE") == "1"
+        self._tracked = Tracked()
+        self._journal = Journal(self.directory / JOURNAL if self.directory is not None else None)
+        self._writes = False
+        self._phases = 0
+        self._steps_before = 0
+        self._step: Step | None = None
+        self._team: Team | None = None
+        self._rounds: Rounds | None = None
+        self._joined = False
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        member = members.current()
+        self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
+        if member is None and self.directory is not None:
+            claim(self.directory, self._run_id, overwrite=self._overwrite)
+        self._arithmetic.enter()
+        self._team = self._make_team(member)
+        self._rounds = Rounds(self._team, self._tracked)
+        seed_place(self.seed, "start")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._append({"kind": "end", "ok": True, "reason": "", "digests": self._tracked.digests()})
+            else:
+                self._note_place(error)
+                if self._joined and not isinstance(error, SystemExit):
+                    self._append({"kind": "end", "ok": False, "reason": f"{type(error).__name__}: {error}", "digests": {}})
+        finally:
+            assert self._team is not None
+            self._team.close()
+            self._arithmetic.leave()
+
+    def _make_team(self, member: members.Member | None) -> Team:
+        if member is None:
+            return AloneTeam(self.device)
+        options = member.welcome.options
+        return HeadTeam(
+            member,
+            lambda notice, rank: build_exchange(
+                notice,
+                rank,
+                member=member,
+                device=self.device,
+                wanted=options.get("exchange", "auto"),
+                timeout_s=float(options.get("timeout_s", "300")),
+            ),
+        )
+
+    # -- what the script asks ------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's position among the members right now. It can change: for printing, never for deciding."""
+        return self._team.rank if self._team is not None else 0
+
+    @property
+    def num_workers(self) -> int:
+        """How many members there are right now."""
+        return self._team.size if self._team is not None else 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker is the one that prints and writes."""
+        return self.rank == 0
+
+    def track(self, **objects: Any) -> None:
+        """Name what the run consists of: modules, optimizers, schedulers, and anything with ``state_dict`` and ``load_state_dict``.
+
+        Gradients are summed for the parameters of tracked modules and optimizers. A worker that joins receives the state of
+        everything that is tracked, and a checkpoint holds it.
+
+        Raises:
+            UsageError: an object has no ``state_dict``, or its name is taken.
+        """
+        if self._step is not None:
+            raise UsageError("run.track was called inside of run.steps; track everything before the loop")
+        self._tracked.add(objects)
+
+    def steps(
+        self,
+        dataset: MapDataset,
+        *,
+        batch_size: int,
+        microbatches: int,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int = 0,
+    ) -> Iterator[Step]:
+        """The steps of a training, each to be iterated over its micro-batches. Collective.
+
+        Args:
+            dataset: anything with ``len`` and ``[i]``.
+            batch_size: samples of a **global** batch; the number of workers does not change it.
+            microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
+                bits, the number of workers does not. Choose it as the largest number of workers you expect, not more.
+            epochs: passes over the data.
+            max_steps: end earlier.
+            shuffle: a new order in every epoch.
+            drop_last: leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly.
+            collate: list of samples -> batch; default: that of ``DataLoader``.
+            loader_workers: processes per worker that load data ahead; 0 loads in this process.
+
+        Raises:
+            RecipeError: batch, micro-batches and dataset do not fit together. Nothing was trained.
+            UsageError: nothing is tracked that could be trained.
+        """
+        if self._team is None:
+            raise UsageError("run.steps works inside `with unisono.Run(...) as run:`")
+        cursor = Cursor(
+            num_samples=check_dataset(dataset),
+            batch_size=batch_size,
+            microbatches=microbatches,
+            seed=self.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        if epochs < 1:
+            raise UsageError(f"epochs must be at least 1, got {epochs}")
+        self._tracked.check(self.device)
+        num_steps = cursor.steps_per_epoch * epochs
+        num_steps = num_steps if max_steps is None else min(num_steps, max_steps)
+        # A generator would put the checks above off until the first step.
+        return self._train(cursor, dataset, num_steps, collate, loader_workers)
+
+    def evaluate(
+        self,
+        dataset: MapDataset,
+        function: Callable[[Any], Mapping[str, Any]],
+        *,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int = 0,
+    ) -> Totals:
+        """Exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same bits. Collective.
+
+        Tracked modules are in ``eval()`` mode meanwhile, without gradients.
+
+        Args:
+            function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as integers.
+            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches.
+
+        Returns:
+            The totals by name; int, float, or a CPU tensor.
+        """
+        if self._team is None or self._rounds is None:
+            raise UsageError("run.evaluate works inside `with unisono.Run(...) as run:`")
+        num_samples = check_dataset(dataset)
+        num_batches = check_batches(num_samples, batch_size)
+        rounds = self._rounds if self._joined else None
+        ranges = even_plan(self._team.size if rounds is not None else 1, num_batches).ranges
+        mine = ranges[self._team.rank if rounds is not None else 0]
+        fetcher = Fetcher(
+            dataset,
+            lambda _, batch: (0, list(range(batch * batch_size, min((batch + 1) * batch_size, num_samples)))),
+            seed=self.seed,
+            device=self.device,
+            collate=collate,
+            loader_workers=loader_workers,
+            upcoming=lambda: ((0, batch) for batch in mine),
+        )
+        modes = [(module, module.training) for tracked in self._tracked.modules.values() for module in tracked.modules()]
+        for tracked in self._tracked.modules.values():
+            tracked.eval()
+        try:
+            totals = evaluate(rounds, fetcher, function, num_batches=num_batches, seed=self.seed)
+        finally:
+            fetcher.close()
+            for module, training in modes:
+                module.training = training
+        shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
+        self._append({"kind": "evaluation", "step": self._steps_before, "totals": shown})
+        return totals
+
+    # -- the outer loop ------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        cursor: Cursor,
+        dataset: MapDataset,
+        num_steps: int,
+        collate: Callable[[list[Any]], Any] | None,
+        loader_workers: int,
+    ) -> Iterator[Step]:
+        assert self._rounds is not None and self._team is not None
+        rounds, team, phase = self._rounds, self._team, self._phases
+        self._phases += 1
+        first = self._join(phase, cursor)
+        ahead = _Ahead(team, cursor, num_steps)
+        fetcher = Fetcher(
+            dataset,
+            lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
+            seed=self.seed,
+            device=self.device,
+            collate=collate or default_collate,
+            loader_workers=loader_workers,
+            upcoming=ahead.upcoming,
+        )
+        folder = self._make_folder()
+        base = self._steps_before - first
+        clock = Clock()
+        try:
+            for number in range(first, num_steps):
+                rounds.step = number
+                rounds.lines = self._journal.number
+                rounds.boundary()
+                if [id(p) for _, p in self._tracked.trained()] != folder.identities:
+                    folder.close()
+                    folder = self._make_folder()
+                context = StepContext(rounds, folder, fetcher, cursor, self.seed, base, ahead.note)
+                seed_place(self.seed, "step", base + number)
+                self._step = Step(context, number, clock)
+                yield self._step
+                self._step.close()
+                self._steps_before += 1
+                self._finish(self._step, clock, base + num_steps)
+        finally:
+            fetcher.close()
+            folder.close()
+        self._step = None
+
+    def _join(self, phase: int, cursor: Cursor) -> int:
+        """Get into the run; returns the step to begin with."""
+        assert self._rounds is not None and self._team is not None
+        rounds = self._rounds
+        if self._joined:
+            rounds.phase, rounds.step = phase, 0
+            return 0
+        rounds.join(phase)
+        self._joined = True
+        if rounds.lines:
+            self._journal.go_on_at(rounds.lines)
+        self._steps_before = rounds.step
+        if self._team.rank == 0 and self.directory is not None:
+            claim(self.directory, self._run_id, overwrite=self._overwrite)
+            if rounds.step == 0:
+                recipe = {
+                    "num_samples": cursor.num_samples, "batch_size": cursor.batch_size, "microbatches": cursor.microbatches,
+                    "shuffle": cursor.shuffle, "drop_last": cursor.drop_last, "seed": self.seed,
+                }  # fmt: skip
+                describe(
+                    self.directory,
+                    {"run_id": self._run_id, "started": time.time(), "recipe": recipe, "fingerprint": fingerprint()},
+                )
+        if self._team.size > cursor.microbatches and self.is_main:
+            warnings.warn(
+                f"{self._team.size} workers share {cursor.microbatches} micro-batches: {self._team.size - cursor.microbatches} of them "
+                "have nothing to compute; use more micro-batches or fewer workers",
+                stacklevel=4,
+            )
+        return rounds.step
+
+    def _make_folder(self) -> GradientFolder:
+        assert self._rounds is not None
+        folder = GradientFolder(self._tracked.trained(), self._tracked.buffers())
+        self._rounds.use(folder.layout)
+        return folder
+
+    def _finish(self, step: Step, clock: Clock, num_steps: int) -> None:
+        """The step is over: its line, for the journal and for who watches."""
+        assert self._team is not None
+        seconds = clock.reset()
+        workers = {
+            worker_id: [round(value, 6) for value in facts[:2]]
+            for worker_id, facts in zip(self._team.worker_ids, step.facts, strict=False)
+        }
+        line = {
+            **step.line,
+            "num_steps": num_steps,
+            "generation": self._team.generation,
+            "seconds": {name: round(value, 6) for name, value in seconds.items()},
+            "workers": workers,
+            "logs": step.logs,
+        }
+        self._append(line)
+        member = members.current()
+        if member is not None and self._team.rank == 0:
+            member.send(
+                StepDone(
+                    step=line["step"],
+                    epoch=line["epoch"],
+                    num_steps=num_steps,
+                    loss=line["loss"],
+                    samples=line["samples"],
+                    seconds=sum(seconds.values()),
+                    digest=line["digest"],
+                    generation=self._team.generation,
+                    num_workers=self._team.size,
+                    logs=step.logs,
+                )
+            )
+
+    def _append(self, line: dict[str, Any]) -> None:
+        writes = self._joined and self._team is not None and self._team.rank == 0
+        if writes != self._writes:
+            self._writes = writes
+            self._journal.start(writer=writes)
+        self._journal.append(line, writer=writes)
+
+    def _note_place(self, error: BaseException) -> None:
+        """Say where in the data an error of the user's code came from."""
+        if self._step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
+            return
+        place = self._step.microbatch
+        if place is not None:
+            samples = self._step.sample_indices(place)
+            shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+            error.add_note(f"(in step {self._step.number}, micro-batch {place}, samples {shown})")
+            error.unisono_place = (self._step.number, place, samples)  # type: ignore[attr-defined]
+
+
+class _Ahead:
+    """What this worker will probably compute next, for loader processes."""
+
+    def __init__(self, team: Team, cursor: Cursor, num_steps: int) -> None:
+        self._team = team
+        self._cursor = cursor
+        self._num_steps = num_steps
+        self._number = -1
+        self._plan: Plan | None = None
+
+    def note(self, number: int, plan: Plan) -> None:
+        self._number, self._plan = number, plan
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        if self._plan is not None and self._team.rank < len(self._plan.ranges):
+            for leaf in self._plan.ranges[self._team.rank]:
+                yield self._number, leaf
+        for number in range(self._number + 1, self._num_steps):
+            plan = even_plan(self._team.size, self._cursor.position(number).num_leaves)
+            for leaf in plan.ranges[self._team.rank] if self._team.rank < self._team.size else ():
+                yield number, leaf
+

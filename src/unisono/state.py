@@ -1,0 +1,169 @@
+"""State dicts as a skeleton and a list of tensors, without pickle.
+
+What a newcomer receives and what a checkpoint holds is the ``state_dict()`` of each tracked object. `pack` takes the tensors
+out and describes the rest in MessagePack; `unpack` puts them together again. Nothing is executed on the way, and a value
+of a type that is not known here is refused by its path, before anything is sent or written.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unisono.cursor import MASK, mix
+from unisono.errors import UsageError
+
+__all__ = ["Packed", "digest_of_state", "digest_of_tensor", "pack", "unpack"]
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class Packed(NamedTuple):
+    """A state that was taken apart."""
+
+    skeleton: bytes
+    tensors: list[Tensor]
+    """In the order of the skeleton; not copied, detached."""
+    paths: list[str]
+    """Where each tensor stands, for messages."""
+
+
+def pack(state: Any, name: str = "state") -> Packed:
+    """Take a state apart.
+
+    Args:
+        name: how paths begin.
+
+    Raises:
+        UsageError: something in it is neither plain data nor a tensor; names its path.
+    """
+    found: list[tuple[str, Tensor]] = []
+    skeleton = msgspec.msgpack.encode(_pack(state, name, found))
+    return Packed(skeleton, [tensor for _, tensor in found], [path for path, _ in found])
+
+
+def unpack(skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
+    """The state that `pack` took apart."""
+    return _unpack(msgspec.msgpack.decode(skeleton), tensors)
+
+
+def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
+    # Containers become [tag, content], so that nothing of the user's can be mistaken for a tag.
+    if isinstance(value, Tensor):
+        found.append((path, value.detach()))
+        return ["tensor", len(found) - 1]
+    if type(value) in _PLAIN:
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            return ["int", str(value)]
+        return value
+    if isinstance(value, Mapping):
+        kind = "ordered" if isinstance(value, collections.OrderedDict) else "dict"
+        return [kind, [[_pack(k, f"{path} (a key)", found), _pack(v, f"{path}[{k!r}]", found)] for k, v in value.items()]]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        tag = next(t for t in ("list", "tuple", "frozenset", "set") if isinstance(value, _CONTAINERS[t]))
+        return [tag, [_pack(v, f"{path}[{i}]", found) for i, v in enumerate(items)]]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+        return ["numpy", [value.dtype.str, value.tobytes()]]
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        return ["array", [value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]]
+    raise UsageError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a tracked object's state_dict() may hold tensors, "
+        f"numbers, strings, bytes, None, numpy arrays, and dicts, lists, tuples and sets of them"
+    )
+
+
+_CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "frozenset": frozenset, "set": set}
+
+
+def _unpack(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    tag, content = value
+    if tag == "tensor":
+        return tensors[content]
+    if tag in ("dict", "ordered"):
+        pairs = [(_unpack(k, tensors), _unpack(v, tensors)) for k, v in content]
+        return collections.OrderedDict(pairs) if tag == "ordered" else dict(pairs)
+    if tag in _CONTAINERS:
+        return _CONTAINERS[tag](_unpack(v, tensors) for v in content)
+    return _SCALARS[tag](content)
+
+
+def _numpy_scalar(content: list[Any]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(content[1], dtype=content[0])[0]
+
+
+def _numpy_array(content: list[Any]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(content[2], dtype=content[0]).reshape(content[1]).copy()
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "dtype": _DTYPES.__getitem__,
+    "device": torch.device,
+    "complex": lambda content: complex(*content),
+    "numpy": _numpy_scalar,
+    "array": _numpy_array,
+}
+
+
+def digest_of_tensor(tensor: Tensor) -> int:
+    """A 64-bit fingerprint of shape, dtype and bits."""
+    value = mix(hash_bytes(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
+    flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    if whole:
+        words = flat[:whole].clone().view(torch.int64) if flat.data_ptr() % 8 else flat[:whole].view(torch.int64)
+        # Sum of each word times an odd number of its place, modulo 2**64; block by block, to stay in the cache.
+        for start in range(0, words.numel(), 1 << 16):
+            block = words[start : start + (1 << 16)]
+            factors = _odd_numbers()[: block.numel()]
+            value = mix((value ^ int((block * factors).sum().item())) & MASK)
+    return mix(value ^ hash_bytes(bytes(flat[whole:].tolist())))
+
+
+_factors: list[Tensor] = []
+
+
+def _odd_numbers() -> Tensor:
+    if not _factors:
+        place = torch.arange(1 << 16, dtype=torch.int64) * -7046029254386353131
+        place = (place ^ (place >> 29)) * -4658895280553007687
+        _factors.append(place | 1)
+    return _factors[0]
+
+
+def hash_bytes(data: bytes) -> int:
+    """A 64-bit fingerprint of some bytes."""
+    value = len(data)
+    for start in range(0, len(data), 8):
+        value = mix(value ^ int.from_bytes(data[start : start + 8], "little"))
+    return value
+
+
+def digest_of_state(state: Any) -> int:
+    """A 64-bit fingerprint of a state: its skeleton and the bits of its tensors."""
+    packed = pack(state)
+    value = hash_bytes(packed.skeleton)
+    for tensor in packed.tensors:
+        value = mix(value ^ digest_of_tensor(tensor))
+    return value

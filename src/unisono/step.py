@@ -1,0 +1,312 @@
+"""One step as the user sees it: the inner loop, ``backward``, ``loss`` and ``log``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.cursor import Cursor, StepPosition
+from unisono.data import Fetcher
+from unisono.errors import LossError, StepError
+from unisono.exchange import Combined, Share
+from unisono.gradients import GradientFolder
+from unisono.plan import Plan
+from unisono.randomness import seed_place
+from unisono.rounds import Rounds
+from unisono.team import LOST
+
+__all__ = ["Clock", "Step", "StepContext"]
+
+
+@dataclass
+class StepContext:
+    """What all steps of one ``run.steps`` share."""
+
+    rounds: Rounds
+    folder: GradientFolder
+    fetcher: Fetcher
+    cursor: Cursor
+    seed: int
+    first_number: int
+    """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
+    note_plan: Callable[[int, Plan], None]
+    """Told what this member will compute, for those who fetch ahead."""
+
+
+@dataclass
+class Clock:
+    """Where the wall time of a step goes, in seconds. One thing at a time, so the parts add up."""
+
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data", "compute", "exchange", "other"), 0.0))
+    _now: str = "other"
+    _since: float = field(default_factory=time.perf_counter)
+
+    def switch(self, part: str) -> None:
+        """What follows belongs to ``part``."""
+        now = time.perf_counter()
+        self.parts[self._now] += now - self._since
+        self._now, self._since = part, now
+
+    def reset(self) -> dict[str, float]:
+        """The parts since the last reset."""
+        self.switch(self._now)
+        parts, self.parts = self.parts, dict.fromkeys(self.parts, 0.0)
+        return parts
+
+
+class Step:
+    """One optimizer update on one global batch. Made by ``run.steps``.
+
+    Iterate over it once, calling `backward` for every micro-batch; then ``.grad`` of every parameter is the mean
+    gradient of the global batch, equal on all workers, and `loss` the mean loss. Breaking out of the inner
+    loop leaves the step without a gradient and raises `StepError`.
+    """
+
+    def __init__(self, context: StepContext, number: int, clock: Clock) -> None:
+        self._context = context
+        self._position: StepPosition = context.cursor.position(number)
+        self._clock = clock
+        self._place = context.first_number + number
+        self._state = "new"
+        self._leaf: int | None = None
+        self._scale = 2.0 ** math.floor(math.log2(self._position.microbatch_size))
+        self._loss = math.nan
+        self._combined: Combined | None = None
+        self._logs: dict[str, float] = {}
+
+    # -- what the user reads -------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """Of this step within ``run.steps``, from 0."""
+        return self._position.number
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete, from 0."""
+        return self._position.epoch
+
+    @property
+    def is_last_of_epoch(self) -> bool:
+        """Whether the next step begins another epoch."""
+        return (self.number + 1) % self._context.cursor.steps_per_epoch == 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this global batch; fewer in an epoch's last one."""
+        return self._position.num_samples
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the global batch: sum of weight * loss over sum of weights. After the inner loop."""
+        if self._state != "done":
+            raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
+        return self._loss
+
+    @property
+    def microbatch(self) -> int | None:
+        """The micro-batch that is being computed; None outside of one."""
+        return self._leaf
+
+    def log(self, **values: float | Tensor) -> None:
+        """Write numbers into this step's line of the journal (those of rank 0 count)."""
+        self._logs.update({name: float(value) for name, value in values.items()})
+
+    # -- the inner loop ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches that fall to this worker; ends when the step's gradient is complete. Collective."""
+        if self._state != "new":
+            raise StepError(f"step {self.number} was iterated before; `for ... in step` can be run once for each step")
+        return self._run()
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, scaler: Any = None) -> None:
+        """Add a micro-batch's gradient to that of the step.
+
+        Args:
+            loss: () the **mean** loss of this micro-batch.
+            weight: what the mean is over: samples (the default), tokens ... The step's gradient is
+                ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. A micro-batch with weight 0 does
+                not count. When a micro-batch calls this several times, all calls need the same weight.
+            scaler: a ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded without it.
+
+        Raises:
+            LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense.
+            StepError: called outside of the inner loop.
+        """
+        if self._leaf is None:
+            raise StepError(f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}")
+        where = f"step {self.number}, micro-batch {self._leaf}"
+        value = self._check(loss, where)
+        share = _weight(weight, len(self._position.leaf(self._leaf)), where) / self._scale
+        if self._calls and share != self._weight:
+            raise LossError(
+                f"{where}: the losses of one micro-batch have weights {self._weight * self._scale:g} and {share * self._scale:g}; "
+                "one division by the total weight cannot serve both: give them the same weight and scale the loss itself"
+            )
+        self._calls += 1
+        if share == 0.0:
+            self._weight = 0.0
+            return
+        if not math.isfinite(value):
+            raise LossError(
+                f"the loss of {where} is {value} (samples {self.sample_indices(self._leaf)}); nothing was updated. "
+                "torch.autograd.set_detect_anomaly(True) names the operation"
+            )
+        # The weight as the loss's own dtype can express it, so that sum and total agree.
+        share = float(torch.tensor(share, dtype=loss.dtype))
+        self._weight = share
+        self._weighted_loss += share * value
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        self._context.folder.backward(loss, share * scale)
+
+    def sample_indices(self, microbatch: int) -> list[int]:
+        """The samples of one of this step's micro-batches."""
+        return self._context.cursor.indices(self.number, microbatch)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The outer loop goes on.
+
+        Raises:
+            StepError: the step has no gradient.
+        """
+        if self._state == "new":
+            raise StepError(f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it")
+        if self._state != "done":
+            raise StepError(
+                f"the inner loop of step {self.number} was left before its end (break, return or an exception): the step has no gradient. "
+                "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
+            )
+        assert self._combined is not None
+        self._context.rounds.team.exchange.release(self._combined.slot)
+
+    def _run(self) -> Iterator[Any]:
+        self._state = "inside"
+        rounds, folder, num_leaves = self._context.rounds, self._context.folder, self._position.num_leaves
+        folder.start_step(num_leaves)
+        plan = rounds.start("step", num_leaves)
+        while True:
+            try:
+                self._context.note_plan(self.number, plan)
+                yield from self._compute(plan)
+                self._clock.switch("exchange")
+                rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
+                combined = rounds.combine(plan, folder.held, self._facts)
+                break
+            except LOST as lost:
+                self._clock.switch("exchange")
+                plan = rounds.recover(lost, folder.held)
+        self._finish(combined)
+
+    def _compute(self, plan: Plan) -> Iterator[Any]:
+        """Yield this member's micro-batches, and fold what comes back."""
+        rounds, folder = self._context.rounds, self._context.folder
+        todo = plan.ranges[rounds.team.rank]
+        for place, leaf in enumerate(todo):
+            rounds.team.check()
+            rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
+            self._clock.switch("data")
+            batch = self._context.fetcher.fetch(self.number, leaf)
+            self._clock.switch("compute")
+            folder.start_leaf(leaf, rounds.team.exchange.slot)
+            if place == len(todo) - 1:
+                self._offer_rows(plan)
+            self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
+            seed_place(self._context.seed, "microbatch", self._place, leaf)
+            yield batch
+            self._leaf = None
+            if not self._calls:
+                raise StepError(
+                    f"micro-batch {leaf} of step {self.number} ended without step.backward(loss); "
+                    "to leave it out, call step.backward(loss, weight=0)"
+                )
+            for slot in folder.finish_leaf(self._weight, self._weighted_loss):
+                rounds.team.exchange.release(slot)
+        self._clock.switch("exchange")
+
+    def _offer_rows(self, plan: Plan) -> None:
+        """While the last backward runs, tell the exchange which rows of this member's nodes are complete."""
+        rounds, folder = self._context.rounds, self._context.folder
+        node, slot = folder.target
+        slots = {**{held: folder.held[held] for held in folder.held if held in plan.nodes[rounds.team.rank]}, node: slot}
+        if set(slots) != set(plan.nodes[rounds.team.rank]):
+            return
+        share = Share(plan.num_leaves, plan.nodes, slots)
+        offer = rounds.team.exchange.offer
+
+        def on_rows(rows_ready: int) -> None:
+            try:
+                offer(share, rows_ready)
+            except LOST:
+                folder.on_rows = None  # the combine will find out
+
+        folder.on_rows = on_rows
+
+    def _finish(self, combined: Combined) -> None:
+        folder = self._context.folder
+        weight, weighted_loss = combined.slot.scalars.tolist()
+        self._combined = combined
+        self._state = "done"
+        if weight == 0.0:
+            raise StepError(f"all micro-batches of step {self.number} have weight 0: there is no mean gradient")
+        self._weight_total, self._loss = weight * self._scale, weighted_loss / weight
+        folder.show(combined.slot)
+        self._clock.switch("other")
+        seed_place(self._context.seed, "update", self._place)
+
+    def _check(self, loss: Tensor, where: str) -> float:
+        if not isinstance(loss, Tensor):
+            raise LossError(f"{where}: step.backward needs the loss as a tensor, got a {type(loss).__qualname__}")
+        if loss.numel() != 1:
+            raise LossError(f"{where}: the loss has shape {tuple(loss.shape)}, it must be a scalar: take its mean")
+        if not loss.requires_grad:
+            raise LossError(
+                f"{where}: the loss needs no gradient: it does not depend on a parameter that requires one "
+                "(detached, computed under torch.no_grad(), or everything is frozen)"
+            )
+        return float(loss.detach())
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What the journal says about this step, except for times. After the inner loop."""
+        assert self._combined is not None
+        return {
+            "kind": "step",
+            "step": self._place,
+            "epoch": self.epoch,
+            "loss": self._loss,
+            "weight": self._weight_total,
+            "samples": self.num_samples,
+            "digest": f"{self._combined.digest:016x}",
+        }
+
+    @property
+    def logs(self) -> dict[str, float]:
+        return dict(self._logs)
+
+    @property
+    def facts(self) -> tuple[tuple[float, ...], ...]:
+        """By rank, what each member told about its times."""
+        assert self._combined is not None
+        return self._combined.facts
+
+    @property
+    def _facts(self) -> tuple[float, ...]:
+        self._clock.switch("exchange")
+        parts = self._clock.parts
+        return (parts["data"], parts["compute"], parts["exchange"], parts["other"], 0.0)
+
+
+def _weight(weight: float | Tensor | None, num_samples: int, where: str) -> float:
+    value = float(num_samples) if weight is None else float(weight)
+    if not math.isfinite(value) or value < 0:
+        raise LossError(f"{where}: a weight must be finite and at least 0, got {value}")
+    return value

@@ -1,0 +1,353 @@
+"""The peers of this worker: the generation that it is in, and how it gets into the next.
+
+A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members do is
+collective: they call the same things in the same order. Each such thing is a **round** (the commit of a step, an
+evaluation), and rounds are counted. When a member is lost, the survivors meet in the next generation and tell each other
+which round they are in and which nodes of it they have; see `unisono.rounds`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from unisono.errors import DeadlineExceeded, PeerLost, RunStopped
+from unisono.exchange import Exchange
+from unisono.exchange.alone import Alone
+from unisono.member import Member
+from unisono.messages import Notice
+
+__all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Report", "Team"]
+
+T = TypeVar("T")
+LOST = (PeerLost, DeadlineExceeded)
+"""What ends a generation for its members: they meet again in the next."""
+
+CONNECT_TIMEOUT_S = 20.0
+
+
+class LeftBehind(RunStopped):
+    """The run goes on without this worker. Its process ends, and a new one may join."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member tells the others when they meet."""
+
+    fresh: bool
+    """It does not have the state of the run."""
+    phase: int
+    step: int
+    """The step within the phase that this member is at or will begin next."""
+    round: int
+    """The round that it has not finished yet."""
+    kind: str
+    """"step" or "evaluation"."""
+    num_leaves: int
+    have: list[tuple[int, int]] = []
+    """Nodes of that round that it has finished."""
+    lines: int = 0
+    """Lines of the journal."""
+
+
+class Team(Protocol):
+    """What a run needs of its peers."""
+
+    rank: int
+    size: int
+    generation: int
+    worker_ids: tuple[str, ...]
+    exchange: Exchange
+
+    def join(self, phase: int, report: Report) -> list[Report]:
+        """Get into the run: wait to be admitted, and meet the others. Returns their reports, by rank."""
+        ...
+
+    def meet(self, report: Report) -> list[Report]:
+        """Exchange reports within the generation. Collective."""
+        ...
+
+    def regroup(self, report: Report, lost: Exception) -> list[Report]:
+        """A member is lost: get into the generation of the survivors, and meet them."""
+        ...
+
+    def check(self) -> None:
+        """Raise what an exchange would raise now, without waiting: a lost peer, or the end of the run."""
+        ...
+
+    def newest(self) -> int:
+        """The newest planned generation that this member has heard of; 0 if none is to come."""
+        ...
+
+    def switch(self, generation: int, report: Report) -> list[Report]:
+        """At a step boundary that all members agreed on: move to a planned generation, and meet its members."""
+        ...
+
+    def paused(self) -> bool:
+        """Fewer members are left than the run wants: wait at the next boundary."""
+        ...
+
+    def wait_until_resumed(self, report: Report) -> list[Report]:
+        """At a step boundary: wait until there are enough members, and meet them."""
+        ...
+
+    def holding(self) -> None:
+        """Say that this worker has the run's state."""
+        ...
+
+    def at(self, *, phase: int, step: int, microbatch: int) -> None:
+        """Note progress, for who asks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class AloneTeam:
+    """One worker. Opens nothing and waits for nobody."""
+
+    rank = 0
+    size = 1
+    generation = 1
+    worker_ids = ("w0",)
+
+    def __init__(self, device: torch.device) -> None:
+        self.exchange: Exchange = Alone(device)
+
+    def join(self, phase: int, report: Report) -> list[Report]:
+        return [report]
+
+    def meet(self, report: Report) -> list[Report]:
+        return [report]
+
+    def regroup(self, report: Report, lost: Exception) -> list[Report]:
+        raise lost
+
+    def check(self) -> None:
+        pass
+
+    def newest(self) -> int:
+        return 0
+
+    def switch(self, generation: int, report: Report) -> list[Report]:
+        return [report]
+
+    def paused(self) -> bool:
+        return False
+
+    def wait_until_resumed(self, report: Report) -> list[Report]:
+        return [report]
+
+    def holding(self) -> None:
+        pass
+
+    def at(self, *, phase: int, step: int, microbatch: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+class HeadTeam:
+    """The members of a generation that a head announced.
+
+    Args:
+        member: this worker's connection to the head.
+        build: makes the exchange of a generation (`unisono.exchange.build`); may block.
+    """
+
+    def __init__(self, member: Member, build: Callable[[Notice, int], Exchange]) -> None:
+        self._member = member
+        self._build = build
+        self._notices: dict[int, Notice] = {}
+        self._alarm: Exception | None = None
+        self._changed = threading.Condition()
+        self._exchange: Exchange | None = None
+        self._notice: Notice | None = None
+        self.generation = 0
+        self.rank, self.size = 0, 1
+        self.worker_ids: tuple[str, ...] = ()
+        self._said_ready = False
+        member.on_notice(self._heard)
+
+    @property
+    def exchange(self) -> Exchange:
+        if self._exchange is None:
+            raise RunStopped("this worker is in no generation")
+        return self._exchange
+
+    # -- the connection's thread ---------------------------------------------------------------------
+
+    def _heard(self, notice: Notice | RunStopped) -> None:
+        with self._changed:
+            if isinstance(notice, RunStopped):
+                self._alarm = notice
+            else:
+                self._notices[notice.generation] = notice
+                if notice.immediate and notice.generation > self.generation and not isinstance(self._alarm, RunStopped):
+                    self._alarm = PeerLost(notice.reason)
+            if self._alarm is not None and self._exchange is not None:
+                self._exchange.interrupt(self._alarm)
+            self._changed.notify_all()
+
+    # -- the main thread -----------------------------------------------------------------------------
+
+    def join(self, phase: int, report: Report) -> list[Report]:
+        if not self._said_ready:
+            self._said_ready = True
+            self._member.ready(phase)
+        while True:
+            notice = self._await(lambda n: self._place_in(n) >= 0)
+            try:
+                self._enter(notice)
+                return self.meet(report)
+            except LOST as lost:
+                self._member.suspect(notice.generation, str(lost))
+
+    def meet(self, report: Report) -> list[Report]:
+        letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
+        return [msgspec.msgpack.decode(letter, type=Report) for letter in letters]
+
+    def regroup(self, report: Report, lost: Exception) -> list[Report]:
+        while True:
+            self.check_ended()
+            if self._newest_immediate() <= self.generation:
+                self._member.suspect(self.generation, str(lost))
+            notice = self._await(lambda n: n.immediate)
+            if self._place_in(notice) < 0:
+                raise LeftBehind(
+                    f"generation {notice.generation} goes on without this worker ({notice.reason}); it ends, to join again"
+                )
+            try:
+                self._enter(notice)
+                reports = self.meet(report)
+            except LOST as again:
+                lost = again
+                continue
+            self.holding()
+            return reports
+
+    def check(self) -> None:
+        if self._alarm is not None:
+            raise self._alarm
+
+    def check_ended(self) -> None:
+        if isinstance(self._alarm, RunStopped):
+            raise self._alarm
+
+    def newest(self) -> int:
+        with self._changed:
+            planned = [n.generation for n in self._notices.values() if not n.immediate and n.generation > self.generation]
+        return max(planned, default=0)
+
+    def switch(self, generation: int, report: Report) -> list[Report]:
+        notice = self._notices[generation]
+        if not notice.members:
+            self._member.left()
+            raise RunStopped(notice.reason)
+        if self._place_in(notice) < 0:
+            self._member.left()
+            raise SystemExit(0)
+        try:
+            self._enter(notice)
+            return self.meet(report)
+        except LOST as lost:
+            return self.regroup(report, lost)
+
+    def paused(self) -> bool:
+        return self._notice is not None and self._notice.paused
+
+    def wait_until_resumed(self, report: Report) -> list[Report]:
+        notice = self._await(lambda n: True)
+        if notice.immediate:
+            return self.regroup(report, PeerLost(notice.reason))
+        return self.switch(notice.generation, report)
+
+    def holding(self) -> None:
+        self._member.holding(self.generation)
+
+    def at(self, *, phase: int, step: int, microbatch: int) -> None:
+        self._member.at(phase=phase, step=step, microbatch=microbatch)
+
+    def close(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _place_in(self, notice: Notice) -> int:
+        ids = [info.worker_id for info in notice.members]
+        return ids.index(self._member.worker_id) if self._member.worker_id in ids else -1
+
+    def _newest_immediate(self) -> int:
+        with self._changed:
+            return max((n.generation for n in self._notices.values() if n.immediate), default=0)
+
+    def _await(self, wanted: Callable[[Notice], bool]) -> Notice:
+        """The newest notice after this generation that is wanted. Ends with it or with the run."""
+        self._member.waiting(True)
+        try:
+            with self._changed:
+                while True:
+                    self.check_ended()
+                    found = [n for n in self._notices.values() if n.generation > self.generation and wanted(n)]
+                    if found:
+                        return max(found, key=lambda n: n.generation)
+                    self._changed.wait(1.0)
+        finally:
+            self._member.waiting(False)
+
+    def _enter(self, notice: Notice) -> None:
+        """Leave the old exchange and build that of a generation."""
+        self.close()
+        with self._changed:
+            self.generation = notice.generation
+            self._notice = notice
+            self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
+            self.rank, self.size = self._place_in(notice), len(notice.members)
+            self.worker_ids = tuple(info.worker_id for info in notice.members)
+            if not isinstance(self._alarm, RunStopped):
+                later = [held for held in self._notices.values() if held.immediate]
+                self._alarm = PeerLost(later[-1].reason) if later else None
+        self.check()
+        exchange = self._interruptible(lambda: self._build(notice, self.rank))
+        with self._changed:
+            self._exchange = exchange
+            if self._alarm is not None:
+                exchange.interrupt(self._alarm)
+
+    def _interruptible(self, work: Callable[[], T]) -> T:
+        """Do something that blocks where it cannot be woken (connecting); leave it behind when a notice comes."""
+        outcome: list[Any] = []
+
+        def target() -> None:
+            try:
+                outcome.extend((True, work()))
+            except Exception as error:
+                outcome.extend((False, error))
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=target, name="unisono-connect", daemon=True).start()
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        self._member.waiting(True)
+        try:
+            with self._changed:
+                while len(outcome) < 2:
+                    self.check()
+                    if time.monotonic() > deadline:
+                        raise DeadlineExceeded(f"connecting {self.size} members took longer than {CONNECT_TIMEOUT_S:.0f} s")
+                    self._changed.wait(0.2)
+        finally:
+            self._member.waiting(False)
+        ok, value = outcome
+        if ok:
+            result: T = value
+            return result
+        if isinstance(value, LOST):
+            raise value
+        raise PeerLost(f"the members of generation {self.generation} could not be connected: {value}") from value
+

@@ -1,0 +1,166 @@
+"""What the user tracks: where parameters and buffers are found, and the state that a newcomer receives.
+
+The state is the ``state_dict()`` of every tracked object, and what these leave out although the next step depends on it:
+buffers that are not persistent, and which parameters need a gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import StepError, UsageError
+from unisono.gradients import Buffers
+from unisono.state import digest_of_state
+
+__all__ = ["Tracked"]
+
+
+class Tracked:
+    """The tracked objects of a run, by name."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+
+    def add(self, objects: dict[str, Any]) -> None:
+        for name, value in objects.items():
+            if isinstance(value, type) or not all(
+                callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
+            ):
+                raise UsageError(
+                    f"run.track({name}=...) got a {type(value).__qualname__} without state_dict() and load_state_dict(); "
+                    "track modules, optimizers, schedulers, or give the object these two methods"
+                )
+            if name in self._objects and self._objects[name] is not value:
+                raise UsageError(f"run.track({name}=...) was called before with another object; choose another name")
+            self._objects[name] = value
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self._objects.items() if isinstance(value, nn.Module)}
+
+    # -- parameters and buffers ----------------------------------------------------------------------
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """All parameters of tracked modules and optimizers, each once, whether they need a gradient or not."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in self._named_parameters():
+            found.setdefault(id(parameter), (name, parameter))
+        return list(found.values())
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that need a gradient."""
+        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                yield f"{name}.{path}", parameter
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                for group, options in enumerate(value.param_groups):
+                    for place, parameter in enumerate(options["params"]):
+                        yield f"{name}.{group}.{place}", parameter
+
+    def buffers(self) -> Buffers:
+        """The buffers of the modules that are trained or tracked; each once."""
+        named: list[tuple[str, nn.Module, str]] = []
+        seen: set[int] = set()
+        for name, module in self.modules.items():
+            for path, owner in module.named_modules():
+                for attribute, buffer in owner._buffers.items():
+                    if buffer is not None and id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
+        return Buffers(named)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse what cannot be trained, before anything is."""
+        trained = self.trained()
+        if not trained:
+            raise UsageError("nothing to train: call run.track(model=model, optimizer=optimizer) before run.steps")
+        for name, module in self.modules.items():
+            for path, part in module.named_modules():
+                if isinstance(part, nn.SyncBatchNorm):
+                    raise UsageError(
+                        f"{name}.{path} is a SyncBatchNorm, which needs all micro-batches at the same time; use BatchNorm "
+                        "(its statistics are averaged over the micro-batches), GroupNorm, or a smaller microbatches="
+                    )
+        for name, parameter in trained:
+            if parameter.device.type != device.type:
+                raise UsageError(
+                    f"parameter {name} is on {parameter.device} and this worker on {device}; use model.to(run.device) "
+                    "before the optimizer is made"
+                )
+        for name, module in self.modules.items():
+            self._warn_of_untracked(name, module)
+
+    def _warn_of_untracked(self, name: str, module: nn.Module) -> None:
+        owned = {
+            id(parameter)
+            for value in self._objects.values()
+            if isinstance(value, torch.optim.Optimizer)
+            for options in value.param_groups
+            for parameter in options["params"]
+        }
+        lonely = owned and [path for path, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in owned]
+        if lonely and len(lonely) == sum(1 for _ in module.parameters()):
+            warnings.warn(
+                f"no tracked optimizer has a parameter of {name!r}; was the optimizer made before model.to(run.device), "
+                "or is requires_grad_(False) missing?",
+                stacklevel=4,
+            )
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {
+            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+            "hidden": self._hidden_buffers(),
+            "trained": [parameter.requires_grad for _, parameter in self.parameters()],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a state that `state` made in another process of the same script.
+
+        Raises:
+            StepError: an object was not the same after it had loaded its state; names it.
+        """
+        theirs, ours = state["objects"].keys(), self._objects.keys()
+        if theirs != ours:
+            raise UsageError(f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; they must be equal")
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            hidden[name].copy_(buffer)
+        for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
+            parameter.requires_grad_(needed)
+        for name, part in state["objects"].items():
+            value = self._objects[name]
+            value.load_state_dict(part)
+            if digest_of_state(value.state_dict()) != digest_of_state(part):
+                raise StepError(
+                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(); a worker that joins would not "
+                    "continue this run: its state_dict() must hold everything that changes"
+                )
+
+    def digests(self) -> dict[str, str]:
+        """A 64-bit fingerprint of every tracked object, in hexadecimal."""
+        return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
+
+    def _hidden_buffers(self) -> dict[str, Tensor]:
+        found = {}
+        for name, module in self.modules.items():
+            for path, owner in module.named_modules():
+                for attribute in owner._non_persistent_buffers_set:
+                    buffer = owner._buffers.get(attribute)
+                    if buffer is not None:
+                        found[".".join(filter(None, (name, path, attribute)))] = buffer
+        return found
