@@ -15,14 +15,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-UNISONO = Path(sys.executable).with_name("unisono")
+UNISONO = [sys.executable, "-m", "unisono"]
 SCRIPT = Path(__file__).with_name("digits.py")
 
 
 def samples_per_s(directory: Path) -> float:
     """The median over the steps: the first ones, and those that another program held up, do not count."""
     lines = [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
-    return statistics.median(line["samples"] / line["seconds"] for line in lines if line["kind"] == "step")
+    return statistics.median(
+        line["samples"] / sum(line["seconds"].values()) for line in lines if line["kind"] == "step"
+    )
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
 
     for workers, directory in directories.items():
         print(f"\n--- {workers} worker{'s' if workers > 1 else ''}", flush=True)
-        command = [UNISONO, "run", SCRIPT, "--workers", str(workers), "--run-dir", directory, "--overwrite"]
+        command = [*UNISONO, "run", SCRIPT, "--workers", str(workers), "--run-dir", directory, "--overwrite"]
         done = subprocess.run([*command, "--", *script_arguments], check=False)
         if done.returncode:
             sys.exit(f"the run on {workers} workers ended with exit status {done.returncode}; its last words are above")
@@ -42,7 +44,7 @@ def main() -> None:
     first, *others = directories.values()
     print("\n--- the same bits?", flush=True)
     differing = [
-        other for other in others if subprocess.run([UNISONO, "compare", first, other], check=False).returncode
+        other for other in others if subprocess.run([*UNISONO, "compare", first, other], check=False).returncode
     ]
     print(f"\n--- how fast? ({os.cpu_count()} cores)")
     speeds = {workers: samples_per_s(directory) for workers, directory in directories.items()}

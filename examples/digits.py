@@ -79,7 +79,8 @@ def main() -> None:
             return {"right": (model(images).argmax(1) == labels).sum(), "seen": len(labels)}
 
         totals = run.evaluate(test_set, count, batch_size=120)
-        print(f"test accuracy {totals['right'] / totals['seen']:.2%} ({totals['seen']:.0f} pictures)")
+        if run.is_main:
+            print(f"test accuracy {totals['right'] / totals['seen']:.2%} ({totals['seen']:.0f} pictures)")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ def main() -> None:
 
         totals = run.evaluate(test_set, count, batch_size=500)
         accuracy, loss = totals["right"] / totals["seen"], totals["loss"] / totals["seen"]
-        print(f"test accuracy {accuracy:.2%}, loss {loss:.4f} ({totals['seen']:.0f} pictures)")
+        if run.is_main:
+            print(f"test accuracy {accuracy:.2%}, loss {loss:.4f} ({totals['seen']:.0f} pictures)")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,10 @@ def main() -> None:
 
         totals = run.evaluate(test_set, measure, batch_size=64)
         bits = totals["nats"] / totals["tokens"] / math.log(2)
-        print(f"test loss {bits:.4f} bits per byte ({totals['tokens']:.0f} bytes of {len(test_documents)} documents)")
+        if run.is_main:
+            print(
+                f"test loss {bits:.4f} bits per byte ({totals['tokens']:.0f} bytes of {len(test_documents)} documents)"
+            )
 
 
 if __name__ == "__main__":

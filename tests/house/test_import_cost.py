@@ -31,7 +31,8 @@ def test_help_answers_without_torch() -> None:
 import sys
 from unisono.cli import main
 try:
-    main(["--help"])
+    sys.argv = ["unisono", "--help"]
+    main()
 except SystemExit as end:
     assert not end.code
 assert "torch" not in sys.modules

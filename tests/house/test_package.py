@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import unisono
 from tests.house.rooms import ROOT, SOURCE
 
 pytestmark = pytest.mark.skipif(
@@ -29,16 +30,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_whole_package(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    assert wheel.name == "unisono-0.1.0-py3-none-any.whl"
+    information = f"unisono-{unisono.__version__}.dist-info"
+    assert wheel.name == f"unisono-{unisono.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        entry_points = archive.read("unisono-0.1.0.dist-info/entry_points.txt").decode()
+        entry_points = archive.read(f"{information}/entry_points.txt").decode()
     source = {f"unisono/{path.relative_to(SOURCE)}" for path in SOURCE.rglob("*") if path.is_file()}
     assert {name for name in source if "__pycache__" not in name} == {
-        name for name in names if not name.startswith("unisono-0.1.0.dist-info/")
+        name for name in names if not name.startswith(information)
     }
     assert "unisono/py.typed" in names
-    assert "unisono-0.1.0.dist-info/licenses/LICENSE" in names
+    assert f"{information}/licenses/LICENSE" in names
     assert "unisono = unisono.cli:main" in entry_points
 
 

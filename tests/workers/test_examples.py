@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-UNISONO = Path(sys.executable).with_name("unisono")
+UNISONO = [sys.executable, "-m", "unisono"]
 TINY = {
     "fashion_mnist": ["--samples", "64", "--batch-size", "32", "--epochs", "1"],
     "language_model": ["--length", "32", "--width", "32", "--depth", "1", "--batch-size", "16", "--epochs", "1"],
@@ -35,7 +35,7 @@ def alone(name: str, *arguments: str | Path, status: int = 0) -> str:
 
 def on_workers(num_workers: int, name: str, directory: Path, *arguments: str | Path) -> str:
     options = ["--workers", str(num_workers), "--run-dir", directory]
-    return run(UNISONO, "run", EXAMPLES / f"{name}.py", *options, "--", *arguments)
+    return run(*UNISONO, "run", EXAMPLES / f"{name}.py", *options, "--", *arguments)
 
 
 def write_idx(path: Path, *sizes: int) -> None:
@@ -73,8 +73,8 @@ def test_digits_gives_the_same_bits_on_workers(tmp_path: Path) -> None:
     alone("digits", "--run-dir", tmp_path / "alone", *short)
     on_workers(2, "digits", tmp_path / "two", *short)
     on_workers(3, "digits", tmp_path / "three", *short)
-    assert "identical: 24 steps" in run(UNISONO, "compare", tmp_path / "alone", tmp_path / "two")
-    assert "identical: 24 steps" in run(UNISONO, "compare", tmp_path / "alone", tmp_path / "three")
+    assert "identical: 24 steps" in run(*UNISONO, "compare", tmp_path / "alone", tmp_path / "two")
+    assert "identical: 24 steps" in run(*UNISONO, "compare", tmp_path / "alone", tmp_path / "three")
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -84,7 +84,7 @@ def test_the_larger_examples_give_the_same_bits_on_workers(
     arguments = ["--data", small_data[name], *TINY[name]]
     assert "test " in alone(name, "--run-dir", tmp_path / "alone", *arguments)
     on_workers(2, name, tmp_path / "two", *arguments)
-    assert "identical: " in run(UNISONO, "compare", tmp_path / "alone", tmp_path / "two")
+    assert "identical: " in run(*UNISONO, "compare", tmp_path / "alone", tmp_path / "two")
 
 
 @pytest.mark.parametrize("name", TINY)
