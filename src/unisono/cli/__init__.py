@@ -1,0 +1,59 @@
+"""The command ``unisono``: one command a file, loaded when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Final
+
+import click
+
+from unisono.errors import UnisonoError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: Final = {
+    "run": ("unisono.cli.run:run", "Train on the workers of this machine; others may join."),
+    "join": ("unisono.cli.join:join", "Add this machine's workers to a run that is going."),
+    "status": ("unisono.cli.status:status", "Show how a run is, or how it went."),
+    "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
+    "stop": ("unisono.cli.control:stop", "End a run at the end of the step."),
+    "compare": ("unisono.cli.compare:compare", "Say whether two runs are identical, or where they part."),
+}
+
+
+class _Commands(click.Group):
+    """Loads a command's module when it is needed: ``--help`` answers at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, words) for name, (_, words) in COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def _group() -> None:
+    """Many workers, one result: PyTorch training with the same bits at any number of workers."""
+
+
+def main() -> None:
+    """The entry point. Errors that a user can mend are one line and exit code 2."""
+    try:
+        sys.exit(_group(standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except UnisonoError as error:
+        click.echo(f"unisono: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,33 @@
+"""``unisono scale`` and ``unisono stop``: change a run from outside."""
+
+from __future__ import annotations
+
+import click
+
+from unisono.cli.reach import find, tell
+from unisono.errors import UsageError
+
+__all__ = ["scale", "stop"]
+
+
+@click.command()
+@click.argument("run")
+@click.argument("workers", type=int)
+def scale(run: str, workers: int) -> int:
+    """Make it WORKERS workers, from the next possible step on. RUN is the run's directory."""
+    from unisono.messages import Scale
+
+    if workers < 1:
+        raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop {run}` ends it")
+    click.echo(tell(find(run), Scale(num_workers=workers)))
+    return 0
+
+
+@click.command()
+@click.argument("run")
+def stop(run: str) -> int:
+    """End the run at the end of the step. RUN is the run's directory."""
+    from unisono.messages import Stop
+
+    click.echo(tell(find(run), Stop(reason="stopped by `unisono stop`")))
+    return 0

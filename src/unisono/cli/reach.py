@@ -1,0 +1,100 @@
+"""How the commands reach a run that is going: its directory says where the head is and holds the token."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from unisono.errors import UsageError
+
+__all__ = ["Address", "NotGoing", "ask_status", "find", "read_token", "tell"]
+
+TIMEOUT_S = 10.0
+
+
+class NotGoing(UsageError):
+    """There is no head where the run directory says, or it says nothing."""
+
+
+@dataclass(frozen=True)
+class Address:
+    url: str
+    token: str
+
+
+def find(run: str) -> Address:
+    """Where the head of the run in this directory listens.
+
+    Raises:
+        NotGoing: no run is going there.
+    """
+    folder = Path(run)
+    if not folder.is_dir():
+        raise UsageError(f"there is no run directory {run}")
+    try:
+        known = json.loads((folder / "head.json").read_text())
+        return Address(known["url"], read_token(known["token_file"]))
+    except FileNotFoundError as error:
+        raise NotGoing(f"no run is going in {run}: there is no {Path(error.filename).name}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotGoing(f"{folder / 'head.json'} cannot be read: {error}") from error
+
+
+def read_token(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"cannot read the token in {path}: {error.strerror}") from error
+
+
+def ask_status(address: Address) -> dict[str, Any]:
+    """The head's account of the run.
+
+    Raises:
+        NotGoing: nobody answers there. UsageError: the token is not the run's.
+    """
+    parts = urlsplit(address.url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", "/status", headers={"Authorization": f"Bearer {address.token}"})
+            answer = connection.getresponse()
+            body = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise NotGoing(f"no head answers at {address.url}: {error}") from error
+    if answer.status == http.client.UNAUTHORIZED:
+        raise UsageError(f"the head at {address.url} refuses the token; it is fresh for every run (RUN/token)")
+    if answer.status != http.client.OK:
+        raise UsageError(f"the head at {address.url} answers HTTP {answer.status}")
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+def tell(address: Address, message: Any) -> str:
+    """Say one thing to the head, from outside; returns its answer."""
+    from websockets.exceptions import WebSocketException
+    from websockets.sync.client import connect
+
+    from unisono.messages import Told, decode, encode
+
+    try:
+        with connect(
+            address.url,
+            additional_headers={"Authorization": f"Bearer {address.token}"},
+            compression=None,
+            open_timeout=TIMEOUT_S,
+            close_timeout=1.0,
+            proxy=None,
+        ) as connection:
+            connection.send(encode(message))
+            answer = decode(bytes(connection.recv(timeout=TIMEOUT_S, decode=False)))
+    except (OSError, WebSocketException) as error:
+        raise NotGoing(f"no head answers at {address.url}: {error}") from error
+    return answer.text if isinstance(answer, Told) else str(answer)

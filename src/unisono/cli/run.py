@@ -1,0 +1,250 @@
+"""``unisono run``: train on the workers of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from unisono.errors import UsageError
+
+if TYPE_CHECKING:
+    from unisono.agent import Job, Service
+
+__all__ = ["count_workers", "parse_workers", "run", "script_arguments"]
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})
+@click.argument("script", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does.")
+@click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers: N; "
+              "every GPU, else every core; or at least A and at most B.")  # fmt: skip
+@click.option("--threads", default=1, show_default=True, help="CPU threads of a worker. Part of the result's bits.")
+@click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's.")
+@click.option("--overwrite", is_flag=True, help="Replace the run that the directory holds.")
+@click.option("--exchange", type=click.Choice(["auto", "shared", "gloo", "two-level"]), default="auto",
+              show_default=True, help="How gradients meet.")  # fmt: skip
+@click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
+              "machines need one that they can reach.")  # fmt: skip
+@click.option("--port", default=0, show_default="any", help="The head's port.")
+@click.option("--max-restarts", default=10, show_default=True, help="How many lost workers are replaced.")
+@click.option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ.")
+@click.option("--heartbeat-s", default=0.5, show_default=True, help="Time between a worker's heartbeats.")
+@click.option("--heartbeat-timeout-s", default=5.0, show_default=True, help="Silent for this long, a worker is lost.")
+@click.option("--timeout-s", default=300.0, show_default=True, help="How long one exchange may take.")
+@click.option("--late-s", default=3.0, show_default=True, help="Report a worker that others wait for after this time.")
+@click.option("--hang-s", default=60.0, show_default=True, help="End a worker that others wait for after this time.")
+@click.option("--head-away-s", default=60.0, show_default=True, help="How long workers go on without the head.")
+@click.option("--simulate-hosts", default=1, hidden=True)
+@click.option("--callable", "function", default="", hidden=True)
+@click.option("--result", default="", hidden=True)
+@click.option("--outcome", default="", hidden=True)
+def run(
+    script: str | None,
+    arguments: tuple[str, ...],
+    module: str | None,
+    workers: str,
+    threads: int,
+    run_dir: str,
+    overwrite: bool,
+    exchange: str,
+    bind: str,
+    port: int,
+    max_restarts: int,
+    strict: bool,
+    heartbeat_s: float,
+    heartbeat_timeout_s: float,
+    timeout_s: float,
+    late_s: float,
+    hang_s: float,
+    head_away_s: float,
+    simulate_hosts: int,
+    function: str,
+    result: str,
+    outcome: str,
+) -> int:
+    """Train SCRIPT on the workers of this machine, with the same bits at any number of them.
+
+    What stands after -- are the script's own arguments:
+
+        unisono run train.py --workers 4 -- --lr 0.01
+    """
+    if function:
+        command = ["--callable", function, result]
+    else:
+        command = script_arguments(script, module, arguments)
+    if threads < 1:
+        raise UsageError(f"a worker has at least 1 thread, got --threads {threads}")
+    if not 0 < heartbeat_s < heartbeat_timeout_s:
+        raise UsageError(
+            f"heartbeats come more often than they time out, got --heartbeat-s {heartbeat_s} and "
+            f"--heartbeat-timeout-s {heartbeat_timeout_s}"
+        )
+    for name, value in (("--timeout-s", timeout_s), ("--head-away-s", head_away_s)):
+        if value <= 0:
+            raise UsageError(f"{name} is a time in seconds above 0, got {value}")
+    if not 0 <= port <= 65535:
+        raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {port}")
+    if simulate_hosts < 1:
+        raise UsageError(f"there is at least 1 host, got --simulate-hosts {simulate_hosts}")
+    start, minimum, maximum, grows = parse_workers(workers, threads)
+    here = min(maximum, max(start, count_workers(threads))) if not grows else start
+    if run_dir:
+        run_dir = str(Path(run_dir).resolve())
+        _check_directory(Path(run_dir))
+    job, service = _render(
+        command=command, here=here, start=start, minimum=minimum, maximum=maximum, grows=grows, threads=threads,
+        run_dir=run_dir, overwrite=overwrite, exchange=exchange, bind=bind, port=port, max_restarts=max_restarts,
+        strict=strict, heartbeat_s=heartbeat_s, heartbeat_timeout_s=heartbeat_timeout_s, timeout_s=timeout_s,
+        late_s=late_s, hang_s=hang_s, head_away_s=head_away_s, simulate_hosts=simulate_hosts, outcome=outcome,
+    )  # fmt: skip
+    from unisono import agent
+
+    return agent.run(job, service)
+
+
+def _render(
+    *,
+    command: list[str],
+    here: int,
+    start: int,
+    minimum: int,
+    maximum: int,
+    grows: bool,
+    threads: int,
+    run_dir: str,
+    overwrite: bool,
+    exchange: str,
+    bind: str,
+    port: int,
+    max_restarts: int,
+    strict: bool,
+    heartbeat_s: float,
+    heartbeat_timeout_s: float,
+    timeout_s: float,
+    late_s: float,
+    hang_s: float,
+    head_away_s: float,
+    simulate_hosts: int,
+    outcome: str,
+) -> tuple[Job, Service]:
+    from unisono.agent import Job, Service
+    from unisono.membership import Policy
+
+    policy = Policy(
+        start=start,
+        minimum=minimum,
+        maximum=maximum,
+        grows=grows,
+        max_restarts=max_restarts,
+        strict=strict,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        late_s=late_s,
+        hang_s=hang_s,
+    )
+    job = Job(
+        arguments=command,
+        num_workers=here,
+        threads=threads,
+        run_dir=run_dir,
+        overwrite=overwrite,
+        simulate_hosts=simulate_hosts,
+        head_away_s=head_away_s,
+        outcome=outcome,
+    )
+    options = {"exchange": exchange, "timeout_s": str(timeout_s)}
+    service = Service(policy=policy, bind=bind, port=port, heartbeat_s=heartbeat_s, options=options)
+    return job, service
+
+
+def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:
+    """What a worker is to run, checked before anything is started."""
+    if module:
+        rest = [script, *arguments] if script else list(arguments)
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise UsageError(f"there is no module {module!r} to run; the working directory is {os.getcwd()}")
+        return ["-m", module, *rest]
+    if script is None:
+        raise UsageError("which script? unisono run SCRIPT [--workers N] [-- ARGUMENTS]")
+    path = Path(script)
+    if path.is_dir():
+        raise UsageError(f"{script} is a directory; give the script in it")
+    if not path.is_file():
+        raise UsageError(f"there is no script {script} (looked in {os.getcwd()})")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"the script {script} cannot be read; check its permissions")
+    return [script, *arguments]
+
+
+def parse_workers(text: str, threads: int) -> tuple[int, int, int, bool]:
+    """Start, minimum, maximum, and whether machines that join raise the maximum."""
+    wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {text!r}")
+    if text == "auto":
+        number = count_workers(threads)
+        return number, 1, number, True
+    first, colon, last = text.partition(":")
+    try:
+        low, high = int(first), int(last if colon else first)
+    except ValueError:
+        raise wrong from None
+    if not 1 <= low <= high:
+        raise wrong
+    return (low, low, high, False) if colon else (low, 1, low, True)
+
+
+def count_workers(threads: int) -> int:
+    """As many workers as this machine is good for: every GPU, else every core, without importing torch."""
+    gpus = _count_gpus()
+    if gpus:
+        return gpus
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // threads)
+
+
+def _count_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    folder = Path("/proc/driver/nvidia/gpus")
+    if folder.is_dir():
+        return len(list(folder.iterdir()))
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _check_directory(folder: Path) -> None:
+    """The run directory can be written, and no run is going in it."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--run-dir {folder} is not a directory")
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
+    try:
+        pid = int(json.loads((folder / "head.json").read_text())["pid"])
+        os.kill(pid, 0)
+        is_head = b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes() if Path("/proc/self").exists() else True
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if is_head:
+        raise UsageError(f"a run is going in {folder} (its head is pid {pid}); stop it: unisono stop {folder}")

@@ -1,0 +1,48 @@
+"""``unisono status``: how a run is, or how it went."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+
+from unisono.cli.reach import NotGoing, ask_status, find
+
+__all__ = ["status"]
+
+
+@click.command()
+@click.argument("run")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def status(run: str, as_json: bool) -> int:
+    """Show how the run in the directory RUN is, or how it went."""
+    try:
+        found = ask_status(find(run))
+    except NotGoing:
+        from unisono import journal
+
+        found = journal.summary(run)
+    click.echo(json.dumps(found, indent=2) if as_json else _words(found))
+    return 0
+
+
+def _words(found: dict[str, Any]) -> str:
+    """The same for people."""
+    workers = found.get("workers", [])
+    lines = [f"{found.get('state', 'unknown')}: {found.get('reason', '')}".rstrip(": ")]
+    step, num_steps, loss = found.get("step", -1), found.get("num_steps", 0), found.get("loss")
+    at = f"step {step + 1}" + (f" of {num_steps}" if num_steps else "") if step >= 0 else "no step yet"
+    lines.append(at + (f", loss {loss:.4f}" if loss is not None else ""))
+    if found.get("started"):
+        lines.append(f"running for {time.time() - found['started']:.0f} s, generation {found.get('generation', 0)}")
+    if workers:
+        lines.append(f"{'worker':<8}{'rank':<6}{'state':<10}{'pid':<9}{'device':<9}{'step':<7}host")
+    for worker in workers:
+        rank = "-" if worker.get("rank") is None else worker["rank"]
+        lines.append(
+            f"{worker['worker_id']:<8}{rank!s:<6}{worker['state']:<10}{worker['pid']:<9}{worker['device']:<9}"
+            f"{worker['step']:<7}{worker['host']}"
+        )
+    return "\n".join(lines)

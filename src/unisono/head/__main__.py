@@ -1,0 +1,72 @@
+"""The head as a process of its own: ``python -m unisono.head SETTINGS``, started by `unisono.agent`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unisono.head.server import Head
+from unisono.lifetime import bind_to_parent
+from unisono.membership import Policy
+
+__all__ = ["Settings", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the head is told on its command line (JSON). Nothing in it is secret."""
+
+    policy: Policy
+    listener: int
+    """File descriptor of the socket that listens; the agent has bound it and keeps it."""
+    run_id: str
+    url: str
+    heartbeat_s: float = 0.5
+    options: dict[str, str] = field(default_factory=dict)
+    run_dir: str = ""
+    job: dict[str, Any] = field(default_factory=dict)
+    """What the workers run: arguments, threads, folder."""
+
+
+async def _serve(settings: Settings, token: str) -> int:
+    head = Head(
+        settings.policy,
+        token=token,
+        run_id=settings.run_id,
+        heartbeat_s=settings.heartbeat_s,
+        options=settings.options,
+        url=settings.url,
+        run_dir=settings.run_dir,
+        job=settings.job,
+    )
+    loop = asyncio.get_running_loop()
+    parent = os.getppid()
+
+    def leave() -> None:
+        if os.getppid() != parent:  # the command was killed and could not end its workers
+            head.end_workers()
+        head.over.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, leave)
+    await head.run(socket.socket(fileno=settings.listener))
+    return 0
+
+
+def main() -> int:
+    bind_to_parent(signal.SIGTERM)
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    token = Path(os.environ["UNISONO_TOKEN_FILE"]).read_text()
+    return asyncio.run(_serve(settings, token))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

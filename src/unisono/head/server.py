@@ -1,0 +1,361 @@
+"""Connections in, decisions of `unisono.membership`, connections out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import http
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from unisono.errors import ProtocolError
+from unisono.head.keys import Keys
+from unisono.lifetime import end_group
+from unisono.membership import (
+    ALIVE,
+    Event,
+    Hangup,
+    Policy,
+    Send,
+    State,
+    Tick,
+    Worker,
+    WorkerState,
+    differences,
+    next_deadline,
+    step,
+)
+from unisono.messages import (
+    AgentHello,
+    Ended,
+    Hello,
+    Lost,
+    Message,
+    RunDirectory,
+    Scale,
+    StepDone,
+    Stop,
+    StoreCall,
+    Told,
+    Welcome,
+    decode,
+    encode,
+)
+
+__all__ = ["Head"]
+
+MAX_MESSAGE_BYTES = 4 * 2**20
+MAX_QUEUED = 10_000
+LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
+
+
+class _Line:
+    """One connection, and what waits to be sent over it."""
+
+    def __init__(self, connection: ServerConnection) -> None:
+        self.connection = connection
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_QUEUED)
+        self.sender = asyncio.create_task(self._send())
+
+    def put(self, data: bytes | None) -> None:
+        """Queue a message; None closes the connection after those before it."""
+        try:
+            self.queue.put_nowait(data)
+        except asyncio.QueueFull:
+            self.connection.transport.abort()  # it does not read: its heartbeat tells the rest
+
+    async def _send(self) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while (data := await self.queue.get()) is not None:
+                await self.connection.send(data)
+            await self.connection.close()
+
+
+class Head:
+    """The effects around the membership table.
+
+    Args:
+        options: what all members are told (`Welcome.options`).
+        url: where others reach it, for the run directory.
+        job: what the workers run, for machines that join.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        token: str,
+        run_id: str,
+        heartbeat_s: float,
+        options: dict[str, str],
+        url: str = "",
+        run_dir: str = "",
+        job: dict[str, Any] | None = None,
+    ) -> None:
+        self._state = State(policy=policy)
+        self._token = token
+        self._run_id = run_id
+        self._heartbeat_s = heartbeat_s
+        self._options = options
+        self._run_dir = run_dir
+        self._lines: dict[str, _Line] = {}
+        self._num_agents = 0
+        self._keys = Keys()
+        self._reason = "starting"
+        self._last: StepDone | None = None
+        self._started = time.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._written: list[Path] = []
+        self._url = url
+        self._job = job or {}
+        self.over = asyncio.Event()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until the run is over and everybody has heard it, or `over` is set."""
+        server: Server = await serve(
+            self._serve,
+            sock=listener,
+            process_request=self._request,
+            compression=None,
+            ping_interval=None,
+            max_size=MAX_MESSAGE_BYTES,
+            close_timeout=1.0,
+        )
+        try:
+            if self._run_dir:
+                self._write_address(self._run_dir)
+            await self.over.wait()
+        finally:
+            self._remove_address()
+            for line in list(self._lines.values()):
+                line.put(None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await asyncio.gather(*(line.sender for line in self._lines.values()), return_exceptions=True)
+            server.close()
+
+    def end_workers(self) -> None:
+        """End the workers of this machine with all of their children: whoever started them is gone."""
+        agents = {a.agent_id for a in self._state.agents.values() if a.primary}
+        for worker in self._state.workers.values():
+            if worker.info is not None and worker.agent in agents and worker.state in ALIVE:
+                end_group(worker.info.pid, signal.SIGKILL)
+
+    # -- http ----------------------------------------------------------------------------------------
+
+    def _request(self, connection: ServerConnection, request: Request) -> Response | None:
+        path = request.path.partition("?")[0]
+        if path == "/health":
+            return connection.respond(http.HTTPStatus.OK, "ok\n")
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return connection.respond(http.HTTPStatus.UNAUTHORIZED, "the run's token is needed\n")
+        if path == "/status":
+            body = json.dumps(self.status()).encode()
+            headers = Headers([("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+            return Response(200, "OK", headers, body)
+        if path == "/":
+            return None
+        return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /health, /status and the WebSocket at /\n")
+
+    def status(self) -> dict[str, Any]:
+        """What ``unisono status`` shows."""
+        state, last = self._state, self._last
+        return {
+            "run_id": self._run_id,
+            "state": state.word,
+            "reason": self._reason,
+            "generation": state.generation,
+            "step": last.step if last else -1,
+            "num_steps": last.num_steps if last else 0,
+            "loss": last.loss if last else None,
+            "started": self._started,
+            "url": self._url,
+            "run_dir": self._run_dir,
+            "job": self._job,
+            "workers": [self._worker_status(worker) for worker in state.workers.values() if worker.info is not None],
+        }
+
+    def _worker_status(self, worker: Worker) -> dict[str, Any]:
+        assert worker.info is not None
+        members = self._state.members
+        taking_part = worker.worker_id in members and worker.state in (WorkerState.ADMITTED, WorkerState.HOLDING)
+        return {
+            "worker_id": worker.worker_id,
+            "rank": members.index(worker.worker_id) if taking_part else None,
+            "state": worker.state.value,
+            "pid": worker.info.pid,
+            "host": worker.info.host,
+            "device": worker.info.device,
+            "step": worker.beat.step if worker.beat else -1,
+            "microbatch": worker.beat.microbatch if worker.beat else -1,
+        }
+
+    # -- connections ---------------------------------------------------------------------------------
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        line = _Line(connection)
+        name = ""
+        why = "its connection closed"
+        try:
+            first = decode(_binary(await connection.recv()))
+            if isinstance(first, Scale | Stop):
+                self._outside(line, first)
+                return
+            name = self._welcome(line, first)
+            async for data in connection:
+                message = decode(_binary(data))
+                if isinstance(message, StoreCall):
+                    if message.operation in ("get", "wait"):
+                        asyncio.create_task(self._store(line, message)).add_done_callback(_consume)
+                    else:
+                        line.put(encode(await self._keys.answer(message)))
+                elif isinstance(message, RunDirectory):
+                    if not self._run_dir:
+                        self._write_address(message.path)
+                else:
+                    self._happens(name, message)
+        except ProtocolError as error:
+            why = str(error)
+            line.put(encode(Told(text=why)))
+        except ConnectionClosed:
+            pass
+        finally:
+            line.put(None)
+            if name and self._lines.get(name) is line:
+                del self._lines[name]
+                self._happens(name, Lost(reason=why))
+            if self._state.ended is not None and not self._state.agents.keys() & self._lines.keys():
+                self.over.set()  # everybody who shows it to a user has heard it
+            await line.sender
+
+    def _welcome(self, line: _Line, first: Message) -> str:
+        """Take in whoever says hello; returns its name."""
+        warnings: list[str] = []
+        if isinstance(first, Hello):
+            name = first.info.worker_id
+            if self._state.fingerprint is not None:
+                warnings = differences(self._state.fingerprint, first.fingerprint)
+        elif isinstance(first, AgentHello):
+            name = f"agent{self._num_agents}"
+            self._num_agents += 1
+        else:
+            raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
+        before = self._lines.get(name)
+        self._lines[name] = line
+        welcome = Welcome(
+            run_id=self._run_id, heartbeat_s=self._heartbeat_s, warnings=warnings, options=dict(self._options)
+        )
+        line.put(encode(welcome))
+        if self._state.ended is not None:
+            line.put(encode(self._state.ended))
+            return name
+        try:
+            self._happens(name, first)
+        except ProtocolError:
+            # The name belongs to somebody else, who keeps it.
+            if before is None:
+                del self._lines[name]
+            else:
+                self._lines[name] = before
+            raise
+        return name
+
+    def _outside(self, line: _Line, message: Scale | Stop) -> None:
+        if self._state.ended is not None:
+            line.put(encode(Told(text=f"the run is over: {self._state.ended.reason}")))
+            return
+        self._happens("", message)
+        line.put(encode(Told(text=self._reason)))
+
+    async def _store(self, line: _Line, call: StoreCall) -> None:
+        line.put(encode(await self._keys.answer(call)))
+
+    # -- decisions -----------------------------------------------------------------------------------
+
+    def _happens(self, source: str, message: Message | Tick) -> None:
+        """One event through the table, and what follows from it."""
+        self._state, actions, reason = step(self._state, Event(source, message), time.monotonic())
+        if isinstance(message, StepDone):
+            self._last = message
+            self._tell_agents(message)
+        for action in actions:
+            line = self._lines.get(action.to if isinstance(action, Send) else action.worker_id)
+            if line is None:
+                continue
+            if isinstance(action, Hangup):
+                line.put(encode(Ended(ok=False, reason=action.reason, exit_code=1)))
+                line.put(None)
+            else:
+                line.put(encode(action.message))
+        if reason:
+            self._reason = reason
+            if self._state.ended is None:
+                self._tell_agents(Told(text=reason))
+        self._set_timer()
+
+    def _tell_agents(self, message: Message) -> None:
+        data = encode(message)
+        for agent_id in self._state.agents:
+            if agent_id in self._lines:
+                self._lines[agent_id].put(data)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = next_deadline(self._state)
+        if deadline is not None:
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
+
+    # -- where others find it ------------------------------------------------------------------------
+
+    def _write_address(self, run_dir: str) -> None:
+        """Leave the head's address and token in the run directory; `_remove_address` takes them away."""
+        folder = Path(run_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            token_file = folder / "token"
+            token_file.unlink(missing_ok=True)
+            descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(self._token)
+            self._written.append(token_file)
+            address = folder / "head.json"
+            known = {"url": self._url, "pid": os.getpid(), "token_file": str(token_file), "run_id": self._run_id}
+            part = folder / "head.json.part"
+            part.write_text(json.dumps(known) + "\n")
+            part.rename(address)
+            self._written.append(address)
+            self._run_dir = run_dir
+        except OSError as error:
+            self._tell_agents(Told(text=f"cannot write the head's address to {run_dir}: {error}"))
+
+    def _remove_address(self) -> None:
+        for path in self._written:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        self._written.clear()
+
+
+def _binary(data: str | bytes) -> bytes:
+    if isinstance(data, str):
+        raise ProtocolError("messages are binary, got text")
+    return data
+
+
+def _consume(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,76 @@
+"""Nothing outlives what started it.
+
+A child of the command dies with it, also after ``kill -9``: on Linux the kernel is asked to send a signal when the
+parent's thread ends (``PR_SET_PDEATHSIG``); elsewhere the child looks for itself (`parent_is_gone`). The token is
+handed down in memory that has no name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+__all__ = ["PARENT", "Secret", "bind_to_parent", "end_group", "parent_is_gone"]
+
+PARENT: Final = "UNISONO_PARENT"
+"""The environment variable with the process id of who started this process, and is to be survived by nobody."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_parent: int | None = None
+
+
+def bind_to_parent(number: signal.Signals) -> None:
+    """Let this process get signal ``number`` when the process named in `PARENT` ends; exit if it has already.
+
+    Does nothing where the variable is missing. The parent must have started this process from a thread that lives
+    as long as itself.
+    """
+    global _parent
+    value = os.environ.pop(PARENT, "")
+    if not value.isdecimal():
+        return
+    _parent = int(value)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if parent_is_gone():  # it ended before the line above
+        os._exit(1)
+
+
+def parent_is_gone() -> bool:
+    """Whether the process that `bind_to_parent` has found is no longer this one's parent."""
+    return _parent is not None and os.getppid() != _parent
+
+
+def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to all processes of a group that this program has made; nothing happens if it is empty."""
+    if leader > 1 and leader != os.getpgrp():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, number)
+
+
+class Secret:
+    """A text that children can read through a path, and nobody else.
+
+    Pass ``descriptor`` on to them (``pass_fds``) and tell them ``path``. Close it at the end.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._file: Path | None = None
+        if sys.platform == "linux":
+            self.descriptor = os.memfd_create("unisono-token", 0)
+            self.path = f"/proc/self/fd/{self.descriptor}"
+        else:
+            self.descriptor, self.path = tempfile.mkstemp(prefix="unisono-token-")  # mode 600
+            self._file = Path(self.path)
+        os.write(self.descriptor, text.encode())
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)

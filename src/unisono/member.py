@@ -1,0 +1,622 @@
+"""A worker's connection to the head: one thread, which the training loop never waits for without a deadline.
+
+The thread sends heartbeats with the loop's progress, receives notices and wakes whoever waits for one. When the
+connection breaks, it connects again for `Door.head_away_s`, while training goes on in the generation that it has. What
+the head may have missed meanwhile is said again: the last `Ready`, `Holding` or `Finished`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback as tracebacks
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidHandshake, InvalidStatus
+from websockets.frames import Frame, Opcode
+from websockets.http11 import Response
+from websockets.uri import parse_uri
+
+from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UnisonoError, UsageError
+from unisono.lifetime import parent_is_gone
+from unisono.messages import (
+    Beat,
+    Ended,
+    Failed,
+    Finished,
+    Hello,
+    Holding,
+    Left,
+    MemberInfo,
+    Message,
+    Notice,
+    Ready,
+    StoreAnswer,
+    StoreCall,
+    Suspect,
+    Told,
+    Welcome,
+    decode,
+    encode,
+)
+
+__all__ = ["Door", "Member", "current", "trimmed_traceback"]
+
+CONNECT_TIMEOUT_S = 5.0
+FLUSH_TIMEOUT_S = 5.0
+RETRY_S = 0.1
+STORE_GRACE_S = 2.0  # beyond the call's own timeout, for the answer to arrive
+MAX_MESSAGE_BYTES = 4 * 2**20
+
+_current: Member | None = None
+
+
+def current() -> Member | None:
+    """This process's member of a run; None when the script runs alone."""
+    return _current
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """What a worker is told by the agent that starts it: the environment, read once."""
+
+    head: str
+    """The head's address, ``ws://HOST:PORT``."""
+    token: str
+    worker_id: str
+    host: str
+    run_dir: str = ""
+    """From the command line; wins over the script's."""
+    overwrite: bool = False
+    """The run directory may hold another run; it goes."""
+    threads: int = 1
+    local_rank: int = 0
+    """Position among the workers of its machine: which GPU it takes."""
+    head_away_s: float = 60.0
+    """How long training goes on without the head."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Door | None:
+        """The settings that the agent has left; None when no agent has started this process."""
+        found = os.environ if environment is None else environment
+        if "UNISONO_HEAD" not in found:
+            return None
+        try:
+            return cls(
+                head=found["UNISONO_HEAD"],
+                token=Path(found["UNISONO_TOKEN_FILE"]).read_text().strip(),
+                worker_id=found["UNISONO_WORKER_ID"],
+                host=found.get("UNISONO_HOST", socket.gethostname()),
+                run_dir=found.get("UNISONO_RUN_DIR", ""),
+                overwrite=found.get("UNISONO_OVERWRITE", "") == "1",
+                threads=int(found.get("UNISONO_THREADS", "1")),
+                local_rank=int(found.get("UNISONO_LOCAL_RANK", "0")),
+                head_away_s=float(found.get("UNISONO_HEAD_AWAY_S", "60")),
+            )
+        except (KeyError, ValueError, OSError) as error:
+            raise UsageError(
+                f"UNISONO_HEAD is set, but the rest of a worker's environment is not right ({type(error).__name__}: "
+                f"{error}); start workers with `unisono run` or `unisono join`"
+            ) from error
+
+
+class _Link:
+    """One WebSocket connection without a thread of its own."""
+
+    def __init__(self, url: str, token: str) -> None:
+        uri = parse_uri(url)
+        self._protocol = ClientProtocol(uri, max_size=MAX_MESSAGE_BYTES)
+        self.sock = socket.create_connection((uri.host, uri.port), timeout=CONNECT_TIMEOUT_S)
+        try:
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            request = self._protocol.connect()
+            request.headers["Authorization"] = f"Bearer {token}"
+            self._protocol.send_request(request)
+            self.sock.sendall(b"".join(self._protocol.data_to_send()))
+            while True:
+                data = self.sock.recv(65536)
+                self._protocol.receive_data(data) if data else self._protocol.receive_eof()
+                if self._protocol.handshake_exc is not None:
+                    raise self._protocol.handshake_exc
+                events = self._protocol.events_received()
+                if events and isinstance(events[0], Response):
+                    self._early = events[1:]
+                    break
+                if not data:
+                    raise ConnectionError("the head closed the connection during the handshake")
+            self.sock.setblocking(False)
+        except BaseException:
+            self.sock.close()
+            raise
+        self.address = str(self.sock.getsockname()[0])
+        self._unsent = bytearray()
+
+    def put(self, data: bytes) -> None:
+        self._protocol.send_binary(data)
+        self.push()
+
+    def push(self) -> None:
+        """Send what can be sent now."""
+        for part in self._protocol.data_to_send():
+            self._unsent += part
+        while self._unsent:
+            try:
+                sent = self.sock.send(self._unsent)
+            except BlockingIOError:
+                return
+            del self._unsent[:sent]
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._unsent)
+
+    def take(self) -> list[bytes]:
+        """The messages that have arrived.
+
+        Raises:
+            ConnectionError: it is closed; messages that came before were given by earlier calls.
+        """
+        try:
+            data = self.sock.recv(262144)
+        except BlockingIOError:
+            data = None
+        if data is not None:
+            self._protocol.receive_data(data) if data else self._protocol.receive_eof()
+        events, self._early = [*self._early, *self._protocol.events_received()], []
+        self.push()
+        found = [bytes(e.data) for e in events if isinstance(e, Frame) and e.opcode is Opcode.BINARY]
+        closed = data == b"" or any(isinstance(e, Frame) and e.opcode is Opcode.CLOSE for e in events)
+        if closed and not found:
+            raise ConnectionError("the head closed the connection")
+        if closed:
+            self._early = [e for e in events if isinstance(e, Frame) and e.opcode is Opcode.CLOSE]
+        return found
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._protocol.send_close()
+            self.push()
+        self.sock.close()
+
+
+class _Call:
+    """A `StoreCall` that waits for its answer."""
+
+    def __init__(self, generation: int | None) -> None:
+        self.generation = generation
+        self.done = threading.Event()
+        self.answer: StoreAnswer | None = None
+        self.error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.done.set()
+
+
+class Member:
+    """This worker in the run. Made by the worker's entry point; the library finds it with `current`.
+
+    Methods may be called from any thread. None of them waits for the network, except where a timeout is named.
+
+    Args:
+        door: from the agent.
+        info: of this worker; its ``address`` is filled in with the interface that reaches the head.
+        fingerprint: what equal bits depend on.
+        board: its page in shared memory (`unisono.exchange.host.Board`), kept for the library.
+    """
+
+    def __init__(self, door: Door, info: MemberInfo, fingerprint: dict[str, str], board: Any = None) -> None:
+        self.door = door
+        self.info = info
+        self.worker_id = info.worker_id
+        self.board = board
+        self._fingerprint = fingerprint
+        self._changed = threading.Condition()
+        self._welcome: Welcome | None = None
+        self._notice: Notice | None = None
+        self._stopped: RunStopped | None = None
+        self._ended: Ended | None = None
+        self._callbacks: list[Callable[[Notice | None], None]] = []
+        self._outbox: deque[bytes] = deque()
+        self._standing: dict[str, Message] = {}  # what is said again to a head that may not have heard it
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count()
+        self._generation = 0
+        self._place = (-1, -1, -1)
+        self._progress = 0
+        self._progress_at = time.monotonic()
+        self._is_waiting = False
+        self._has_failed = False
+        self._closing = False
+        self._link: _Link | None = None
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="unisono-member", daemon=True)
+        self._pid = os.getpid()
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float = 30.0) -> Member:
+        """Say hello to the head and become `current`. Blocks until the head has answered.
+
+        Raises:
+            RunStopped: the head does not want this worker. DeadlineExceeded: no answer in time.
+        """
+        global _current
+        self._thread.start()
+        with self._changed:
+            answered = self._changed.wait_for(lambda: self._welcome or self._stopped, timeout_s)
+        if self._stopped is not None:
+            raise self._stopped
+        if not answered:
+            raise DeadlineExceeded(f"the head at {self.door.head} has not answered for {timeout_s:.0f} s")
+        _current = self
+        os.register_at_fork(after_in_child=self._forget)
+        return self
+
+    @property
+    def welcome(self) -> Welcome:
+        assert self._welcome is not None, "connect() has returned"
+        return self._welcome
+
+    def close(self) -> None:
+        """Send what is still to be sent (a few seconds at most) and end the connection."""
+        global _current
+        self._flush()
+        self._closing = True
+        self._wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(FLUSH_TIMEOUT_S)
+        if _current is self:
+            _current = None
+
+    # -- what the loop says --------------------------------------------------------------------------
+
+    def ready(self, phase: int) -> None:
+        """The script has reached call number ``phase`` of its training loop."""
+        self._say(Ready(phase=phase))
+
+    def holding(self, generation: int) -> None:
+        """This worker has taken this generation and holds the run's state."""
+        self._generation = generation
+        self._say(Holding(generation=generation))
+
+    def at(self, *, phase: int, step: int, microbatch: int) -> None:
+        """Progress; goes out with the next heartbeat. Cheap."""
+        self._place = (phase, step, microbatch)
+        self._progress += 1
+        self._progress_at = time.monotonic()
+
+    def waiting(self, flag: bool) -> None:
+        """Whether the loop waits for others: then it cannot be blamed. Cheap."""
+        self._is_waiting = flag
+        self._progress += 1
+        self._progress_at = time.monotonic()
+
+    def suspect(self, generation: int, reason: str, peers: Sequence[str] = ()) -> None:
+        """The exchange of this generation broke, and maybe the head does not know."""
+        self.send(Suspect(generation=generation, reason=reason, peers=list(peers)))
+
+    def finished(self) -> None:
+        """The script has returned."""
+        self._say(Finished())
+
+    def left(self) -> None:
+        """Drained, and out at a step boundary."""
+        self._standing.clear()
+        self.send(Left())
+
+    def failed(
+        self,
+        error: BaseException,
+        *,
+        step: int = -1,
+        microbatch: int = -1,
+        samples: Sequence[int] = (),
+        retry: bool = False,
+        exit_code: int = 1,
+    ) -> None:
+        """The script raised ``error``. Only the first report counts, so who knows most about it says it first."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        self._standing.clear()
+        self.send(
+            Failed(
+                error="".join(tracebacks.format_exception_only(error)).strip().splitlines()[-1],
+                traceback="" if isinstance(error, SystemExit) else trimmed_traceback(error),
+                step=step,
+                microbatch=microbatch,
+                samples=list(samples),
+                retry=retry,
+                exit_code=exit_code,
+            )
+        )
+
+    def send(self, message: Message) -> None:
+        """Send any other message, soon."""
+        self._outbox.append(encode(message))
+        self._wake()
+
+    # -- what the head says --------------------------------------------------------------------------
+
+    def latest(self) -> Notice | None:
+        """The newest notice."""
+        return self._notice
+
+    def ended(self) -> RunStopped | None:
+        """Why there is nothing left to do, if that is so."""
+        return self._stopped
+
+    def end(self) -> Ended | None:
+        """The head's own words for it, if it has said them."""
+        return self._ended
+
+    def wait_notice(self, after: int, timeout_s: float | None = None) -> Notice:
+        """The newest notice with a generation above ``after``.
+
+        Raises:
+            RunStopped: the run is over. DeadlineExceeded: none within ``timeout_s``.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stopped is not None or (self._notice is not None and self._notice.generation > after),
+                timeout_s,
+            )
+            if self._stopped is not None:
+                raise self._stopped
+            if self._notice is None or self._notice.generation <= after:
+                raise DeadlineExceeded(f"no notice after generation {after} within {timeout_s} s")
+            return self._notice
+
+    def wait_ended(self, timeout_s: float | None = None) -> RunStopped | None:
+        """Block until the run is over; None after ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped is not None, timeout_s)
+        return self._stopped
+
+    def on_notice(self, callback: Callable[[Notice | None], None]) -> None:
+        """Call ``callback`` in the connection's thread with every notice, and with None when the run has `ended`."""
+        self._callbacks.append(callback)
+
+    def call_store(
+        self,
+        operation: str,
+        keys: Sequence[str],
+        values: Sequence[bytes] = (),
+        amount: int = 0,
+        timeout_s: float = 60.0,
+        generation: int | None = None,
+    ) -> StoreAnswer:
+        """One operation on the head's key-value store. Blocks up to ``timeout_s``.
+
+        Args:
+            generation: for whose sake: the call ends when an immediate notice of a later one arrives.
+
+        Raises:
+            PeerLost: that notice has arrived. DeadlineExceeded: a key did not come in time.
+            RunStopped: the run is over. ProtocolError: the store does not know such a call.
+        """
+        if self._stopped is not None:
+            raise self._stopped
+        number = next(self._numbers)
+        call = _Call(generation)
+        self._calls[number] = call
+        notice = self._notice
+        if notice is not None and notice.immediate and generation is not None and notice.generation > generation:
+            call.fail(PeerLost(notice.reason))
+        else:
+            request = StoreCall(
+                call=number,
+                operation=operation,
+                keys=list(keys),
+                values=list(values),
+                amount=amount,
+                timeout_s=timeout_s,
+            )
+            self.send(request)
+        try:
+            call.done.wait(timeout_s + STORE_GRACE_S)
+        finally:
+            self._calls.pop(number, None)
+        if call.error is not None:
+            raise call.error
+        if call.answer is None:
+            raise DeadlineExceeded(f"the head has not answered {operation} {list(keys)[:3]} for {timeout_s:.1f} s")
+        if call.answer.error.startswith("timeout"):
+            raise DeadlineExceeded(call.answer.error)
+        if call.answer.error:
+            raise ProtocolError(call.answer.error)
+        return call.answer
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _say(self, message: Message) -> None:
+        """Send something that is true until the next of its kind: a head that comes back hears it again."""
+        self._standing[type(message).__name__] = message
+        self.send(message)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_write.send(b"\0")
+
+    def _flush(self) -> None:
+        """Wait until everything is with the operating system."""
+        deadline = time.monotonic() + FLUSH_TIMEOUT_S
+        with self._changed:
+            while self._thread.is_alive() and not self._closing and (left := deadline - time.monotonic()) > 0:
+                link = self._link
+                if link is not None and not self._outbox and not link.wants_to_write:
+                    return
+                self._wake()
+                self._changed.wait(min(0.05, left))
+
+    def _run(self) -> None:
+        away_since = time.monotonic()
+        try:
+            while not self._closing and self._stopped is None:
+                try:
+                    link = _Link(self.door.head, self.door.token)
+                except InvalidStatus as error:
+                    self._stop(RunStopped(f"the head refuses this worker: HTTP {error.response.status_code}"))
+                    return
+                except (OSError, InvalidHandshake) as error:
+                    self._look_around(away_since, error)
+                    continue
+                try:
+                    self._speak(link)
+                except (OSError, ProtocolError) as error:
+                    away_since = time.monotonic()
+                    self._drop_calls(PeerLost(f"the connection to the head broke: {error}"))
+                finally:
+                    self._link = None
+                    link.close()
+        except Exception as error:  # a bug here must not leave the loop waiting for ever
+            self._stop(RunStopped(f"the connection to the head failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _look_around(self, away_since: float, error: Exception) -> None:
+        if parent_is_gone():
+            os._exit(1)
+        if time.monotonic() - away_since > self.door.head_away_s:
+            self._stop(
+                RunStopped(f"the head at {self.door.head} has been away for {self.door.head_away_s:.0f} s: {error}")
+            )
+            return
+        time.sleep(RETRY_S)
+
+    def _speak(self, link: _Link) -> None:
+        """Talk over one connection until it ends."""
+        if self.info.address != link.address:
+            self.info = msgspec.structs.replace(self.info, address=link.address)
+        hello = Hello(info=self.info, fingerprint=self._fingerprint, generation=self._generation)
+        link.put(encode(hello))
+        if self._welcome is not None:  # not the first connection
+            for message in list(self._standing.values()):
+                link.put(encode(message))
+        self._link = link
+        next_beat = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            selector.register(link.sock, selectors.EVENT_READ)
+            while not self._closing:
+                now = time.monotonic()
+                if self._welcome is not None and now >= next_beat:
+                    if parent_is_gone():
+                        os._exit(1)
+                    link.put(encode(self._beat(now)))
+                    next_beat = now + self._welcome.heartbeat_s
+                while self._outbox and not link.wants_to_write:
+                    link.put(self._outbox[0])
+                    self._outbox.popleft()
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write else 0)
+                selector.modify(link.sock, events)
+                if not self._outbox and not link.wants_to_write:
+                    with self._changed:
+                        self._changed.notify_all()
+                selector.select(max(0.0, next_beat - now) if self._welcome is not None else None)
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_read.recv(4096)
+                link.push()
+                for data in link.take():
+                    self._hear(decode(data))
+
+    def _beat(self, now: float) -> Beat:
+        phase, step, microbatch = self._place
+        return Beat(
+            generation=self._generation,
+            phase=phase,
+            step=step,
+            microbatch=microbatch,
+            progress=self._progress,
+            waiting=self._is_waiting,
+            seconds_at=now - self._progress_at,
+        )
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Notice():
+                self._notify(message)
+            case StoreAnswer():
+                call = self._calls.get(message.call)
+                if call is not None:
+                    call.answer = message
+                    call.done.set()
+            case Welcome():
+                with self._changed:
+                    self._welcome = message
+                    self._changed.notify_all()
+            case Ended():
+                self._ended = message
+                self._stop(RunStopped(message.reason))
+            case Told():
+                if self._welcome is None:
+                    self._stop(RunStopped(message.text))
+            case _:
+                raise ProtocolError(f"the head said {type(message).__name__} to a worker")
+
+    def _notify(self, notice: Notice) -> None:
+        with self._changed:
+            if self._notice is not None and notice.generation <= self._notice.generation:
+                return
+            self._notice = notice
+            self._changed.notify_all()
+        if notice.immediate:
+            for call in list(self._calls.values()):
+                if call.generation is not None and call.generation < notice.generation:
+                    call.fail(PeerLost(notice.reason))
+        for callback in list(self._callbacks):
+            callback(notice)
+
+    def _stop(self, error: RunStopped) -> None:
+        with self._changed:
+            if self._stopped is not None:
+                return
+            self._stopped = error
+            self._changed.notify_all()
+        self._drop_calls(error)
+        for callback in list(self._callbacks):
+            callback(None)
+
+    def _drop_calls(self, error: UnisonoError) -> None:
+        for call in list(self._calls.values()):
+            call.fail(error)
+
+    def _forget(self) -> None:
+        """In a forked child: it is no member, and must not keep the connection open when this worker dies."""
+        global _current
+        if _current is self:
+            _current = None
+        link = self._link
+        if link is not None:
+            link.sock.close()
+
+
+def trimmed_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, without this library's frames at its head."""
+    own = Path(__file__).parent
+    found: TracebackType | None = error.__traceback__
+    while found is not None and _is_inside(found.tb_frame.f_code.co_filename, own):
+        found = found.tb_next
+    shown = found or error.__traceback__
+    return "".join(tracebacks.format_exception(type(error), error, shown))
+
+
+def _is_inside(filename: str, folder: Path) -> bool:
+    return filename.startswith(("<frozen ", str(folder) + os.sep)) or Path(filename).name == "runpy.py"

@@ -1,0 +1,932 @@
+"""Who is in the run: a table, without input, output or clock.
+
+`step` takes the state, one event and the time, and gives the next state, what is to be sent, and the reason in one
+sentence. Everything that the head does about members comes from here.
+
+A worker goes through::
+
+    ORDERED --Hello--> STARTING --Ready--> READY --notice--> ADMITTED --Holding--> HOLDING --Finished--> FINISHED
+                                             ^                   |                    |
+                                             +--loss of another--+                    +--Left--> LEFT, or LOST
+
+A *generation* is a version of the membership, announced by a notice. Two kinds:
+
+* **planned** (somebody joins or leaves): the members move together at a step boundary. It is announced only when
+  everybody has taken the generation before it, so at most two generations live at any time.
+* **immediate** (somebody is lost): exactly the survivors that hold the run's state, at once. A newcomer whose
+  planned generation was overtaken goes back to READY and is planned again.
+
+Who survives a loss while a planned generation is on its way? Members move together, so as soon as one of them
+has said `Holding` of it, it is the planned generation that counts, otherwise the one before as well: those whom the
+plan would have let go still hold nodes of the step.
+
+How a loss is known, fastest first: the agent has seen the process end (milliseconds); the connection has closed
+and did not come back; nothing was heard for `Policy.heartbeat_timeout_s`; the worker makes no progress while others
+wait for it for `Policy.hang_s`; its own report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from unisono.errors import ProtocolError, UsageError
+from unisono.messages import (
+    AgentHello,
+    Beat,
+    Drain,
+    Ended,
+    Evict,
+    Failed,
+    Finished,
+    Hello,
+    Holding,
+    Left,
+    Lost,
+    MemberInfo,
+    Message,
+    Notice,
+    Ready,
+    Scale,
+    Start,
+    StepDone,
+    Stop,
+    Suspect,
+    Told,
+    WorkerExit,
+    WorkerLate,
+)
+
+__all__ = [
+    "TRANSITIONS",
+    "Action",
+    "Agent",
+    "Event",
+    "Hangup",
+    "Policy",
+    "Send",
+    "State",
+    "Tick",
+    "Worker",
+    "WorkerState",
+    "differences",
+    "next_deadline",
+    "step",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The settings of the membership. Times in seconds."""
+
+    start: int
+    """Generation 1 waits for this many workers."""
+    minimum: int = 1
+    """With fewer the run pauses."""
+    maximum: int
+    """More are not admitted."""
+    grows: bool = True
+    """A machine that joins raises ``maximum`` by its workers."""
+    max_restarts: int = 10
+    """How many lost workers are replaced; every `FORGIVE_STEPS` steps forgive one."""
+    strict: bool = False
+    """Refuse a worker whose arithmetic may differ."""
+    heartbeat_timeout_s: float = 5.0
+    """A member that says nothing for this long is lost."""
+    late_s: float = 3.0
+    """A member that others wait for and that gets nowhere for this long is reported."""
+    hang_s: float = 60.0
+    """A member that others wait for and that gets nowhere for this long is ended."""
+    grace_s: float = 0.05
+    """How long a closed connection may be without an agent that watches the process."""
+    reconnect_s: float = 1.0
+    """How long a closed connection may be when an agent would know of the process's end."""
+    suspect_s: float = 1.0
+    """How long a broken exchange waits for its cause to be known before the same members try again."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.start <= self.maximum:
+            raise UsageError(
+                f"a run needs 1 <= minimum <= start <= maximum workers, got {self.minimum}, {self.start} and "
+                f"{self.maximum}"
+            )
+        if self.max_restarts < 0:
+            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
+        for name in ("heartbeat_timeout_s", "late_s", "hang_s"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} is a time in seconds above 0, got {getattr(self, name)}")
+
+
+class WorkerState(enum.Enum):
+    """Where a worker stands; the value is the word for it."""
+
+    ORDERED = "ordered"
+    """An agent was told to start it."""
+    STARTING = "starting"
+    """It is connected and runs the script up to the training loop."""
+    READY = "ready"
+    """It waits to be admitted."""
+    ADMITTED = "admitted"
+    """It is in the newest generation and does not hold the run's state yet."""
+    HOLDING = "training"
+    """It holds the run's state: it can go on when others are lost."""
+    FINISHED = "finished"
+    LEFT = "left"
+    LOST = "lost"
+
+
+_S = WorkerState
+ALIVE: Final = frozenset({_S.ORDERED, _S.STARTING, _S.READY, _S.ADMITTED, _S.HOLDING})
+_GONE: Final = frozenset({_S.FINISHED, _S.LEFT, _S.LOST})
+
+STAY: Final = None
+
+# What a worker may say in which state, and where that leads (STAY: the state is the same, the message counts). What is
+# not here breaks the protocol and changes nothing. Those who are gone may still have something under way: ignored.
+TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | None]]] = {
+    _S.ORDERED: {Hello: _S.STARTING},
+    _S.STARTING: {
+        Hello: STAY,
+        Beat: STAY,
+        Ready: _S.READY,
+        Failed: STAY,
+        Finished: _S.FINISHED,
+        Left: _S.LEFT,
+    },
+    _S.READY: {
+        Hello: STAY,
+        Beat: STAY,
+        Ready: STAY,
+        # Sent before it had heard that its generation was overtaken:
+        Holding: STAY,
+        Suspect: STAY,
+        StepDone: STAY,
+        Failed: STAY,
+        Finished: _S.FINISHED,
+        Left: _S.LEFT,
+    },
+    _S.ADMITTED: {
+        Hello: STAY,
+        Beat: STAY,
+        Ready: STAY,
+        Holding: _S.HOLDING,
+        Suspect: STAY,
+        StepDone: STAY,
+        Failed: STAY,
+        Finished: _S.FINISHED,
+        Left: _S.LEFT,
+    },
+    _S.HOLDING: {
+        Hello: STAY,
+        Beat: STAY,
+        Ready: STAY,
+        Holding: STAY,
+        Suspect: STAY,
+        StepDone: STAY,
+        Failed: STAY,
+        Finished: _S.FINISHED,
+        Left: _S.LEFT,
+    },
+    _S.FINISHED: {Hello: STAY},
+    _S.LEFT: {},
+    _S.LOST: {},
+}
+
+FORGIVE_STEPS: Final = 100
+MAX_DELAY_S: Final = 30.0
+MAX_SUSPICIONS: Final = 3
+"""So often in a row the same members try again before one of them has to go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    worker_id: str
+    state: WorkerState
+    agent: str = ""
+    """Who started it; empty when nobody did, or that agent is gone."""
+    info: MemberInfo | None = None
+    phase: int = 0
+    generation: int = 0
+    """The newest generation that it said `Holding` of."""
+    heard_at: float = 0.0
+    closed_at: float | None = None
+    """Since when its connection is closed."""
+    beat: Beat | None = None
+    late_at: int = -1
+    """The progress value at which it was reported late."""
+    draining: bool = False
+
+    @property
+    def number(self) -> int:
+        return _number(self.worker_id)
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.worker_id} (pid {self.info.pid})" if self.info else f"worker {self.worker_id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    agent_id: str
+    host: str
+    primary: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that the table knows."""
+
+    policy: Policy
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    next_number: int = 0
+    notice: Notice | None = None
+    """The newest."""
+    before: tuple[str, ...] = ()
+    """The members of the generation before a planned one."""
+    held: bool = False
+    """Somebody has held the run's state: there is something to lose."""
+    fingerprint: Mapping[str, str] | None = None
+    used_restarts: int = 0
+    committed: int = -1
+    """The last step that is done."""
+    step_seconds: float = 0.0
+    tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
+    """By step and micro-batch: where its computation has raised."""
+    suspected_at: float | None = None
+    suspicions: Mapping[str, int] = field(default_factory=dict)
+    num_suspicions: int = 0
+    finishing: bool = False
+    stopping: str = ""
+    ended: Ended | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.notice.generation if self.notice else 0
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(info.worker_id for info in self.notice.members) if self.notice else ()
+
+    @property
+    def word(self) -> str:
+        """waiting, training, paused, finished or failed."""
+        if self.ended is not None:
+            return "finished" if self.ended.ok else "failed"
+        if self.notice is None or not self.notice.members:
+            return "waiting"
+        return "paused" if self.notice.paused else "training"
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """``source`` (a worker, an agent, or "" for somebody outside) said this."""
+
+    source: str
+    message: Message | Tick
+
+
+@dataclass(frozen=True)
+class Send:
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class Hangup:
+    """Close this worker's connection; it is not to come back."""
+
+    worker_id: str
+    reason: str
+
+
+Action = Send | Hangup
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...], str]:
+    """What follows from one event.
+
+    Returns:
+        The next state, what to do (in this order), and why: one sentence, empty when nothing was decided.
+
+    Raises:
+        ProtocolError: this source may not say this now. Nothing has changed.
+    """
+    if state.ended is not None:
+        return state, (), ""
+    turn = _Turn(state, now)
+    turn.take(event)
+    turn.settle()
+    return turn.state, tuple(turn.actions), "; ".join(dict.fromkeys(turn.reasons))
+
+
+def next_deadline(state: State) -> float | None:
+    """When the table wants to see a `Tick`; None: only when something happens."""
+    if state.ended is not None:
+        return None
+    times = [_silent_at(state, worker) for worker in state.workers.values()]
+    times.append(state.suspected_at + state.policy.suspect_s if state.suspected_at is not None else None)
+    return min((time for time in times if time is not None), default=None)
+
+
+def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """What in two fingerprints is not the same, in words."""
+    return [
+        f"{key} is {other.get(key, 'unknown')!r} and not {first.get(key, 'unknown')!r}"
+        for key in sorted({*first, *other})
+        if first.get(key) != other.get(key)
+    ]
+
+
+def _number(worker_id: str) -> int:
+    digits = worker_id.removeprefix("w")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _silent_at(state: State, worker: Worker) -> float | None:
+    """When the worker counts as lost if nothing more is heard of it."""
+    if worker.state not in ALIVE or worker.state is _S.ORDERED:
+        return None
+    policy = state.policy
+    if worker.closed_at is not None:
+        return worker.closed_at + (policy.reconnect_s if worker.agent in state.agents else policy.grace_s)
+    # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
+    patient = worker.state in (_S.STARTING, _S.READY)
+    return worker.heard_at + (max(policy.hang_s, policy.heartbeat_timeout_s) if patient else policy.heartbeat_timeout_s)
+
+
+def _exit_words(exit_code: int) -> str:
+    if exit_code < 0:
+        try:
+            name = f" ({signal.Signals(-exit_code).name})"
+        except ValueError:
+            name = ""
+        return f"was killed by signal {-exit_code}{name}"
+    return f"ended with exit code {exit_code} and without a word"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class _Turn:
+    """One call of `step`: a draft of the next state."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+        self.reasons: list[str] = []
+        self.broken: list[str] = []  # why the newest generation cannot go on
+
+    # -- small moves ---------------------------------------------------------------------------------
+
+    def put(self, **changes: Any) -> None:
+        self.state = dataclasses.replace(self.state, **changes)
+
+    def worker(self, worker_id: str, **changes: Any) -> Worker:
+        worker = dataclasses.replace(self.state.workers[worker_id], **changes)
+        self.put(workers={**self.state.workers, worker_id: worker})
+        return worker
+
+    def send(self, to: str, message: Message) -> None:
+        self.actions.append(Send(to, message))
+
+    def workers(self, *states: WorkerState) -> list[Worker]:
+        return sorted((w for w in self.state.workers.values() if w.state in states), key=lambda w: w.number)
+
+    def holders(self) -> list[str]:
+        """Who could go on if the newest generation broke now (see the top of this file)."""
+        state = self.state
+        pool = set(state.members)
+        if not self.moved():
+            pool |= set(state.before)
+        return [w.worker_id for w in self.workers(_S.HOLDING) if w.worker_id in pool]
+
+    def moved(self) -> bool:
+        state = self.state
+        return any(state.workers[m].generation == state.generation for m in state.members)
+
+    def taken(self) -> bool:
+        """Everybody has taken the newest generation."""
+        state = self.state
+        return all(
+            worker.state in _GONE or (worker.state is _S.HOLDING and worker.generation == state.generation)
+            for worker in (state.workers[m] for m in state.members)
+        )
+
+    def end(self, ok: bool, reason: str, worker_id: str = "", traceback: str = "", exit_code: int = 1) -> None:
+        ended = Ended(
+            ok=ok, reason=reason, worker_id=worker_id, traceback=traceback, exit_code=0 if ok else max(exit_code, 1)
+        )
+        self.put(ended=ended)
+        self.reasons.append(reason)
+        for worker in self.state.workers.values():
+            if worker.state in ALIVE - {_S.ORDERED} or worker.state is _S.FINISHED:
+                self.send(worker.worker_id, ended)
+        for agent_id in self.state.agents:
+            self.send(agent_id, ended)
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def take(self, event: Event) -> None:
+        message = event.message
+        if isinstance(message, Tick):
+            self.tick()
+        elif event.source in self.state.agents or isinstance(message, AgentHello):
+            self.from_agent(event.source, message)
+        elif event.source in self.state.workers or isinstance(message, Hello):
+            self.from_worker(event.source, message)
+        elif isinstance(message, Scale):
+            self.scale(message.num_workers)
+        elif isinstance(message, Stop):
+            self.stop(message.reason)
+        elif not isinstance(message, Lost):
+            raise ProtocolError(f"{event.source or 'somebody'} said {type(message).__name__} before a hello")
+
+    def from_agent(self, agent_id: str, message: Message) -> None:
+        match message:
+            case AgentHello():
+                self.agent_joins(agent_id, message)
+            case WorkerExit():
+                self.worker_exit(message)
+            case Drain():
+                ids = message.worker_ids or [w.worker_id for w in self.state.workers.values() if w.agent == agent_id]
+                self.drain(ids, message.reason or "its agent asks")
+            case Scale():
+                self.scale(message.num_workers)
+            case Stop():
+                self.stop(message.reason)
+            case Lost():
+                self.agent_leaves(agent_id, message)
+            case _:
+                raise ProtocolError(f"an agent may not say {type(message).__name__}")
+
+    def from_worker(self, worker_id: str, message: Message) -> None:
+        if isinstance(message, Lost):
+            worker = self.state.workers[worker_id]
+            if worker.state in ALIVE and worker.closed_at is None:
+                self.worker(worker_id, closed_at=self.now)
+            return
+        if isinstance(message, Hello) and worker_id not in self.state.workers:
+            # Nobody here has ordered it (another launcher has, or a head before this one).
+            worker = Worker(worker_id=worker_id, state=_S.ORDERED)
+            self.put(
+                workers={**self.state.workers, worker_id: worker},
+                next_number=max(self.state.next_number, worker.number + 1),
+            )
+        worker = self.state.workers[worker_id]
+        if worker.state in _GONE and not isinstance(message, Hello):
+            return
+        table = TRANSITIONS[worker.state]
+        if type(message) not in table:
+            raise ProtocolError(f"{worker.name} is {worker.state.value} and may not say {type(message).__name__}")
+        if isinstance(message, Holding) and not 0 < message.generation <= self.state.generation:
+            raise ProtocolError(
+                f"{worker.name} holds generation {message.generation}, the newest is {self.state.generation}"
+            )
+        following = table[type(message)]
+        if isinstance(message, Holding) and message.generation != self.state.generation and worker.state is _S.ADMITTED:
+            following = STAY  # of a generation that was overtaken; it is in the next one as a newcomer
+        worker = self.worker(worker_id, state=following or worker.state, heard_at=self.now)
+        self.heard(worker, message)
+
+    def heard(self, worker: Worker, message: Message) -> None:
+        """What a worker may say by the table, and has said."""
+        worker_id = worker.worker_id
+        match message:
+            case Hello():
+                self.hello(worker, message)
+            case Ready():
+                self.worker(worker_id, phase=message.phase)
+            case Holding():
+                if worker.state is _S.HOLDING:
+                    self.worker(worker_id, generation=max(worker.generation, message.generation))
+                    self.put(held=True)
+            case Beat():
+                self.worker(worker_id, beat=message, phase=message.phase)
+                self.watch(self.state.workers[worker_id], message)
+            case Suspect():
+                self.suspect(worker, message)
+            case StepDone():
+                self.step_done(message)
+            case Failed():
+                self.failed(worker, message)
+            case Finished():
+                self.finished(worker)
+            case Left():
+                if worker_id in self.state.members:
+                    self.broken.append(f"{worker.name} has left")
+                elif not self.state.stopping:
+                    self.reasons.append(f"{worker.name} has left")
+
+    # -- agents --------------------------------------------------------------------------------------
+
+    def agent_joins(self, agent_id: str, hello: AgentHello) -> None:
+        state = self.state
+        if agent_id in state.agents:
+            raise ProtocolError(f"agent {agent_id} has said hello twice")
+        agent = Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
+        self.put(agents={**state.agents, agent_id: agent})
+        if not hello.primary:
+            if state.policy.grows:
+                policy = dataclasses.replace(state.policy, maximum=state.policy.maximum + hello.num_workers)
+                self.put(policy=policy)
+            self.reasons.append(f"{hello.host} joins with {_count(hello.num_workers, 'worker')}")
+        self.order(agent_id, hello.num_workers)
+
+    def order(self, agent_id: str, count: int, delay_s: float = 0.0, reason: str = "") -> None:
+        first = self.state.next_number
+        ids = [f"w{number}" for number in range(first, first + count)]
+        if not ids:
+            return
+        ordered = {i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id) for i in ids}
+        self.put(workers={**self.state.workers, **ordered}, next_number=first + count)
+        self.send(agent_id, Start(worker_ids=ids, delay_s=delay_s, reason=reason))
+
+    def agent_leaves(self, agent_id: str, message: Lost) -> None:
+        agent = self.state.agents[agent_id]
+        self.put(agents={i: a for i, a in self.state.agents.items() if i != agent_id})
+        if agent.primary:
+            self.end(False, f"the command that started the run is gone ({message.reason})")
+            return
+        self.reasons.append(f"the agent of {agent.host} is gone")
+        for worker in list(self.state.workers.values()):
+            if worker.agent == agent_id:
+                self.worker(worker.worker_id, agent="")
+                if worker.state is _S.ORDERED:
+                    self.worker(worker.worker_id, state=_S.LEFT)
+
+    def worker_exit(self, message: WorkerExit) -> None:
+        worker = self.state.workers.get(message.worker_id)
+        if worker is None or worker.state not in ALIVE:
+            return
+        words = f"{worker.name} {_exit_words(message.exit_code)}"
+        killed = message.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+        if self.state.notice is None and not killed:
+            # Nothing has been trained, and most likely no other process would fare better.
+            self.end(False, words, worker.worker_id, message.last_words, message.exit_code)
+            return
+        self.lose(worker.worker_id, words)
+        if message.last_words:
+            self.tell(worker, f"the last words of {worker.name}:\n{message.last_words}")
+
+    def tell(self, worker: Worker, text: str) -> None:
+        if worker.agent in self.state.agents:
+            self.send(worker.agent, Told(text=text))
+
+    # -- a worker's life -----------------------------------------------------------------------------
+
+    def hello(self, worker: Worker, message: Hello) -> None:
+        worker_id = worker.worker_id
+        if worker.info is not None:
+            if worker.info.pid != message.info.pid:
+                raise ProtocolError(f"{worker.name} is here already; pid {message.info.pid} has taken its name")
+            self.worker(worker_id, closed_at=None)
+            concerned = self.state.notice is not None and worker_id in {*self.state.members, *self.state.before}
+            if concerned and self.state.notice is not None:
+                self.send(worker_id, self.state.notice)
+            return
+        if message.info.worker_id != worker_id:
+            raise ProtocolError(f"worker {worker_id} gives itself the name {message.info.worker_id}")
+        worker = self.worker(worker_id, info=message.info)
+        first = self.state.fingerprint
+        if first is None:
+            self.put(fingerprint=dict(message.fingerprint))
+        elif found := differences(first, message.fingerprint):
+            text = f"{worker.name} on {message.info.host} computes differently: {', '.join(found)}"
+            if self.state.policy.strict:
+                self.worker(worker_id, state=_S.LEFT)
+                text += "; refused (--strict)"
+                self.send(worker_id, Ended(ok=False, reason=text, worker_id=worker_id, exit_code=1))
+                self.evict(worker, text)
+            else:
+                text += "; the same bits at any number of workers no longer hold while it takes part"
+            self.reasons.append(text)
+
+    def watch(self, worker: Worker, beat: Beat) -> None:
+        """Is this worker late, or hanging? Only where others wait for it: a slow team has no one to blame."""
+        state, policy = self.state, self.state.policy
+        if worker.state is not _S.HOLDING or beat.waiting:
+            return
+        if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
+            return
+        where = f"step {beat.step}" + (f", micro-batch {beat.microbatch}" if beat.microbatch >= 0 else "")
+        if beat.seconds_at > max(policy.hang_s, 10 * state.step_seconds):
+            why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
+            self.evict(worker, why)
+            self.lose(worker.worker_id, why)
+        elif beat.seconds_at > max(policy.late_s, 5 * state.step_seconds) and worker.late_at != beat.progress:
+            self.worker(worker.worker_id, late_at=beat.progress)
+            self.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
+            late = WorkerLate(
+                worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
+            )
+            if worker.agent in state.agents:
+                self.send(worker.agent, late)
+
+    def suspect(self, worker: Worker, message: Suspect) -> None:
+        state = self.state
+        if message.generation != state.generation or worker.worker_id not in state.members:
+            return  # the cause is known already
+        blamed = message.peers or [worker.worker_id]
+        counts = {**state.suspicions}
+        for name in blamed:
+            counts[name] = counts.get(name, 0) + 1
+        self.put(suspicions=counts)
+        if state.suspected_at is None:
+            self.put(suspected_at=self.now)
+            self.reasons.append(f"{worker.name}: {message.reason}")
+
+    def step_done(self, message: StepDone) -> None:
+        state = self.state
+        if message.step <= state.committed:
+            return
+        forgiven = message.step // FORGIVE_STEPS - state.committed // FORGIVE_STEPS if state.committed >= 0 else 0
+        self.put(
+            committed=message.step,
+            step_seconds=message.seconds,
+            used_restarts=max(0, state.used_restarts - forgiven),
+            suspicions={},
+            num_suspicions=0,
+        )
+        passed = {key: value for key, value in state.tried.items() if key[0] <= message.step}
+        if passed:
+            self.put(tried={key: value for key, value in state.tried.items() if key not in passed})
+        for (step_, microbatch), (worker_id, failure) in passed.items():
+            worker = state.workers[worker_id]
+            self.reasons.append(
+                f"{worker.name} is suspect: micro-batch {microbatch} of step {step_} raised {failure.error!r} there "
+                "and passed elsewhere"
+            )
+            self.replace(worker)
+
+    def failed(self, worker: Worker, message: Failed) -> None:
+        key = (message.step, message.microbatch)
+        where = f" at step {message.step}" if message.step >= 0 else ""
+        where += f", micro-batch {message.microbatch}" if message.microbatch >= 0 else ""
+        if message.samples:
+            shown = ", ".join(map(str, message.samples[:8])) + (", ..." if len(message.samples) > 8 else "")
+            where += f" (samples {shown})"
+        words = f"{worker.name} failed{where}: {message.error}"
+        others = [w for w in self.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
+        if message.retry and worker.state is _S.HOLDING and others:
+            first = self.state.tried.get(key)
+            if first is None or first[0] == worker.worker_id:
+                self.put(tried={**self.state.tried, key: (worker.worker_id, message)})
+                self.lose(worker.worker_id, f"{words}; another worker tries it", replace=False)
+                return
+            words += f" (as before on worker {first[0]})"
+        elif not message.retry and self.state.held and worker.state in (_S.STARTING, _S.READY):
+            # It has never been a member: what it lacks (a package, a file) the members have.
+            self.lose(worker.worker_id, words)
+            self.tell(worker, message.traceback)
+            return
+        self.end(False, words, worker.worker_id, message.traceback, message.exit_code)
+
+    def finished(self, worker: Worker) -> None:
+        """The first member that finishes closes the door behind it: newcomers have nothing left to do."""
+        state = self.state
+        if state.finishing or worker.worker_id not in {*state.members, *state.before} or not state.held:
+            return
+        self.put(finishing=True)
+        late = self.workers(_S.ORDERED, _S.STARTING, _S.READY)
+        if not self.moved():
+            late += [w for w in self.workers(_S.ADMITTED) if w.worker_id not in state.before]
+        for newcomer in late:
+            self.dismiss(newcomer, "the run has finished its training")
+
+    def dismiss(self, worker: Worker, reason: str) -> None:
+        """Send away somebody who is not needed and holds nothing."""
+        self.worker(worker.worker_id, state=_S.LEFT)
+        if worker.state is not _S.ORDERED:
+            self.send(worker.worker_id, Ended(ok=True, reason=reason))
+        self.evict(worker, reason)
+
+    def evict(self, worker: Worker, reason: str) -> None:
+        if worker.agent in self.state.agents:
+            self.send(worker.agent, Evict(worker_id=worker.worker_id, reason=reason))
+
+    # -- losing and replacing ------------------------------------------------------------------------
+
+    def lose(self, worker_id: str, why: str, *, replace: bool = True) -> None:
+        worker = self.state.workers[worker_id]
+        if worker_id in self.state.members or worker_id in self.holders():
+            self.broken.append(why)
+        else:
+            self.reasons.append(why)
+        self.worker(worker_id, state=_S.LOST)
+        self.actions.append(Hangup(worker_id, why))
+        if replace:
+            self.replace(worker)
+
+    def replace(self, worker: Worker) -> None:
+        state, policy = self.state, self.state.policy
+        if worker.draining or state.finishing or state.stopping:
+            return
+        alive = [w for w in self.workers(*ALIVE) if not w.draining]
+        if len(alive) >= policy.maximum:
+            return
+        if worker.agent not in state.agents:
+            self.reasons.append("nobody is there to start another one")
+        elif state.used_restarts >= policy.max_restarts:
+            self.reasons.append(f"it is not replaced: all {policy.max_restarts} restarts are used (--max-restarts)")
+        else:
+            used = state.used_restarts
+            delay_s = 0.0 if used == 0 else min(MAX_DELAY_S, 2.0 ** (used - 1))
+            self.put(used_restarts=used + 1)
+            soon = "now" if delay_s == 0 else f"in {delay_s:.0f} s"
+            reason = f"worker w{state.next_number} replaces it {soon} (restart {used + 1} of {policy.max_restarts})"
+            self.reasons.append(reason)
+            self.order(worker.agent, 1, delay_s, reason)
+
+    # -- from outside --------------------------------------------------------------------------------
+
+    def drain(self, worker_ids: Iterable[str], why: str) -> None:
+        names = []
+        for worker_id in worker_ids:
+            worker = self.state.workers.get(worker_id)
+            if worker is None or worker.state not in ALIVE or worker.draining:
+                continue
+            names.append(worker_id)
+            worker = self.worker(worker_id, draining=True)
+            if worker.state in (_S.ORDERED, _S.STARTING, _S.READY):
+                self.dismiss(worker, f"drained: {why}")
+        if names:
+            self.reasons.append(f"{', '.join(names)} will leave: {why}")
+
+    def scale(self, num_workers: int) -> None:
+        if num_workers < 1:
+            raise ProtocolError(f"a run has at least 1 worker, got {num_workers}; `unisono stop` ends it")
+        policy = self.state.policy
+        minimum = min(policy.minimum, num_workers)
+        start = min(policy.start, num_workers)
+        self.put(policy=dataclasses.replace(policy, minimum=minimum, start=start, maximum=num_workers, grows=False))
+        staying = [w for w in self.workers(*ALIVE) if not w.draining]
+        missing = num_workers - len(staying)
+        self.reasons.append(f"scaled to {_count(num_workers, 'worker')}, from {len(staying)}")
+        if missing < 0:
+            self.drain([w.worker_id for w in staying[missing:]], f"scaled to {_count(num_workers, 'worker')}")
+        elif missing > 0:
+            agents = sorted(self.state.agents.values(), key=lambda agent: not agent.primary)
+            if agents:
+                self.order(agents[0].agent_id, missing, reason="scaled up")
+            else:
+                self.reasons.append("nobody is there to start more")
+
+    def stop(self, reason: str) -> None:
+        self.put(stopping=self.state.stopping or reason or "stopped")
+        self.reasons.append(f"{self.state.stopping}: the run ends at the end of the step")
+
+    # -- time ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        for worker in list(self.state.workers.values()):
+            deadline = _silent_at(self.state, worker)
+            if deadline is None or deadline > self.now:
+                continue
+            if worker.closed_at is not None:
+                why = f"{worker.name} has closed its connection"
+            else:
+                why = f"{worker.name} has been silent for {self.now - worker.heard_at:.1f} s"
+            self.evict(worker, why)
+            self.lose(worker.worker_id, why)
+        state = self.state
+        if state.suspected_at is not None and state.suspected_at + state.policy.suspect_s <= self.now:
+            self.put(suspected_at=None)
+            self.try_again()
+
+    def try_again(self) -> None:
+        """An exchange broke and nobody was lost: the same members try again; at last one of them has to go."""
+        state = self.state
+        self.put(num_suspicions=state.num_suspicions + 1)
+        present = [w for w in self.workers(_S.HOLDING) if w.worker_id in state.members]
+        if state.num_suspicions + 1 < MAX_SUSPICIONS or len(present) < 2:
+            self.broken.append("the exchange broke and everybody is there: trying again")
+            return
+        worst = max(present, key=lambda w: (state.suspicions.get(w.worker_id, 0), w.number))
+        why = f"{worst.name} cannot be reached by the others ({MAX_SUSPICIONS} exchanges in a row broke)"
+        self.put(num_suspicions=0, suspicions={})
+        self.evict(worst, why)
+        self.lose(worst.worker_id, why)
+
+    # -- what follows --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Announce what the new situation asks for: at once after a loss, else when everybody is ready for it."""
+        if self.state.ended is None and self.broken:
+            self.go_on_without()
+        if self.state.ended is None and not self.finish():
+            self.plan()
+
+    def go_on_without(self) -> None:
+        state = self.state
+        why = "; ".join(self.broken)
+        survivors = self.holders()
+        if not survivors and state.held:
+            if state.stopping:
+                return
+            if state.finishing:
+                for newcomer in self.workers(_S.ADMITTED):
+                    self.dismiss(newcomer, "the run has finished its training")
+                return
+            self.end(False, f"{why}; no worker that holds the run's state is left")
+            return
+        fresh = [w.worker_id for w in self.workers(_S.ADMITTED) if w.worker_id in state.members]
+        if not survivors:
+            self.announce(fresh, why, immediate=True)  # before the first step: whoever is left begins
+            return
+        for worker_id in fresh:
+            self.worker(worker_id, state=_S.READY)
+        self.announce(survivors, why, immediate=True)
+
+    def finish(self) -> bool:
+        """End the run if there is nothing left to do."""
+        state = self.state
+        alive = self.workers(*ALIVE)
+        if state.stopping and not (state.held and self.workers(_S.HOLDING)):
+            self.end(True, state.stopping)
+        elif alive:
+            return False
+        elif self.workers(_S.FINISHED):
+            self.end(True, "finished")
+        elif state.held and not state.members:
+            self.end(True, "all workers have left")
+        elif state.workers:
+            self.end(False, f"no worker is left: {'; '.join(self.reasons) or 'all have gone'}")
+            self.reasons = self.reasons[-1:]
+        return self.state.ended is not None
+
+    def plan(self) -> None:
+        """Announce a planned generation, if there is reason and everybody has taken the one before."""
+        state, policy = self.state, self.state.policy
+        if state.finishing or not self.taken():
+            return
+        ready = [w.worker_id for w in self.workers(_S.READY)]
+        if not state.held and not state.members:
+            # Whoever will not come any more is not waited for.
+            coming = self.workers(_S.ORDERED, _S.STARTING)
+            enough = len(ready) + len(self.workers(_S.FINISHED)) >= policy.start
+            if ready and (enough or (not coming and len(ready) >= policy.minimum)):
+                self.announce(ready[: policy.maximum], "all are ready", immediate=False)
+            return
+        if state.stopping:
+            if state.members:
+                self.announce([], state.stopping, immediate=False)
+            return
+        holding = self.workers(_S.HOLDING)
+        staying = [w.worker_id for w in holding if not w.draining]
+        if not staying and self.workers(_S.ORDERED, _S.STARTING, _S.READY):
+            staying = [w.worker_id for w in holding]  # until a newcomer has taken over the state
+        want = (staying + ready)[: max(policy.maximum, len(staying))]
+        joins = [i for i in want if i not in state.members]
+        leaves = [i for i in state.members if i not in want and state.workers[i].state is _S.HOLDING]
+        enough = len(want) >= policy.minimum
+        paused = state.notice is not None and state.notice.paused
+        if leaves or (enough and (joins or paused)):
+            words = [f"{', '.join(joins)} joins"] if joins else []
+            words += [f"{', '.join(leaves)} leaves"] if leaves else []
+            self.announce(want, " and ".join(words) or "enough workers are there again", immediate=False)
+
+    def announce(self, worker_ids: Iterable[str], why: str, *, immediate: bool) -> None:
+        """Make the next generation and tell everybody whom it concerns."""
+        state = self.state
+        infos = _in_order(state.workers[i].info for i in worker_ids)
+        fewer = 0 < len(infos) < state.policy.minimum
+        generation = state.generation + 1
+        if fewer:
+            reason = f"{why}; paused: {len(infos)} of at least {_count(state.policy.minimum, 'worker')}"
+        elif not infos:
+            reason = why
+        else:
+            reason = f"{why}; generation {generation} with {_count(len(infos), 'worker')}"
+        notice = Notice(generation=generation, members=infos, immediate=immediate, paused=fewer, reason=reason)
+        concerned = {*state.members, *state.before, *(info.worker_id for info in infos)}
+        self.put(
+            notice=notice,
+            before=() if immediate else state.members,
+            suspected_at=None,
+        )
+        for info in infos:
+            if state.workers[info.worker_id].state is _S.READY:
+                self.worker(info.worker_id, state=_S.ADMITTED)
+        self.reasons.insert(0, reason)
+        for worker_id in sorted(concerned, key=_number):
+            if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING):
+                self.send(worker_id, notice)
+
+
+def _in_order(found: Iterable[MemberInfo | None]) -> list[MemberInfo]:
+    """Members of one host stand together; hosts and members in the order of their worker numbers."""
+    infos = sorted((info for info in found if info is not None), key=lambda info: _number(info.worker_id))
+    hosts = list(dict.fromkeys(info.host for info in infos))
+    return sorted(infos, key=lambda info: hosts.index(info.host))

@@ -1,0 +1,344 @@
+"""What members, agents, the head and the watchers say to each other: frozen, validated, without pickle.
+
+Every message is a msgspec struct with its class name as tag, encoded as MessagePack; `decode` refuses whatever is not
+one. Members and agents speak to the head only. A `Notice` is the head's decision about the membership::
+
+    worker                           head                          agent
+      Hello   ------------------->          <-------------------  AgentHello
+              <-------------------  Welcome  ------------------->
+      Ready   ------------------->  "admit me at a step boundary"
+              <-------------------  Notice (a generation, with its reason)
+      Holding ------------------->  "I have the run's state"
+      Beat    ------------------->  every heartbeat_s, with progress
+      StepDone (rank 0) --------->  StepDone  ------------------>  terminal
+      Failed / Finished --------->          <-------------------  WorkerExit
+                                    Told     ------------------>  "what was decided, and why"
+              <-------------------  Ended    ------------------->
+
+`Scale` and `Stop` may also come from outside (``unisono scale``, ``unisono stop``): they are then the first and only
+message of their connection, and the answer is `Told`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from unisono.errors import ProtocolError
+
+__all__ = [
+    "AgentHello",
+    "Beat",
+    "Drain",
+    "Ended",
+    "Evict",
+    "Failed",
+    "Finished",
+    "Hello",
+    "Holding",
+    "Left",
+    "Lost",
+    "MemberInfo",
+    "Message",
+    "Notice",
+    "Ready",
+    "RunDirectory",
+    "Scale",
+    "Start",
+    "StepDone",
+    "Stop",
+    "StoreAnswer",
+    "StoreCall",
+    "Suspect",
+    "Told",
+    "Welcome",
+    "WorkerExit",
+    "WorkerLate",
+    "decode",
+    "encode",
+]
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class MemberInfo(Message):
+    """A worker as its peers need to know it. ``worker_id`` is stable for the worker's life."""
+
+    worker_id: str
+    host: str
+    """Workers with equal ``host`` can share memory."""
+    pid: int
+    device: str
+    board: str = ""
+    """Address of its board in shared memory (`unisono.exchange.host`); empty where the host has none."""
+    address: str = "127.0.0.1"
+    """The interface that its data connections listen on."""
+
+
+# -- worker to head ----------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a worker."""
+
+    info: MemberInfo
+    fingerprint: dict[str, str]
+    """What equal bits depend on: instruction set, torch, threads ... (`unisono.fingerprint`)."""
+    generation: int = 0
+    """The newest generation that it holds: not 0 when it comes back after its connection broke."""
+    protocol: int = PROTOCOL
+
+
+class Ready(Message):
+    """The script has reached its training loop: admit this worker at a step boundary."""
+
+    phase: int
+    """Which call of ``run.steps``, counted from 0."""
+
+
+class Holding(Message):
+    """This worker holds the run's state since the start of this generation: it may finish a step with others."""
+
+    generation: int
+
+
+class Beat(Message):
+    """Heartbeat, with progress. Sent by a thread, so it says "the process lives"; ``progress`` says "it works"."""
+
+    generation: int
+    phase: int
+    step: int
+    microbatch: int
+    """The leaf being computed; -1 outside of one."""
+    progress: int
+    """Grows whenever the main thread gets anywhere; the same value for long means that it hangs."""
+    waiting: bool
+    """The main thread waits for others: no progress is no reproach."""
+    seconds_at: float = 0.0
+    """How long the main thread has been at this progress value."""
+
+
+class Suspect(Message):
+    """This member's exchange failed in a way that the head may not have seen (a cut link, a deadline)."""
+
+    generation: int
+    reason: str
+    peers: list[str] = []
+    """Whom it suspects, where it knows."""
+
+
+class StepDone(Message):
+    """One line of the journal, from rank 0 (and from the head to the agents)."""
+
+    step: int
+    epoch: int
+    num_steps: int
+    loss: float
+    samples: int
+    seconds: float
+    digest: str
+    generation: int
+    num_workers: int
+    logs: dict[str, float] = {}
+
+
+class Failed(Message):
+    """User code raised (or the script used the library wrongly)."""
+
+    error: str
+    """Class and message, one line."""
+    traceback: str
+    step: int = -1
+    microbatch: int = -1
+    samples: list[int] = []
+    """Indices of the samples of that micro-batch."""
+    retry: bool = False
+    """The error came out of a micro-batch's computation, so another worker may try it."""
+    exit_code: int = 1
+    """What the command shall exit with: the script's own where it called ``sys.exit``."""
+
+
+class Finished(Message):
+    """The script has returned."""
+
+
+class Left(Message):
+    """Drained: this worker is out at a step boundary and ends by itself."""
+
+
+class RunDirectory(Message):
+    """The script chose this run directory; the head leaves its address there."""
+
+    path: str
+
+
+class StoreCall(Message):
+    """One operation on the key-value store: what ``torch.distributed`` needs to connect a generation."""
+
+    call: int
+    operation: str
+    """set, get, add, compare_set, wait, check, delete, num_keys"""
+    keys: list[str]
+    values: list[bytes] = []
+    amount: int = 0
+    timeout_s: float = 60.0
+
+
+# -- head to worker ----------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """The answer to a hello."""
+
+    run_id: str
+    heartbeat_s: float
+    warnings: list[str] = []
+    """E.g. how this worker's fingerprint differs from the first one's."""
+    options: dict[str, str] = {}
+    """Settings that all members share: exchange, timeout_s, ..."""
+
+
+class Notice(Message):
+    """A decision about the membership. Notices are numbered; only the newest counts."""
+
+    generation: int
+    members: list[MemberInfo]
+    """By rank. Members of one host stand together."""
+    immediate: bool
+    """True: the old generation is broken, move now and keep finished nodes. All members hold the state (or, when a
+    worker is lost before the first step, none does). False: move together at a step boundary, when all members have
+    seen this. No members at all: everybody leaves there."""
+    paused: bool = False
+    """Finish the step, then wait for another notice before the next."""
+    help: list[int] = []
+    """Leaves of the current step that idle members may compute as well: their owner is late."""
+    reason: str = ""
+
+
+class StoreAnswer(Message):
+    """The answer to a `StoreCall`."""
+
+    call: int
+    values: list[bytes] = []
+    amount: int = 0
+    error: str = ""
+
+
+class Ended(Message):
+    """The run is over, well or not. Also the last thing that agents hear."""
+
+    ok: bool
+    reason: str
+    worker_id: str = ""
+    """Whose failure it was."""
+    traceback: str = ""
+    exit_code: int = 0
+
+
+# -- agent and head ----------------------------------------------------------------------------------
+
+
+class AgentHello(Message):
+    """First message of an agent (``unisono run`` or ``unisono join``)."""
+
+    host: str
+    pid: int
+    num_workers: int
+    primary: bool = False
+    """It started the head: when it goes, the run ends."""
+    protocol: int = PROTOCOL
+
+
+class WorkerExit(Message):
+    """A worker's process has ended: what a closed connection cannot say."""
+
+    worker_id: str
+    exit_code: int
+    """Negative: killed by that signal."""
+    last_words: str = ""
+    """The end of its standard error."""
+
+
+class Start(Message):
+    """Agent, start these workers. An id is never used again."""
+
+    worker_ids: list[str]
+    delay_s: float = 0.0
+    reason: str = ""
+
+
+class Evict(Message):
+    """Agent, end this worker's process."""
+
+    worker_id: str
+    reason: str
+
+
+class WorkerLate(Message):
+    """A worker makes no progress. The agent dumps its Python stack."""
+
+    worker_id: str
+    step: int
+    microbatch: int
+    seconds: float
+
+
+class Drain(Message):
+    """Take these workers out at the end of the step (all of this agent's where empty)."""
+
+    worker_ids: list[str] = []
+    reason: str = ""
+
+
+class Scale(Message):
+    """From outside: make it this many workers."""
+
+    num_workers: int
+
+
+class Stop(Message):
+    """From outside: end the run at the end of the step."""
+
+    reason: str
+
+
+class Told(Message):
+    """Agent, show this: what the head decided, and why."""
+
+    text: str
+
+
+class Lost(Message):
+    """Inside the head only: the connection of a worker or an agent has closed."""
+
+    reason: str = ""
+
+
+_ALL = (
+    Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Finished | Left | RunDirectory | StoreCall
+    | Welcome | Notice | StoreAnswer | Ended
+    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Told
+)  # fmt: skip
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Any:
+    """The message in ``data``.
+
+    Raises:
+        ProtocolError: it is none that this version knows.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from error

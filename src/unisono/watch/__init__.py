@@ -1,0 +1,1 @@
+"""What shows a run to people. Nothing here is asked by the training."""

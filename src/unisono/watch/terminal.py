@@ -1,0 +1,209 @@
+"""The run on the screen: one progress line, the workers' output told apart, and decisions with their reasons."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TextIO
+
+from unisono.messages import Ended, StepDone
+
+__all__ = ["Plain", "Rich", "Terminal", "summary", "terminal"]
+
+PLAIN_EVERY_S: Final = 2.0
+_COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
+
+
+class Terminal(Protocol):
+    """Where an agent shows what happens. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
+
+    def worker_line(self, worker_id: str, text: str, *, is_error: bool) -> None:
+        """One line of a worker's output."""
+
+    def say(self, text: str) -> None:
+        """A decision, with its reason."""
+
+    def step(self, done: StepDone) -> None:
+        """A step is committed."""
+
+    def close(self, ended: Ended, *, with_traceback: bool = True) -> None:
+        """The last thing that is shown."""
+
+
+class _Pace:
+    """How fast the run is, from the steps that were seen."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self.started = clock()
+        self.last: StepDone | None = None
+        self.num_steps = 0
+
+    def add(self, done: StepDone) -> None:
+        self._seconds = done.seconds if self.last is None else 0.9 * self._seconds + 0.1 * done.seconds
+        self.last = done
+        self.num_steps += 1
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self.started
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.last.samples / self._seconds if self.last and self._seconds > 0 else 0.0
+
+    @property
+    def left_s(self) -> float:
+        if self.last is None or not self.last.num_steps:
+            return 0.0
+        return max(0.0, (self.last.num_steps - self.last.step - 1) * self._seconds)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _workers(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
+
+
+def summary(pace: _Pace, ended: Ended) -> str:
+    """The run in one line."""
+    if not ended.ok:
+        return f"failed: {ended.reason}"
+    last = pace.last
+    if last is None:
+        return f"{ended.reason} in {pace.elapsed_s:.1f} s"
+    done = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
+    steps = "1 step" if pace.num_steps == 1 else f"{pace.num_steps} steps"
+    return f"{done}: {steps} in {pace.elapsed_s:.1f} s on {_workers(last.num_workers)}"
+
+
+class Plain:
+    """Lines, for files and pipes: a step at most every `PLAIN_EVERY_S`, and the last one."""
+
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._out = sys.stdout if out is None else out
+        self._err = sys.stderr if err is None else err
+        self._clock = clock
+        self._pace = _Pace(clock)
+        self._shown_at = -PLAIN_EVERY_S
+        self._is_shown = True
+
+    def worker_line(self, worker_id: str, text: str, *, is_error: bool) -> None:
+        self._write(self._err if is_error else self._out, f"[{worker_id}] {text}")
+
+    def say(self, text: str) -> None:
+        for line in text.splitlines():
+            self._write(self._err, f"unisono: {line}")
+
+    def step(self, done: StepDone) -> None:
+        self._pace.add(done)
+        self._is_shown = False
+        if self._clock() - self._shown_at >= PLAIN_EVERY_S:
+            self._show()
+
+    def close(self, ended: Ended, *, with_traceback: bool = True) -> None:
+        if not self._is_shown:
+            self._show()
+        self._write(self._out if ended.ok else self._err, f"unisono: {summary(self._pace, ended)}")
+        if ended.traceback and with_traceback:
+            self._write(self._err, ended.traceback.rstrip("\n"))
+
+    def _show(self) -> None:
+        last = self._pace.last
+        if last is None:
+            return
+        self._shown_at = self._clock()
+        self._is_shown = True
+        of = f"/{last.num_steps}" if last.num_steps else ""
+        self._write(
+            self._out,
+            f"unisono: step {last.step + 1}{of}  loss {last.loss:.4f}  {self._pace.samples_per_second:,.0f} samples/s  "
+            f"{_duration(self._pace.left_s)} left  {_workers(last.num_workers)}",
+        )
+
+    def _write(self, stream: TextIO, line: str) -> None:
+        try:
+            stream.write(line + "\n")
+            stream.flush()
+        except BrokenPipeError:
+            # Whoever read it has gone; the training goes on. Nothing may be flushed there at exit either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Rich:
+    """A progress line at the bottom of a terminal, everything else above it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._pace = _Pace(clock)
+        self._is_error_shared = sys.stderr.isatty()
+        self._progress = Progress(
+            TextColumn("step {task.fields[at]}"),
+            BarColumn(bar_width=30),
+            TextColumn(
+                "loss {task.fields[loss]}  {task.fields[rate]} samples/s  {task.fields[left]} left  {task.fields[who]}"
+            ),
+            console=self._console,
+            refresh_per_second=8,
+        )
+        self._task: Any = None
+
+    def worker_line(self, worker_id: str, text: str, *, is_error: bool) -> None:
+        from rich.text import Text
+
+        if is_error and not self._is_error_shared:
+            print(f"[{worker_id}] {text}", file=sys.stderr, flush=True)
+            return
+        digits = worker_id.removeprefix("w")
+        colour = _COLOURS[int(digits) % len(_COLOURS)] if digits.isdecimal() else "white"
+        self._console.print(Text.assemble((f"[{worker_id}] ", colour), Text.from_ansi(text)))
+
+    def say(self, text: str) -> None:
+        from rich.text import Text
+
+        for line in text.splitlines():
+            self._console.print(Text(f"unisono: {line}", style="dim"))
+
+    def step(self, done: StepDone) -> None:
+        self._pace.add(done)
+        fields: dict[str, Any] = {
+            "at": f"{done.step + 1}/{done.num_steps}" if done.num_steps else str(done.step + 1),
+            "loss": f"{done.loss:.4f}",
+            "rate": f"{self._pace.samples_per_second:,.0f}",
+            "left": _duration(self._pace.left_s),
+            "who": _workers(done.num_workers),
+        }
+        total = done.num_steps or None
+        if self._task is None:
+            self._task = self._progress.add_task("", total=total, completed=done.step + 1, **fields)
+            self._progress.start()
+        else:
+            self._progress.update(self._task, total=total, completed=done.step + 1, **fields)
+
+    def close(self, ended: Ended, *, with_traceback: bool = True) -> None:
+        from rich.text import Text
+
+        self._progress.stop()
+        self._console.print(Text(summary(self._pace, ended), style="green" if ended.ok else "bold red"))
+        if ended.traceback and with_traceback:
+            print(ended.traceback.rstrip("\n"), file=sys.stderr, flush=True)
+
+
+def terminal() -> Terminal:
+    """What suits where standard output goes."""
+    return Rich() if sys.stdout.isatty() else Plain()

@@ -1,0 +1,154 @@
+"""A worker's process: ``python -m unisono.worker SCRIPT ARGUMENTS``, started by `unisono.agent`.
+
+It connects to the head, runs the script as ``python SCRIPT ARGUMENTS`` would, and reports how it went. ``-m MODULE``
+runs a module; ``--callable FILE RESULT`` calls a pickled function (`unisono.launch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import runpy
+import signal
+import sys
+import types
+from pathlib import Path
+
+from unisono.errors import RunStopped
+from unisono.lifetime import bind_to_parent
+from unisono.member import Door, Member
+from unisono.messages import MemberInfo
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Be a worker. Returns the exit code of the process."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    bind_to_parent(signal.SIGKILL)
+    door = Door.from_environment()
+    if door is None:
+        print("python -m unisono.worker is started by `unisono run` and `unisono join`, not by hand", file=sys.stderr)
+        return 2
+    if len(sys.argv) < 2:
+        print("python -m unisono.worker needs a script", file=sys.stderr)
+        return 2
+    try:
+        member = _connect(door)
+    except RunStopped:
+        return 1  # the run has ended meanwhile, or this worker was refused: the head has told the agent why
+    try:
+        return _report(member, sys.argv[1:])
+    finally:
+        member.close()
+        _flush()
+
+
+def _connect(door: Door) -> Member:
+    from unisono.exchange.host import Board
+    from unisono.fingerprint import fingerprint
+
+    device = _device(door.local_rank)
+    board = Board.create()
+    info = MemberInfo(worker_id=door.worker_id, host=door.host, pid=os.getpid(), device=device, board=board.address)
+    return Member(door, info, fingerprint(device), board).connect()
+
+
+def _device(local_rank: int) -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = f"cuda:{local_rank % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
+    return device
+
+
+def _report(member: Member, arguments: list[str]) -> int:
+    """Run the script and tell the head how it ended. The traceback goes to the head, which shows it once."""
+    try:
+        _run(arguments)
+    except RunStopped as stopped:
+        if member.ended() is None:
+            member.failed(stopped)
+            return 1
+        end = member.end()
+        return end.exit_code if end is not None else 1
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return _finish(member)
+        code = leaving.code if isinstance(leaving.code, int) else 1
+        if not isinstance(leaving.code, int):
+            print(leaving.code, file=sys.stderr)
+        member.failed(leaving, exit_code=code & 0xFF or 1)
+        return code & 0xFF or 1
+    except BaseException as error:
+        _flush()
+        member.failed(error)
+        return 1
+    return _finish(member)
+
+
+def _finish(member: Member) -> int:
+    """Stay until all have finished: the others may still read this worker's shared memory."""
+    _flush()
+    if member.ended() is None:
+        member.waiting(True)
+        member.finished()
+        member.wait_ended()
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "--callable":
+        _call(Path(arguments[1]), Path(arguments[2]))
+    else:
+        _run_script(arguments)
+
+
+def _run_script(arguments: list[str]) -> None:
+    path = arguments[0]
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = module  # so that pickle, and processes that the script starts, find its functions
+    with io.open_code(str(Path(path).resolve())) as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, module.__dict__)
+
+
+def _call(function: Path, result: Path) -> None:
+    import cloudpickle
+
+    from unisono import member as members
+
+    sys.path.insert(0, os.getcwd())
+    value = cloudpickle.loads(function.read_bytes())()
+    member = members.current()
+    notice = member.latest() if member is not None else None
+    first = notice.members[0].worker_id if notice is not None and notice.members else "w0"
+    if member is None or member.worker_id == first:
+        part = result.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(cloudpickle.dumps(value))
+        part.replace(result)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
