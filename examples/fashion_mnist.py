@@ -45,8 +45,7 @@ class Clothes(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, data: Path, part: str, *, augment: bool) -> None:
         images = read_idx(data / f"{part}-images-idx3-ubyte.gz")
-        normal = (images.float() / 255 - MEAN) / DEVIATION
-        self._images = F.pad(normal, (BORDER,) * 4, value=-MEAN / DEVIATION).unsqueeze(1)
+        self._images = F.pad(images, (BORDER,) * 4).unsqueeze(1)  # (n, 1, 32, 32), the border is black
         self._labels = read_idx(data / f"{part}-labels-idx1-ubyte.gz").tolist()
         self._augment = augment
 
@@ -59,7 +58,7 @@ class Clothes(Dataset[tuple[Tensor, int]]):
         image = self._images[index, :, top : top + 28, left : left + 28]
         if self._augment and random.random() < 0.5:
             image = image.flip(-1)
-        return image, self._labels[index]
+        return (image / 255 - MEAN) / DEVIATION, self._labels[index]
 
 
 def block(num_in: int, num_out: int) -> list[nn.Module]:
