@@ -239,6 +239,7 @@ class Member:
         self._progress_at = time.monotonic()
         self._is_waiting = False
         self._has_failed = False
+        self.has_left = False
         self._closing = False
         self._link: _Link | None = None
         self._wake_read, self._wake_write = socket.socketpair()
@@ -316,6 +317,7 @@ class Member:
 
     def left(self) -> None:
         """Drained, and out at a step boundary."""
+        self.has_left = True
         self._standing.clear()
         self.send(Left())
 

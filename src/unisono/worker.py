@@ -71,12 +71,12 @@ def _report(member: Member, arguments: list[str]) -> int:
     """Run the script and tell the head how it ended. The traceback goes to the head, which shows it once."""
     try:
         _run(arguments)
-    except RunStopped as stopped:
-        if member.ended() is None:
-            member.failed(stopped)
-            return 1
+    except RunStopped:
+        # The run is over, or goes on without this worker. Either way the head knows why, and nobody failed here.
         end = member.end()
-        return end.exit_code if end is not None else 1
+        if end is not None:
+            return end.exit_code
+        return 0 if member.has_left else 1
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             return _finish(member)
@@ -95,7 +95,7 @@ def _report(member: Member, arguments: list[str]) -> int:
 def _finish(member: Member) -> int:
     """Stay until all have finished: the others may still read this worker's shared memory."""
     _flush()
-    if member.ended() is None:
+    if member.ended() is None and not member.has_left:
         member.waiting(True)
         member.finished()
         member.wait_ended()

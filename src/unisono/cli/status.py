@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,7 +24,7 @@ def status(run: str, as_json: bool) -> int:
     except NotGoing:
         from unisono import journal
 
-        found = journal.summary(run)
+        found = journal.summary(Path(run))
     click.echo(json.dumps(found, indent=2) if as_json else _words(found))
     return 0
 
@@ -32,8 +33,8 @@ def _words(found: dict[str, Any]) -> str:
     """The same for people."""
     workers = found.get("workers", [])
     lines = [f"{found.get('state', 'unknown')}: {found.get('reason', '')}".rstrip(": ")]
-    step, num_steps, loss = found.get("step", -1), found.get("num_steps", 0), found.get("loss")
-    at = f"step {step + 1}" + (f" of {num_steps}" if num_steps else "") if step >= 0 else "no step yet"
+    step, num_steps, loss = found.get("step"), found.get("num_steps", 0), found.get("loss")
+    at = f"step {step + 1}" + (f" of {num_steps}" if num_steps else "") if step is not None else "no step yet"
     lines.append(at + (f", loss {loss:.4f}" if loss is not None else ""))
     if found.get("started"):
         lines.append(f"running for {time.time() - found['started']:.0f} s, generation {found.get('generation', 0)}")

@@ -177,7 +177,7 @@ class Head:
             "state": state.word,
             "reason": self._reason,
             "generation": state.generation,
-            "step": last.step if last else -1,
+            "step": last.step if last else None,
             "num_steps": last.num_steps if last else 0,
             "loss": last.loss if last else None,
             "started": self._started,
