@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import torch
-import torch.distributed as dist
 
 from unisono.errors import PeerLost, UsageError
 from unisono.exchange import Exchange
@@ -66,7 +65,8 @@ def build_exchange(
     me = notice.members[rank]
 
     def wire(name: str, place: int, size: int) -> Wire:
-        store = dist.PrefixStore(f"generation-{notice.generation}/{name}", HeadStore(member))
+        prefix = f"generation-{notice.generation}/{name}/"
+        store = HeadStore(member, prefix, generation=notice.generation, timeout_s=timeout_s)
         return Wire(
             store,
             place,

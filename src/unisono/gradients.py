@@ -22,6 +22,9 @@ from unisono.tree import Node, leaf, parent, sibling
 
 __all__ = ["Buffers", "GradientFolder"]
 
+VERSION_COUNTS_FROM = 1 << 16
+"""Buffers of more elements (masks, tables) are taken for unchanged when autograd's version counter says so."""
+
 SlotSource = Callable[[], Slot]
 
 
@@ -75,7 +78,8 @@ class Buffers:
 
     def _touched(self, place: int, now: Tensor) -> bool:
         tensor, version = self._seen[place]
-        return now is not tensor or now._version != version
+        # batch_norm writes its running statistics without counting it as a version; they are small.
+        return now is not tensor or now._version != version or now.numel() <= VERSION_COUNTS_FROM
 
 
 class GradientFolder:

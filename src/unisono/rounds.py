@@ -16,7 +16,7 @@ step boundary only: it gets the tracked state from the first member that has it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -64,7 +64,8 @@ class Rounds:
         self._kind, self._num_leaves = "step", 1
         self._fresh = True
         self._layout: FlatLayout | None = None
-        self._held: Mapping[Node, Slot] = {}
+        self._held: dict[Node, Slot] = {}
+        self._result: Slot | None = None
         self._last = _Last()
         self._reports: list[Report] | None = None
         self._must_meet = False
@@ -134,7 +135,7 @@ class Rounds:
             return plan(self.team.size, num_leaves)
         return self._replan(reports)
 
-    def combine(self, plan: Plan, held: Mapping[Node, Slot], facts: Sequence[float]) -> Combined:
+    def combine(self, plan: Plan, held: dict[Node, Slot], facts: Sequence[float]) -> Combined:
         """The sum of the step. Collective. Facts: ``NUM_FACTS - 1`` numbers.
 
         Raises:
@@ -144,7 +145,14 @@ class Rounds:
         self.team.check()
         combined = self._combine(Share(plan.num_leaves, plan.nodes, held), facts)
         self._finish(_Last(digest=combined.digest))
+        self._result = combined.slot
         return combined
+
+    def release_result(self) -> None:
+        """What `combine` returned is not needed any more."""
+        if self._result is not None:
+            self.team.exchange.release(self._result)
+            self._result = None
 
     def gather(self, letter: bytes) -> list[bytes]:
         """Everybody's part of an evaluation, by rank. Collective.
@@ -159,16 +167,16 @@ class Rounds:
         """All parts are there; ``letter`` holds all of them, for those who have not seen it."""
         self._finish(_Last(letter=letter))
 
-    def recover(self, lost: Exception, held: Mapping[Node, Slot] | Iterable[Node]) -> Plan:
+    def recover(self, lost: Exception, held: dict[Node, Slot] | Iterable[Node]) -> Plan:
         """A member was lost in this round. Meet the survivors; says what this member computes of what is missing.
 
         Args:
-            held: the nodes that this member has finished.
+            held: the nodes that this member has finished; slots that the new members cannot reach are replaced in it.
 
         Raises:
             RunStopped: the run is over, or goes on without this worker.
         """
-        self._held = held if isinstance(held, Mapping) else {}
+        self._held = held if isinstance(held, dict) else {}
         return self._replan(self._settle_after(lost, list(held)))
 
     # -- inside --------------------------------------------------------------------------------------
@@ -203,8 +211,7 @@ class Rounds:
         """After a meeting: stand by those who are a round behind, until all who are not behind me are in my round."""
         while True:
             try:
-                if self._layout is not None:
-                    self.team.exchange.prepare(self._layout, tuple(self._held.values()))
+                self._bring_slots()
                 if all(report.round == self.number for report in reports):
                     return reports
                 if self.number == min(report.round for report in reports):
@@ -214,6 +221,15 @@ class Rounds:
                 reports = self.team.meet(self._report(have))
             except LOST as lost:
                 reports = self.team.regroup(self._report(have), lost)
+
+    def _bring_slots(self) -> None:
+        """Make the slots that are in use those of the new exchange. Collective."""
+        if self._layout is None:
+            return
+        result = [] if self._result is None else [self._result]
+        brought = self.team.exchange.prepare(self._layout, [*self._held.values(), *result])
+        self._held.update(zip(self._held, brought, strict=False))
+        self._result = brought[-1] if result else None
 
     def _stand_by(self, reports: list[Report]) -> None:
         """Take part in the round that others have not finished; its result is known here."""

@@ -332,7 +332,7 @@ class Run:
                 }  # fmt: skip
                 describe(
                     self.directory,
-                    {"run_id": self._run_id, "started": time.time(), "recipe": recipe, "fingerprint": fingerprint()},
+                    {"run_id": self._run_id, "started": time.time(), "recipe": recipe, "fingerprint": fingerprint(str(self.device))},
                 )
         if self._team.size > cursor.microbatches and self.is_main:
             warnings.warn(

@@ -185,8 +185,7 @@ class Step:
                 f"the inner loop of step {self.number} was left before its end (break, return or an exception): the step has no gradient. "
                 "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
             )
-        assert self._combined is not None
-        self._context.rounds.team.exchange.release(self._combined.slot)
+        self._context.rounds.release_result()
 
     def _run(self) -> Iterator[Any]:
         self._state = "inside"

@@ -171,6 +171,8 @@ class HeadTeam:
         self.worker_ids: tuple[str, ...] = ()
         self._said_ready = False
         member.on_notice(self._heard)
+        if (notice := member.latest()) is not None:
+            self._heard(notice)
 
     @property
     def exchange(self) -> Exchange:
@@ -180,11 +182,11 @@ class HeadTeam:
 
     # -- the connection's thread ---------------------------------------------------------------------
 
-    def _heard(self, notice: Notice | RunStopped) -> None:
+    def _heard(self, notice: Notice | None) -> None:
         with self._changed:
-            if isinstance(notice, RunStopped):
-                self._alarm = notice
-            else:
+            if notice is None:
+                self._alarm = self._member.ended()
+            elif notice.generation not in self._notices:
                 self._notices[notice.generation] = notice
                 if notice.immediate and notice.generation > self.generation and not isinstance(self._alarm, RunStopped):
                     self._alarm = PeerLost(notice.reason)
