@@ -17,6 +17,7 @@ so that it does not matter who adds it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,18 @@ from torch import Tensor
 
 from unisono.tree import Node, schedule
 
-__all__ = ["ROW_BYTES", "Entry", "FlatLayout", "Piece", "Rows", "Slot", "blocks", "digest_rows", "divide_rows", "fold_rows"]
+__all__ = [
+    "ROW_BYTES",
+    "Entry",
+    "FlatLayout",
+    "Piece",
+    "Rows",
+    "Slot",
+    "blocks",
+    "digest_rows",
+    "divide_rows",
+    "fold_rows",
+]
 
 ROW_BYTES = 512
 """A multiple of every element size, so that rows can be viewed as any dtype."""
@@ -152,13 +164,15 @@ class Slot:
 
     Args:
         memory: (at least ``num_rows * ROW_BYTES``,) uint8; zero where no entry lies.
-        key: names this slot among those of its worker.
     """
 
-    def __init__(self, layout: FlatLayout, memory: Tensor, key: int = 0) -> None:
+    _keys = itertools.count(1)
+
+    def __init__(self, layout: FlatLayout, memory: Tensor) -> None:
         self.layout = layout
         self.memory = memory
-        self.key = key
+        self.key = next(self._keys)
+        """Names this slot among all of its process."""
         self._typed: dict[torch.dtype, Tensor] = {}
         self.gradients = [self._view(entry) for entry in layout.gradients]
         self.buffers = [self._view(entry) for entry in layout.buffers]
@@ -179,7 +193,10 @@ class Slot:
     def copy_to(self, other: Slot) -> Slot:
         """Copy the node to another slot of an equal layout, and return that."""
         if other.layout != self.layout:
-            raise ValueError(f"a slot of {self.layout.num_rows} rows cannot be copied to one of another layout ({other.layout.num_rows} rows)")
+            raise ValueError(
+                f"a slot of {self.layout.num_rows} rows cannot be copied to one of another layout "
+                f"({other.layout.num_rows} rows)"
+            )
         other.rows(0, self.layout.num_rows).copy_(self.rows(0, self.layout.num_rows))
         return other
 

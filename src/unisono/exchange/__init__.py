@@ -77,11 +77,11 @@ class Exchange(Protocol):
     size: int
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
-        """Make slots of this layout from now on. Collective; the first call of every exchange.
+        """Make slots of this layout from now on. Collective; before the first slot.
 
         Args:
-            slots: nodes of this layout to keep, from this exchange or from an earlier one of this worker, which is closed.
-                All other slots are forgotten.
+            slots: nodes of this layout to keep, from this exchange or from an earlier one of this worker, which is
+                closed. All other slots are forgotten.
 
         Returns:
             For each of ``slots``, one of this exchange with the same content: itself, or, where members cannot
@@ -94,7 +94,7 @@ class Exchange(Protocol):
         ...
 
     def release(self, slot: Slot) -> None:
-        """Give a slot back. Local."""
+        """Give a slot back. One that was given back or forgotten already is left alone. Local."""
         ...
 
     def offer(self, share: Share, rows_ready: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.exchange import Combined, Share
+from unisono.exchange.pool import Pool
 from unisono.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows
 from unisono.tree import root
 
@@ -22,21 +23,19 @@ class Alone:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[Slot] = []
+        self._pool = Pool(lambda layout: torch.zeros(layout.slot_bytes, dtype=torch.uint8, device=device))
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._layout = layout
         self._multipliers = layout.multipliers.to(self._device)
-        self._free = []
+        self._pool.keep(layout, slots)
         return list(slots)
 
     def slot(self) -> Slot:
-        if self._free:
-            return self._free.pop()
-        return Slot(self._layout, torch.zeros(self._layout.slot_bytes, dtype=torch.uint8, device=self._device))
+        return self._pool.slot()
 
     def release(self, slot: Slot) -> None:
-        self._free.append(slot)
+        self._pool.release(slot)
 
     def offer(self, share: Share, rows_ready: int) -> None:
         pass
@@ -60,4 +59,4 @@ class Alone:
         pass
 
     def close(self) -> None:
-        self._free = []
+        self._pool.clear()

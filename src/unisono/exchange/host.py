@@ -1,8 +1,8 @@
 """The members of one host: what each shows to the others in shared memory, and the moves that they make.
 
-A worker has one **board** for its whole life; its address is told to the others once. For every generation that it enters
-it makes a new **sheet** and names it on the board. A sheet has one writer, its member. Four counters say how far
-that member is; they only grow, and the others wait for them::
+A worker has one **board** for its whole life; its address is told to the others once. For every generation that it
+enters it makes a new **sheet** and names it on the board. A sheet has one writer, its member. Four counters say how
+far that member is; they only grow, and the others wait for them::
 
     published   my nodes (of combine number `published`) are complete; read them
     reduced     my chunk is summed; read it. All say so: the combine is committed
@@ -31,6 +31,7 @@ one of them left before the last ``reduced`` was said.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -40,6 +41,7 @@ from torch import Tensor
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError
 from unisono.exchange import NUM_FACTS
 from unisono.exchange.memory import Segment, fence, futex_wait, futex_wake
+from unisono.exchange.pool import Pool
 from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 from unisono.tree import Node
 
@@ -95,11 +97,8 @@ class Board:
     def __init__(self) -> None:
         self._segment = Segment.create(ctypes.sizeof(_Cover))
         self._cover = _Cover.from_buffer(self._segment.map)
-        self._segments: dict[int, Segment] = {}
-        self._slots: dict[int, Slot] = {}
-        self._free: list[Slot] = []
-        self._num_made = 0
-        self._layout: FlatLayout | None = None
+        self._segments: dict[int, Segment] = {}  # by the place in memory where a slot begins
+        self.slots = Pool(self._allocate)
         self.address = self._segment.address
 
     @classmethod
@@ -110,51 +109,37 @@ class Board:
         """Tell the others that this worker is in ``generation`` now."""
         word = _word(self._cover, "generation")
         if generation + 1 <= word.value:
-            raise ValueError(f"this worker has been in generation {word.value - 1} and cannot enter {generation}: they only grow")
+            raise ValueError(
+                f"this worker has been in generation {word.value - 1} and cannot enter {generation}: they only grow"
+            )
         self._cover.sheet = sheet.encode()
         fence()
         word.value = generation + 1
         futex_wake(word)
 
-    def keep(self, layout: FlatLayout, slots: Sequence[Slot]) -> None:
-        """Free all slots but these, and make slots of this layout from now on."""
-        kept = {slot.key for slot in slots}
-        if layout != self._layout:
-            for key in self._slots.keys() - kept:
-                self._segments.pop(key).close()
-                del self._slots[key]
-        self._layout = layout
-        self._free = [slot for key, slot in self._slots.items() if key not in kept]
-
-    def slot(self) -> Slot:
-        """A free slot in shared memory."""
-        if self._free:
-            return self._free.pop()
-        assert self._layout is not None
-        segment = Segment.create(self._layout.slot_bytes)
-        self._num_made += 1
-        slot = Slot(self._layout, segment.tensor(), key=self._num_made)
-        self._segments[slot.key] = segment
-        self._slots[slot.key] = slot
-        return slot
-
-    def release(self, slot: Slot) -> None:
-        self._free.append(slot)
-
-    def owns(self, slot: Slot) -> bool:
-        return self._slots.get(slot.key) is slot
+    def keep(self, layout: FlatLayout, slots: Sequence[Slot]) -> list[Slot]:
+        """Free all slots but these; for each of them one of this board, itself or a copy."""
+        self.slots.keep(layout, [slot for slot in slots if slot in self.slots])
+        for place in self._segments.keys() - {slot.memory.data_ptr() for slot in self.slots}:
+            self._segments.pop(place).close()
+        return [slot if slot in self.slots else slot.copy_to(self.slots.slot()) for slot in slots]
 
     def find(self, slot: Slot) -> str:
-        """The address of a slot that this board made."""
-        return self._segments[slot.key].address
+        """Where others find a slot of this board."""
+        return self._segments[slot.memory.data_ptr()].address
+
+    def _allocate(self, layout: FlatLayout) -> Tensor:
+        segment = Segment.create(layout.slot_bytes)
+        memory = segment.tensor()
+        self._segments[memory.data_ptr()] = segment
+        return memory
 
     def close(self) -> None:
         """The end of the worker: nobody can open anything of it any more."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
-        self._slots.clear()
-        self._free.clear()
+        self.slots.clear()
         self._segment.close()
 
 
@@ -187,9 +172,7 @@ class Host:
         timeout_s: how long any one wait may take.
     """
 
-    def __init__(
-        self, board: Board, addresses: Sequence[str], rank: int, *, generation: int, timeout_s: float
-    ) -> None:
+    def __init__(self, board: Board, addresses: Sequence[str], rank: int, *, generation: int, timeout_s: float) -> None:
         self.rank = rank
         self.size = len(addresses)
         self.waiting_s = 0.0
@@ -228,14 +211,13 @@ class Host:
             # A new one: a sum does not write the padding in its rows, which has to be zero for the digest.
             segment = self._allocate("result", result_rows * ROW_BYTES)
             self._result, self._sheet.result = segment.tensor(), segment.address.encode()
-        self._board.keep(layout, [slot for slot in slots if self._board.owns(slot)])
-        return [slot if self._board.owns(slot) else slot.copy_to(self.slot()) for slot in slots]
+        return self._board.keep(layout, slots)
 
     def slot(self) -> Slot:
-        return self._board.slot()
+        return self._board.slots.slot()
 
     def release(self, slot: Slot) -> None:
-        self._board.release(slot)
+        self._board.slots.release(slot)
 
     # -- the moves of a combine ----------------------------------------------------------------------
 
@@ -243,7 +225,8 @@ class Host:
         """Show this member's nodes and facts, wait until everybody has, and map what they show."""
         if len(slots) > MAX_NODES:
             raise RecipeError(
-                f"this worker holds {len(slots)} nodes of the summation tree and can show {MAX_NODES}; use fewer micro-batches"
+                f"this worker holds {len(slots)} nodes of the summation tree and can show {MAX_NODES}; "
+                "use fewer micro-batches"
             )
         sheet = self._sheet
         for place, (node, slot) in enumerate(slots.items()):
@@ -321,7 +304,7 @@ class Host:
     def team_facts(self, rank: int) -> list[float]:
         """What that member gave to `commit`. After `commit`."""
         sheet = self._peers[rank].sheet
-        return sheet.team_facts[: sheet.num_team_facts]
+        return list(sheet.team_facts[: sheet.num_team_facts])
 
     # -- letters -------------------------------------------------------------------------------------
 
@@ -409,7 +392,8 @@ class Host:
 
     def _gone(self, rank: int) -> PeerLost:
         return PeerLost(
-            f"local rank {rank} of {self.size} has left generation {self._generation}; nothing of it can be committed any more"
+            f"local rank {rank} of {self.size} has left generation {self._generation}; "
+            "nothing of it can be committed any more"
         )
 
     def _advance(self, counter: str, value: int) -> None:
@@ -473,8 +457,8 @@ class Host:
             remaining = deadline - time.perf_counter()
             if remaining <= 0:
                 raise DeadlineExceeded(
-                    f"waited {self._timeout_s:.0f} s for local rank {rank} of {self.size} in generation {self._generation}: "
-                    f"'{what}' is {seen}, needs {value}"
+                    f"waited {self._timeout_s:.0f} s for local rank {rank} of {self.size} "
+                    f"in generation {self._generation}: '{what}' is {seen}, needs {value}"
                 )
             futex_wait(word, seen, min(remaining, SLICE_S))
 
@@ -490,4 +474,4 @@ def _behind(seen: int, value: int) -> bool:
 def split_rows(num_rows: int, num_chunks: int) -> list[range]:
     """Rows ``[0, num_rows)`` in ``num_chunks`` contiguous chunks of nearly equal size."""
     edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]

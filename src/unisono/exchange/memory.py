@@ -122,7 +122,7 @@ class Segment:
         return torch.frombuffer(self.map, dtype=torch.uint8, count=self.nbytes)
 
     def close(self) -> None:
-        """The creator lets go of it: nobody can open it any more. Tensors on it stay valid; it is freed with the last."""
+        """The creator lets go of it: nobody can open it any more. Tensors stay valid; it is freed with the last."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.exchange.pool import Pool
 from unisono.exchange.reduce import Reduction, padded_rows
 from unisono.exchange.wire import Wire
 from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
@@ -26,27 +28,29 @@ class Network:
         self._wire = wire
         self.rank = wire.rank
         self.size = wire.size
-        self._free: list[Slot] = []
+        self._pool = Pool(self._allocate)
         self._reduction: Reduction | None = None
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._layout = layout
         self._rows = range(layout.num_rows)
-        self._slot_bytes = max(layout.slot_bytes, padded_rows(self._rows, self.size) * ROW_BYTES)
         self._multipliers = layout.multipliers.to(self._wire.device)
-        self._free = []
-        return [slot if self._can_send(slot.memory) else slot.copy_to(self.slot()) for slot in slots]
-
-    def _can_send(self, memory: Tensor) -> bool:
-        return memory.numel() >= self._slot_bytes and memory.device == self._wire.device
+        nbytes, device = self._slot_bytes(layout), self._wire.device
+        reachable = [slot.memory.numel() >= nbytes and slot.memory.device == device for slot in slots]
+        self._pool.keep(layout, itertools.compress(slots, reachable))
+        return [slot if can else slot.copy_to(self.slot()) for slot, can in zip(slots, reachable, strict=True)]
 
     def slot(self) -> Slot:
-        if self._free:
-            return self._free.pop()
-        return Slot(self._layout, torch.zeros(self._slot_bytes, dtype=torch.uint8, device=self._wire.device))
+        return self._pool.slot()
 
     def release(self, slot: Slot) -> None:
-        self._free.append(slot)
+        self._pool.release(slot)
+
+    def _slot_bytes(self, layout: FlatLayout) -> int:
+        return max(layout.slot_bytes, padded_rows(range(layout.num_rows), self.size) * ROW_BYTES)
+
+    def _allocate(self, layout: FlatLayout) -> Tensor:
+        return torch.zeros(self._slot_bytes(layout), dtype=torch.uint8, device=self._wire.device)
 
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._reduction is None:
@@ -68,7 +72,8 @@ class Network:
         total = float(result.scalars[0])
         for first, end in blocks(0, self._layout.num_rows, wire.device):
             divide_rows(self._layout, Rows(result.memory, 0), total, first, end, result)
-        self._free.extend(share.slots.values())
+        for slot in share.slots.values():
+            self.release(slot)
         digest = sum(vote[0] for vote in cast) & 0xFFFFFFFFFFFFFFFF
         return Combined(result, digest, tuple(vote[1:] for vote in cast), wire.waiting_s)
 
@@ -82,7 +87,7 @@ class Network:
         self._wire.interrupt(error)
 
     def close(self) -> None:
-        self._free = []
+        self._pool.clear()
         self._wire.close()
 
 

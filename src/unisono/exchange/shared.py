@@ -22,9 +22,7 @@ class SharedMemory:
         generation: grows from one exchange of the board to the next.
     """
 
-    def __init__(
-        self, board: Board, addresses: Sequence[str], rank: int, *, generation: int, timeout_s: float
-    ) -> None:
+    def __init__(self, board: Board, addresses: Sequence[str], rank: int, *, generation: int, timeout_s: float) -> None:
         self._host = Host(board, addresses, rank, generation=generation, timeout_s=timeout_s)
         self.rank = rank
         self.size = len(addresses)
@@ -68,7 +66,9 @@ class SharedMemory:
             return 0
         out = [self._host.result(chunk.start)]
         multipliers = self._layout.multipliers
-        return fold_rows(self._layout, self._host.nodes(), num_leaves, chunk.start, chunk.stop, out, multipliers=multipliers)
+        return fold_rows(
+            self._layout, self._host.nodes(), num_leaves, chunk.start, chunk.stop, out, multipliers=multipliers
+        )
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._host.all_gather(data)

@@ -47,7 +47,7 @@ class TwoLevel:
         self.rank = rank
         self.size = sum(len(ranks) for ranks in hosts)
         if self.size > MAX_TEAM:
-            raise UsageError(f"a team of {self.size} workers is more than the {MAX_TEAM} that can tell each other their timings")
+            raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that can tell each other their timings")
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._host.all_gather(b"")  # nobody is in a combine any more
@@ -140,5 +140,3 @@ class TwoLevel:
         self._host.close()
         if self._wire is not None:
             self._wire.close()
-
-

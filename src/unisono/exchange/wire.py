@@ -2,9 +2,9 @@
 
 The group is built directly (never the global default group), so that a generation can make its own. Neither the
 forming of a group nor a blocked collective can be woken: ``abort()`` and ``shutdown()`` do not, and deleting a
-group with a pending operation blocks. So nobody waits *in* torch. The group is formed by a thread of its own; that thread,
-an operation's future and `interrupt` notify the same condition; and an abandoned group is kept until its last operation
-has ended, at the latest by its timeout.
+group with a pending operation blocks. So nobody waits *in* torch. The group is formed by a thread of its own; that
+thread, an operation's future and `interrupt` notify the same condition; and an abandoned group is kept until its last
+operation has ended, at the latest by its timeout.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class Wire:
             group, self._group = self._group, None
         _abandoned.append((group, self._pending))
         self._pending = []
-        _abandoned[:] = [(group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)]
+        _abandoned[:] = [
+            (group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)
+        ]
 
     def _connected(self) -> Any:
         """The group, as soon as there is one."""
@@ -197,7 +199,7 @@ def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     gloo._timeout = limit
     return dist.ProcessGroupGloo(store, rank, size, gloo)

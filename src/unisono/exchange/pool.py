@@ -1,0 +1,64 @@
+"""A worker's slots of one layout: those that hold something, and those that are free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from unisono.flat import FlatLayout, Slot
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """Makes slots, and makes them once.
+
+    Args:
+        allocate: zeroed memory for a slot of a layout.
+    """
+
+    def __init__(self, allocate: Callable[[FlatLayout], Tensor]) -> None:
+        self._allocate = allocate
+        self._layout: FlatLayout | None = None
+        self._slots: dict[int, Slot] = {}
+        self._free: dict[int, Slot] = {}
+
+    def keep(self, layout: FlatLayout, slots: Iterable[Slot]) -> None:
+        """From now on these hold something, all others are free; those of another layout are forgotten."""
+        held = {slot.key: slot for slot in slots}
+        for slot in held.values():
+            if slot.layout != layout:
+                raise ValueError(
+                    f"a slot of {slot.layout.num_rows} rows was to be kept for another layout ({layout.num_rows} rows)"
+                )
+        if layout != self._layout:
+            self._slots.clear()
+        self._layout = layout
+        self._slots.update(held)
+        self._free = {key: slot for key, slot in self._slots.items() if key not in held}
+
+    def slot(self) -> Slot:
+        if self._free:
+            return self._free.popitem()[1]
+        if self._layout is None:
+            raise ValueError("an exchange has no slots before `prepare`")
+        slot = Slot(self._layout, self._allocate(self._layout))
+        self._slots[slot.key] = slot
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back. One that was given back or forgotten before is left alone: somebody else may have it."""
+        if self._slots.get(slot.key) is slot:
+            self._free[slot.key] = slot
+
+    def __contains__(self, slot: Slot) -> bool:
+        return self._slots.get(slot.key) is slot
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots.values())
+
+    def clear(self) -> None:
+        self._slots.clear()
+        self._free.clear()
+        self._layout = None
