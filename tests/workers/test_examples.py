@@ -71,9 +71,7 @@ def test_digits_learns_to_read(tmp_path: Path) -> None:
 def test_digits_gives_the_same_bits_on_workers(tmp_path: Path) -> None:
     short = ["--epochs", "2", "--microbatches", "4"]
     alone("digits", "--run-dir", tmp_path / "alone", *short)
-    on_workers(2, "digits", tmp_path / "two", *short)
     on_workers(3, "digits", tmp_path / "three", *short)
-    assert "identical: 24 steps" in run(*UNISONO, "compare", tmp_path / "alone", tmp_path / "two")
     assert "identical: 24 steps" in run(*UNISONO, "compare", tmp_path / "alone", tmp_path / "three")
 
 
