@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unisono.data import Fetcher
 from unisono.errors import RecipeError, UsageError
+from unisono.faults import point
 from unisono.plan import plan as even_plan
 from unisono.randomness import seed_place
 from unisono.rounds import Rounds
@@ -54,12 +55,14 @@ def evaluate(
                     rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=batch)
                 if batch not in have:
                     have[batch] = _one(fetcher, function, batch, seed)
+                    point("in_evaluation", batch)
             if rounds is None:
                 break
             letter = _encode(have)
             for other in rounds.gather(letter):
                 have.update(_decode(other))
             rounds.gathered(_encode(have))
+            point("evaluated")
             break
         except LOST as lost:
             assert rounds is not None

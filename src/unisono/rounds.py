@@ -24,6 +24,7 @@ import torch
 
 from unisono.errors import StepError, UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.faults import point
 from unisono.flat import FlatLayout, Slot
 from unisono.plan import Plan, plan, replan
 from unisono.state import Packed, digest_of_tensor, pack, unpack
@@ -146,6 +147,7 @@ class Rounds:
         combined = self._combine(Share(plan.num_leaves, plan.nodes, held), facts)
         self._finish(_Last(digest=combined.digest))
         self._result = combined.slot
+        point("committed")
         return combined
 
     def release_result(self) -> None:
@@ -311,6 +313,7 @@ class Rounds:
                 tensor = packed.tensors[place]
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, kind))
+            point("in_admission")
             exchange.broadcast(tensor, source)
             tensors.append(tensor)
         return unpack(head.skeleton, tensors)

@@ -20,6 +20,7 @@ from unisono.cursor import Cursor
 from unisono.data import Fetcher, MapDataset, check_dataset
 from unisono.errors import UnisonoError, UsageError
 from unisono.evaluation import Totals, check_batches, evaluate
+from unisono.faults import at_step, point
 from unisono.fingerprint import fingerprint
 from unisono.gradients import GradientFolder
 from unisono.journal import JOURNAL, Journal
@@ -293,6 +294,7 @@ class Run:
         clock = Clock()
         try:
             for number in range(first, num_steps):
+                at_step(number)
                 rounds.step = number
                 rounds.lines = self._journal.number
                 rounds.boundary()
@@ -302,8 +304,10 @@ class Run:
                 context = StepContext(rounds, folder, fetcher, cursor, self.seed, base, ahead.note)
                 seed_place(self.seed, "step", base + number)
                 self._step = Step(context, number, clock)
+                point("step_head")
                 yield self._step
                 self._step.close()
+                point("after_step")
                 self._steps_before += 1
                 self._finish(self._step, clock, base + num_steps)
         finally:

@@ -15,6 +15,7 @@ from unisono.cursor import Cursor, StepPosition
 from unisono.data import Fetcher
 from unisono.errors import LossError, StepError
 from unisono.exchange import Combined, Share
+from unisono.faults import at_step, point
 from unisono.gradients import GradientFolder
 from unisono.plan import Plan
 from unisono.randomness import seed_place
@@ -198,6 +199,7 @@ class Step:
                 yield from self._compute(plan)
                 self._clock.switch("exchange")
                 rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
+                point("before_combine")
                 combined = rounds.combine(plan, folder.held, self._facts)
                 break
             except LOST as lost:
@@ -215,6 +217,7 @@ class Step:
             self._clock.switch("data")
             batch = self._context.fetcher.fetch(self.number, leaf)
             self._clock.switch("compute")
+            point("before_backward", leaf)
             folder.start_leaf(leaf, rounds.team.exchange.slot)
             if place == len(todo) - 1:
                 self._offer_rows(plan)
@@ -229,6 +232,7 @@ class Step:
                 )
             for slot in folder.finish_leaf(self._weight, self._weighted_loss):
                 rounds.team.exchange.release(slot)
+            point("after_backward", leaf)
         self._clock.switch("exchange")
 
     def _offer_rows(self, plan: Plan) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from unisono.errors import DeadlineExceeded, PeerLost, RunStopped
 from unisono.exchange import Exchange
 from unisono.exchange.alone import Alone
+from unisono.faults import point
 from unisono.member import Member
 from unisono.messages import Notice
 
@@ -224,6 +225,7 @@ class HeadTeam:
                 )
             try:
                 self._enter(notice)
+                point("in_recovery")
                 reports = self.meet(report)
             except LOST as again:
                 lost = again

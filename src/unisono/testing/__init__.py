@@ -1,0 +1,140 @@
+"""Test your own training script against lost, stuck and slow workers.
+
+::
+
+    from unisono.testing import Faults, run_workers
+
+    def test_my_script_survives(tmp_path):
+        calm = run_workers("train.py", 3, directory=tmp_path / "calm")
+        hurt = run_workers("train.py", 3, directory=tmp_path / "hurt", faults=Faults().kill("w1", step=3, at="after_backward"))
+        assert hurt.digests == calm.digests
+
+The points at which a fault can happen are the keys of `POINTS`. Runs are real: ``unisono run`` with its head, agent and workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.faults import ENVIRONMENT, POINTS, Fault, encode
+from unisono.journal import JOURNAL, read
+
+__all__ = ["POINTS", "Faults", "Outcome", "run_workers"]
+
+
+class Faults:
+    """What shall happen to which worker, at which point. Each call adds one fault and returns a new `Faults`.
+
+    Workers are named by their id: ``w0``, ``w1`` ... in the order of their start (at first also their rank); a replacement has
+    an id of its own. A fault happens once in a worker's life.
+    """
+
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
+        self.faults = tuple(faults)
+
+    def kill(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+        """SIGKILL: no handler runs, nothing is closed."""
+        return self._and(Fault(action="kill", worker=worker, at=at, step=step, microbatch=microbatch))
+
+    def stop(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+        """SIGSTOP: the process is there and does nothing any more, heartbeats included."""
+        return self._and(Fault(action="stop", worker=worker, at=at, step=step, microbatch=microbatch))
+
+    def delay(self, worker: str, seconds: float, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+        """The main thread sleeps; the heartbeats go on."""
+        return self._and(
+            Fault(action="delay", worker=worker, at=at, step=step, microbatch=microbatch, seconds=seconds)
+        )
+
+    def fail(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+        """An exception, as if the script had raised it there."""
+        return self._and(Fault(action="fail", worker=worker, at=at, step=step, microbatch=microbatch))
+
+    def environment(self) -> dict[str, str]:
+        """What arms the workers of a command that inherits it."""
+        return {ENVIRONMENT: encode(list(self.faults))} if self.faults else {}
+
+    def _and(self, fault: Fault) -> Faults:
+        if fault.at not in POINTS:
+            raise ValueError(f"there is no fault point {fault.at!r}; there are {', '.join(POINTS)}")
+        return Faults((*self.faults, fault))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left behind."""
+
+    exit_code: int
+    output: str
+    """Standard output and error of the command."""
+    lines: list[dict[str, Any]] = field(repr=False)
+    """The journal."""
+
+    @property
+    def digests(self) -> list[str]:
+        """Of each step's gradient, in the order of the steps."""
+        return [line["digest"] for line in self.lines if line["kind"] == "step"]
+
+    @property
+    def final(self) -> dict[str, str]:
+        """Digests of the tracked objects at the end; empty if the run failed."""
+        ends = [line for line in self.lines if line["kind"] == "end"]
+        return dict(ends[-1]["digests"]) if ends else {}
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The totals of each evaluation."""
+        return [line["totals"] for line in self.lines if line["kind"] == "evaluation"]
+
+    @property
+    def generations(self) -> list[int]:
+        """The generation in which each step was committed."""
+        return [line["generation"] for line in self.lines if line["kind"] == "step"]
+
+
+def run_workers(
+    script: str | os.PathLike[str],
+    workers: int | str,
+    *,
+    directory: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    options: Sequence[str] = (),
+    faults: Faults | None = None,
+    timeout_s: float = 120.0,
+) -> Outcome:
+    """Run a script under ``unisono run`` and wait for its end.
+
+    Args:
+        workers: as after ``--workers``.
+        directory: of the run; must not hold another.
+        arguments: of the script.
+        options: further options of ``unisono run``.
+        faults: what shall happen on the way.
+        timeout_s: then every process of the run is ended.
+
+    Raises:
+        TimeoutError: it took longer; the message has the output.
+    """
+    command = [sys.executable, "-m", "unisono", "run", "--workers", str(workers), "--run-dir", os.fspath(directory)]
+    command += [*options, os.fspath(script), "--", *arguments]
+    environment = {**os.environ, **(faults.environment() if faults is not None else {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as expired:
+        process.send_signal(signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        raise TimeoutError(f"{' '.join(command)} took longer than {timeout_s:.0f} s; its output:\n{output}") from expired
+    journal = Path(directory) / JOURNAL
+    return Outcome(process.returncode, output, list(read(journal)) if journal.exists() else [])
