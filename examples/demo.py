@@ -41,17 +41,20 @@ def main() -> None:
         if done.returncode:
             sys.exit(f"the run on {workers} workers ended with exit status {done.returncode}; its last words are above")
 
-    first, *others = directories.values()
+    first, *others = arguments.workers
     print("\n--- the same bits?", flush=True)
-    differing = [
-        other for other in others if subprocess.run([*UNISONO, "compare", first, other], check=False).returncode
-    ]
-    print(f"\n--- how fast? ({os.cpu_count()} cores)")
+    differing = 0
+    for workers in others:
+        command = [*UNISONO, "compare", directories[first], directories[workers]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        print(f"{first} and {workers} workers: {(done.stdout + done.stderr).strip()}")
+        differing += done.returncode != 0
+
+    print(f"\n--- how fast? (this machine has {os.cpu_count()} cores)")
     speeds = {workers: samples_per_s(directory) for workers, directory in directories.items()}
     for workers, speed in speeds.items():
-        print(
-            f"{workers:3} workers: {speed:8,.0f} samples/s, {speed / next(iter(speeds.values())):.2f} times the first"
-        )
+        name = "workers" if workers > 1 else "worker "
+        print(f"{workers:3} {name} {speed:8,.0f} samples/s, {speed / speeds[first]:.2f} times the first")
     if differing:
         sys.exit(f"{len(differing)} of {len(others)} runs differ from the first: this is a bug")
 

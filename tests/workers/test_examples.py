@@ -115,5 +115,5 @@ def test_data_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
 
 def test_the_demo_compares_and_measures(tmp_path: Path) -> None:
     output = alone("demo", "--directory", tmp_path, "--workers", "1", "2", "--epochs", "2")
-    assert "identical: 24 steps" in output
-    assert re.search(r"2 workers: +[\d,]+ samples/s", output)
+    assert "1 and 2 workers: identical: 24 steps" in output
+    assert re.search(r"2 workers +[\d,]+ samples/s", output)
