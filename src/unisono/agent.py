@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import ipaddress
 import json
 import os
@@ -57,6 +58,7 @@ LAST_LINES: Final = 20
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
 TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
+LAST_WORDS_S: Final = 0.5
 MAX_LINE_BYTES: Final = 65536
 
 
@@ -90,6 +92,7 @@ class Service:
 
 def run(job: Job, service: Service) -> int:
     """Be ``unisono run``: a head and the workers of this machine. Returns the exit code."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGTERM)
     listener = _listen(service)
     secret = Secret(token := secrets.token_urlsafe(32))
@@ -133,10 +136,15 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Secr
 
 def join(job: Job, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGTERM)
     secret = Secret(token)
+
+    async def work() -> int:
+        return await _Agent(job, url, token, secret, terminal(), None).run()
+
     try:
-        return asyncio.run(_Agent(job, url, token, secret, terminal(), None).run())
+        return asyncio.run(work())
     finally:
         secret.close()
 
@@ -333,6 +341,9 @@ class _Agent:
             for timer in self._late:
                 timer.cancel()
             await self._end_workers(self._over.result() if self._over.done() and not self._over.cancelled() else None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._outbox.join()  # the head hears of every end that this agent has seen
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
         self._show(ended)
@@ -390,6 +401,7 @@ class _Agent:
         with contextlib.suppress(ConnectionClosed):
             while True:
                 await connection.send(encode(await self._outbox.get()))
+                self._outbox.task_done()
 
     def _hear(self, message: Message) -> None:
         match message:

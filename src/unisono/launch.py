@@ -37,8 +37,8 @@ def launch(
 ) -> T:
     """Call ``main(*args)`` on workers of this machine; returns what it returns on rank 0.
 
-    Blocks until the run is over. ``main`` and its arguments are pickled by value (cloudpickle), so functions of a notebook
-    will do; what it returns is pickled back. The workers' output appears here, told apart by worker.
+    Blocks until the run is over. ``main`` and its arguments are pickled by value (cloudpickle), so functions of a
+    notebook will do; what it returns is pickled back. The workers' output appears here, told apart by worker.
 
     Args:
         workers: how many; "auto": every GPU, else every core; "A:B": at least A, at most B.

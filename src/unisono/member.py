@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 from websockets.client import ClientProtocol
-from websockets.exceptions import InvalidHandshake, InvalidStatus
+from websockets.exceptions import InvalidHandshake, InvalidState, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.uri import parse_uri
@@ -185,7 +185,7 @@ class _Link:
         return found
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, InvalidState):  # it may be closed already, from either side
             self._protocol.send_close()
             self.push()
         self.sock.close()

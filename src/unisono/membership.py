@@ -325,7 +325,8 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
         return state, (), ""
     turn = _Turn(state, now)
     turn.take(event)
-    turn.settle()
+    if turn.actions or turn.broken or not isinstance(event.message, Beat):  # most events are heartbeats
+        turn.settle()
     return turn.state, tuple(turn.actions), "; ".join(dict.fromkeys(turn.reasons))
 
 
@@ -832,7 +833,10 @@ class _Turn:
         state = self.state
         why = "; ".join(self.broken)
         survivors = self.holders()
-        if not survivors and state.held:
+        fresh = [w.worker_id for w in self.workers(_S.ADMITTED) if w.worker_id in state.members]
+        # Before the first step is done nothing is lost with the state: whoever is left begins (again).
+        lost_all = not survivors and state.held and not (fresh and state.committed < 0)
+        if lost_all:
             if state.stopping:
                 return
             if state.finishing:
@@ -841,9 +845,8 @@ class _Turn:
                 return
             self.end(False, f"{why}; no worker that holds the run's state is left")
             return
-        fresh = [w.worker_id for w in self.workers(_S.ADMITTED) if w.worker_id in state.members]
         if not survivors:
-            self.announce(fresh, why, immediate=True)  # before the first step: whoever is left begins
+            self.announce(fresh, why, immediate=True)
             return
         for worker_id in fresh:
             self.worker(worker_id, state=_S.READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import socket
@@ -48,20 +49,17 @@ async def _serve(settings: Settings, token: str) -> int:
         job=settings.job,
     )
     loop = asyncio.get_running_loop()
-    parent = os.getppid()
-
-    def leave() -> None:
-        if os.getppid() != parent:  # the command was killed and could not end its workers
-            head.end_workers()
-        head.over.set()
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, leave)
-    await head.run(socket.socket(fileno=settings.listener))
+        loop.add_signal_handler(number, head.over.set)
+    try:
+        await head.run(socket.socket(fileno=settings.listener))
+    finally:
+        head.end_workers()  # nothing is left to do, unless the command was killed
     return 0
 
 
 def main() -> int:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGTERM)
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     token = Path(os.environ["UNISONO_TOKEN_FILE"]).read_text()

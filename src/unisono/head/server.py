@@ -23,7 +23,6 @@ from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
 from unisono.lifetime import end_group
 from unisono.membership import (
-    ALIVE,
     Event,
     Hangup,
     Policy,
@@ -49,6 +48,7 @@ from unisono.messages import (
     StoreCall,
     Told,
     Welcome,
+    WorkerExit,
     decode,
     encode,
 )
@@ -117,6 +117,7 @@ class Head:
         self._started = time.time()
         self._timer: asyncio.TimerHandle | None = None
         self._written: list[Path] = []
+        self._here: dict[str, int] = {}  # pids of workers of this machine whose end nobody has reported
         self._url = url
         self._job = job or {}
         self.over = asyncio.Event()
@@ -146,11 +147,9 @@ class Head:
             server.close()
 
     def end_workers(self) -> None:
-        """End the workers of this machine with all of their children: whoever started them is gone."""
-        agents = {a.agent_id for a in self._state.agents.values() if a.primary}
-        for worker in self._state.workers.values():
-            if worker.info is not None and worker.agent in agents and worker.state in ALIVE:
-                end_group(worker.info.pid, signal.SIGKILL)
+        """End what is left of the workers of this machine, their children included, whose agent has not seen them end."""
+        for pid in self._here.values():
+            end_group(pid, signal.SIGKILL)
 
     # -- http ----------------------------------------------------------------------------------------
 
@@ -287,7 +286,13 @@ class Head:
     def _happens(self, source: str, message: Message | Tick) -> None:
         """One event through the table, and what follows from it."""
         self._state, actions, reason = step(self._state, Event(source, message), time.monotonic())
-        if isinstance(message, StepDone):
+        if isinstance(message, Hello):
+            agent = self._state.agents.get(self._state.workers[source].agent)
+            if agent is not None and agent.primary:
+                self._here[source] = message.info.pid
+        elif isinstance(message, WorkerExit):
+            self._here.pop(message.worker_id, None)
+        elif isinstance(message, StepDone):
             self._last = message
             self._tell_agents(message)
         for action in actions:

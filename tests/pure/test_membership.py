@@ -1,0 +1,1137 @@
+"""The membership table, without a process: every decision, and what must hold for 64 members in any order of events."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.errors import ProtocolError, UsageError
+from unisono.membership import (
+    ALIVE,
+    TRANSITIONS,
+    Action,
+    Event,
+    Hangup,
+    Policy,
+    Send,
+    State,
+    Tick,
+    Worker,
+    WorkerState,
+    differences,
+    next_deadline,
+    step,
+)
+from unisono.messages import (
+    AgentHello,
+    Beat,
+    Drain,
+    Ended,
+    Evict,
+    Failed,
+    Finished,
+    Hello,
+    Holding,
+    Left,
+    Lost,
+    MemberInfo,
+    Message,
+    Notice,
+    Ready,
+    Scale,
+    Start,
+    StepDone,
+    Stop,
+    Suspect,
+    Told,
+    WorkerExit,
+    WorkerLate,
+)
+
+AGENT = "agent0"
+M = TypeVar("M", bound=Message)
+
+
+def info(worker_id: str, host: str = "lab") -> MemberInfo:
+    return MemberInfo(worker_id=worker_id, host=host, pid=1000 + int(worker_id[1:]), device="cpu")
+
+
+def step_done(number: int, seconds: float = 0.1) -> StepDone:
+    return StepDone(
+        step=number,
+        epoch=0,
+        num_steps=100,
+        loss=1.0,
+        samples=8,
+        seconds=seconds,
+        digest="",
+        generation=1,
+        num_workers=1,
+    )
+
+
+class Story:
+    """A head without connections: says events to the table and remembers what came of them."""
+
+    def __init__(self, start: int = 3, **policy: int | float | bool) -> None:
+        settings_ = {"start": start, "maximum": start, **policy}
+        self.state = State(policy=Policy(**settings_))  # type: ignore[arg-type]
+        self.now = 0.0
+        self.actions: list[Action] = []
+        self.reason = ""
+
+    def says(self, source: str, message: Message | Tick) -> list[Action]:
+        self.state, actions, self.reason = step(self.state, Event(source, message), self.now)
+        self.actions = list(actions)
+        return self.actions
+
+    def agent(self, num_workers: int, agent_id: str = AGENT, *, primary: bool = True, host: str = "lab") -> list[str]:
+        """An agent joins; returns the ids of the workers that it is to start."""
+        self.says(agent_id, AgentHello(host=host, pid=1, num_workers=num_workers, primary=primary))
+        return [i for start in self.sent(agent_id, Start) for i in start.worker_ids]
+
+    def arrive(self, *worker_ids: str, host: str = "lab") -> None:
+        """These workers are up and ready."""
+        for worker_id in worker_ids:
+            self.says(worker_id, Hello(info=info(worker_id, host), fingerprint={"torch": "2"}))
+            self.says(worker_id, Ready(phase=0))
+
+    def hold(self, *worker_ids: str) -> None:
+        """These workers (all members) have taken the newest generation."""
+        for worker_id in worker_ids or self.state.members:
+            self.says(worker_id, Holding(generation=self.state.generation))
+
+    def exits(self, worker_id: str, exit_code: int = -9) -> list[Action]:
+        return self.says(AGENT, WorkerExit(worker_id=worker_id, exit_code=exit_code))
+
+    def beat(
+        self, worker_id: str, *, seconds_at: float = 0.0, waiting: bool = False, progress: int = 1
+    ) -> list[Action]:
+        return self.says(
+            worker_id,
+            Beat(
+                generation=self.state.generation,
+                phase=0,
+                step=4,
+                microbatch=2,
+                progress=progress,
+                waiting=waiting,
+                seconds_at=seconds_at,
+            ),
+        )
+
+    def tick(self, now: float) -> list[Action]:
+        self.now = now
+        return self.says("", Tick())
+
+    def sent(self, to: str, kind: type[M]) -> list[M]:
+        found = [a.message for a in self.actions if isinstance(a, Send) and a.to == to]
+        return [message for message in found if isinstance(message, kind)]
+
+    def notices(self) -> dict[str, Notice]:
+        """Who has just heard of a generation."""
+        return {a.to: a.message for a in self.actions if isinstance(a, Send) and isinstance(a.message, Notice)}
+
+    def worker(self, worker_id: str) -> Worker:
+        return self.state.workers[worker_id]
+
+    @property
+    def ended(self) -> Ended | None:
+        return self.state.ended
+
+
+def training(num_workers: int = 3, **policy: int | float | bool) -> Story:
+    """A run whose first generation everybody has taken."""
+    story = Story(num_workers, **policy)
+    story.arrive(*story.agent(num_workers))
+    story.hold()
+    return story
+
+
+# -- the first generation ----------------------------------------------------------------------------
+
+
+def test_the_agent_is_told_whom_to_start() -> None:
+    assert Story(3).agent(3) == ["w0", "w1", "w2"]
+
+
+def test_the_first_generation_waits_for_all() -> None:
+    story = Story(3)
+    story.agent(3)
+    story.arrive("w2", "w0")
+    assert story.state.notice is None
+    story.arrive("w1")
+    notice = story.notices()["w1"]
+    assert (notice.generation, notice.immediate, notice.paused) == (1, False, False)
+    assert [member.worker_id for member in notice.members] == ["w0", "w1", "w2"]
+    assert set(story.notices()) == {"w0", "w1", "w2"}
+    assert story.worker("w0").state is WorkerState.ADMITTED
+    story.hold("w0")
+    assert story.worker("w0").state is WorkerState.HOLDING
+
+
+def test_members_of_a_host_stand_together() -> None:
+    story = Story(4)
+    story.agent(4)
+    for worker_id, host in (("w0", "a"), ("w1", "b"), ("w2", "a"), ("w3", "b")):
+        story.arrive(worker_id, host=host)
+    assert story.state.members == ("w0", "w2", "w1", "w3")
+
+
+def test_numbers_count_as_numbers() -> None:
+    story = Story(11)
+    story.arrive(*story.agent(11))
+    assert story.state.members[2] == "w2"
+    assert story.state.members[10] == "w10"
+
+
+def test_a_script_that_never_trains_may_finish() -> None:
+    story = Story(2)
+    story.agent(2)
+    for worker_id in ("w0", "w1"):
+        story.says(worker_id, Hello(info=info(worker_id), fingerprint={}))
+        assert story.ended is None
+        story.says(worker_id, Finished())
+    assert story.ended is not None
+    assert story.ended.ok
+
+
+def test_an_exit_before_anything_was_trained_ends_the_run() -> None:
+    story = Story(2)
+    story.agent(2)
+    story.exits("w1", 3)
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert "w1" in story.ended.reason
+    assert story.ended.exit_code == 3
+
+
+def test_a_kill_before_anything_was_trained_is_replaced() -> None:
+    story = Story(2)
+    story.agent(2)
+    story.exits("w1", -9)
+    assert story.sent(AGENT, Start)[0].worker_ids == ["w2"]
+    story.arrive("w0", "w2")
+    assert story.state.members == ("w0", "w2")
+
+
+def test_a_loss_while_the_first_generation_forms_lets_the_others_begin() -> None:
+    story = Story(3)
+    story.arrive(*story.agent(3))
+    story.exits("w0")
+    assert story.state.members == ("w1", "w2")
+    assert story.state.notice is not None
+    assert story.state.notice.immediate
+    story.hold()
+    assert story.worker("w1").state is WorkerState.HOLDING
+
+
+def test_before_the_first_step_is_done_the_others_begin_again() -> None:
+    """The one who is lost had the state, the others had not said so yet: nothing was trained, so nothing is lost."""
+    story = Story(2)
+    story.arrive(*story.agent(2))
+    story.hold("w0")
+    story.exits("w0")
+    assert story.state.members == ("w1",)
+    story = Story(2)
+    story.arrive(*story.agent(2))
+    story.hold("w0")
+    story.says("w0", step_done(0))
+    story.exits("w0")
+    assert story.ended is not None
+
+
+def test_those_who_will_not_come_are_not_waited_for() -> None:
+    story = Story(3, max_restarts=0)
+    story.agent(3)
+    story.exits("w0")
+    story.arrive("w1", "w2")
+    assert story.state.members == ("w1", "w2")
+
+
+# -- losses ------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_announced_at_once_to_the_survivors() -> None:
+    story = training(3)
+    story.exits("w1")
+    notices = story.notices()
+    assert set(notices) == {"w0", "w2"}
+    notice = notices["w0"]
+    assert notice.immediate
+    assert notice.generation == 2
+    assert [member.worker_id for member in notice.members] == ["w0", "w2"]
+    assert "worker w1 (pid 1001) was killed by signal 9 (SIGKILL)" in notice.reason
+
+
+def test_a_second_loss_in_the_recovery_is_announced_as_well() -> None:
+    story = training(3)
+    story.exits("w1")
+    story.exits("w0")
+    assert story.state.generation == 3
+    assert story.state.members == ("w2",)
+
+
+def test_down_to_the_last_worker_and_then_the_end() -> None:
+    story = training(3, max_restarts=0)
+    story.exits("w0")
+    story.exits("w1")
+    assert story.state.members == ("w2",)
+    story.exits("w2")
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert "no worker that holds the run's state is left" in story.ended.reason
+
+
+def test_the_end_comes_although_newcomers_are_there() -> None:
+    story = training(1)
+    story.exits("w0")
+    assert story.ended is not None
+
+
+def test_a_newcomer_is_no_survivor() -> None:
+    """Its state is under way: it goes back and is planned again."""
+    story = training(2, maximum=3)
+    story.says(AGENT, Scale(num_workers=3))
+    story.arrive("w2")
+    assert story.state.members == ("w0", "w1", "w2")
+    story.exits("w0")
+    assert story.state.members == ("w1",)
+    assert story.worker("w2").state is WorkerState.READY
+    assert "w2" in story.notices()
+    story.hold("w1")
+    assert story.state.members == ("w1", "w2")
+    assert story.state.notice is not None
+    assert not story.state.notice.immediate
+
+
+def test_a_newcomer_that_has_taken_the_generation_is_a_survivor() -> None:
+    story = training(2, maximum=3)
+    story.says(AGENT, Scale(num_workers=3))
+    story.arrive("w2")
+    story.hold("w2")
+    story.exits("w0")
+    assert story.state.members == ("w1", "w2")
+
+
+def test_the_loss_of_a_newcomer_breaks_its_generation() -> None:
+    story = training(2, maximum=3)
+    story.says(AGENT, Scale(num_workers=3))
+    story.arrive("w2")
+    story.exits("w2")
+    assert story.state.members == ("w0", "w1")
+    assert story.state.notice is not None
+    assert story.state.notice.immediate
+
+
+def test_the_loss_of_somebody_who_is_no_member_moves_nobody() -> None:
+    story = training(2, maximum=3)
+    story.says(AGENT, Scale(num_workers=3))
+    story.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}))
+    story.exits("w2")
+    assert story.state.generation == 1
+    assert story.sent(AGENT, Start)
+
+
+def test_one_who_leaves_survives_until_somebody_has_moved() -> None:
+    story = training(3)
+    story.says(AGENT, Drain(worker_ids=["w2"]))
+    assert story.state.members == ("w0", "w1")
+    story.exits("w1")
+    assert story.state.members == ("w0", "w2"), "w2 still holds nodes of the step"
+    story.hold()
+    assert story.state.members == ("w0",), "and leaves afterwards"
+
+
+def test_one_who_leaves_is_no_survivor_when_somebody_has_moved() -> None:
+    story = training(3)
+    story.says(AGENT, Drain(worker_ids=["w2"]))
+    story.hold("w0")
+    story.exits("w1")
+    assert story.state.members == ("w0",)
+
+
+# -- replacements ------------------------------------------------------------------------------------
+
+
+def test_a_lost_worker_is_replaced_and_admitted_when_all_have_recovered() -> None:
+    story = training(3)
+    story.exits("w1")
+    assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
+    assert "w3 replaces it" in story.reason
+    story.arrive("w3")
+    assert story.state.members == ("w0", "w2"), "not before the survivors have taken their generation"
+    story.hold("w0")
+    assert story.state.members == ("w0", "w2")
+    story.hold("w2")
+    assert story.state.members == ("w0", "w2", "w3")
+    assert story.state.notice is not None
+    assert not story.state.notice.immediate
+
+
+def test_restarts_back_off_and_come_to_an_end() -> None:
+    story = training(2, max_restarts=4)
+    delays = []
+    for number in range(2, 6):
+        story.exits(story.state.members[1])
+        start = story.sent(AGENT, Start)[0]
+        delays.append(start.delay_s)
+        story.hold()
+        story.arrive(f"w{number}")
+        story.hold()
+    assert delays == [0.0, 1.0, 2.0, 4.0]
+    story.exits(story.state.members[1])
+    assert story.sent(AGENT, Start) == []
+    assert "all 4 restarts are used" in story.reason
+    assert story.ended is None
+
+
+def test_progress_forgives_restarts() -> None:
+    story = training(2, max_restarts=1)
+    story.says("w0", step_done(0))
+    story.exits("w1")
+    assert story.state.used_restarts == 1
+    story.says("w0", step_done(100))
+    assert story.state.used_restarts == 0
+
+
+# -- joining, leaving, scaling -----------------------------------------------------------------------
+
+
+def test_a_machine_joins() -> None:
+    story = training(2)
+    ids = story.agent(2, "agent1", primary=False, host="office")
+    assert ids == ["w2", "w3"]
+    story.arrive("w2", host="office")
+    assert story.state.members == ("w0", "w1", "w2")
+    story.arrive("w3", host="office")
+    assert story.state.generation == 2, "one plan at a time"
+    story.hold()
+    assert story.state.members == ("w0", "w1", "w2", "w3")
+
+
+def test_with_an_explicit_maximum_the_rest_waits_as_spares() -> None:
+    story = Story(2, maximum=3, grows=False)
+    story.arrive(*story.agent(2))
+    story.hold()
+    story.arrive(*story.agent(2, "agent1", primary=False))
+    story.hold()
+    assert story.state.members == ("w0", "w1", "w2")
+    story.exits("w0")
+    assert story.sent(AGENT, Start) == [], "there is a spare"
+    story.hold()
+    assert story.state.members == ("w1", "w2", "w3")
+
+
+def test_an_agent_takes_its_workers_away() -> None:
+    story = training(2)
+    story.arrive(*story.agent(2, "agent1", primary=False))
+    story.hold()
+    story.hold()
+    assert len(story.state.members) == 4
+    story.says("agent1", Drain())
+    assert story.state.members == ("w0", "w1")
+    assert set(story.notices()) == {"w0", "w1", "w2", "w3"}
+    story.hold()
+    for worker_id in ("w2", "w3"):
+        story.says(worker_id, Left())
+        story.says("agent1", WorkerExit(worker_id=worker_id, exit_code=0))
+    assert story.state.generation == 3 + 1
+    assert story.sent("agent1", Start) == []
+
+
+def test_a_drained_worker_that_is_not_a_member_just_ends() -> None:
+    story = training(1)
+    story.agent(1, "agent1", primary=False)
+    story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "2"}))
+    story.says("agent1", Drain())
+    assert story.sent("agent1", Evict)
+    assert story.worker("w1").state is WorkerState.LEFT
+
+
+def test_the_last_members_stay_until_a_newcomer_has_the_state() -> None:
+    story = training(1)
+    story.agent(1, "agent1", primary=False)
+    story.says(AGENT, Drain())
+    assert story.state.members == ("w0",)
+    story.arrive("w1")
+    assert story.state.members == ("w0", "w1")
+    story.hold()
+    assert story.state.members == ("w1",)
+    story.says("w0", Left())
+    story.hold("w1")
+    assert story.ended is None
+
+
+def test_when_all_leave_the_run_ends_well() -> None:
+    story = training(2)
+    story.says(AGENT, Drain())
+    assert story.state.members == ()
+    story.says("w0", Left())
+    assert story.ended is None
+    story.says("w1", Left())
+    assert story.ended is not None
+    assert story.ended.ok
+
+
+def test_leaving_unasked_is_a_loss() -> None:
+    story = training(3)
+    story.says("w1", Left())
+    assert story.state.members == ("w0", "w2")
+    assert story.state.notice is not None
+    assert story.state.notice.immediate
+    assert story.sent(AGENT, Start) == []
+
+
+def test_scaling_down_takes_the_highest_numbers() -> None:
+    story = training(4)
+    story.says("", Scale(num_workers=2))
+    assert story.state.members == ("w0", "w1")
+    assert "scaled to 2 workers, from 4" in story.reason
+
+
+def test_scaling_up_starts_more() -> None:
+    story = training(2)
+    story.says("", Scale(num_workers=4))
+    assert story.sent(AGENT, Start)[0].worker_ids == ["w2", "w3"]
+
+
+def test_scaling_below_the_minimum_lowers_it() -> None:
+    story = training(4, minimum=3)
+    story.says("", Scale(num_workers=1))
+    assert story.state.notice is not None
+    assert not story.state.notice.paused
+
+
+def test_scaling_to_nothing_is_refused() -> None:
+    story = training(2)
+    before = story.state
+    with pytest.raises(ProtocolError, match="at least 1 worker, got 0"):
+        story.says("", Scale(num_workers=0))
+    assert story.state is before
+
+
+def test_stop_ends_the_run_at_a_boundary() -> None:
+    story = training(2)
+    story.says("", Stop(reason="enough"))
+    assert story.state.members == ()
+    assert story.notices()["w0"].members == []
+    story.says("w0", Left())
+    story.says("w1", Left())
+    assert story.ended == Ended(ok=True, reason="enough")
+
+
+def test_stop_before_training_ends_at_once() -> None:
+    story = Story(2)
+    story.agent(2)
+    story.says("", Stop(reason="enough"))
+    assert story.ended is not None
+    assert story.ended.ok
+    assert story.sent(AGENT, Ended)
+
+
+def test_stop_waits_until_a_plan_under_way_is_taken() -> None:
+    story = training(2, maximum=3)
+    story.says(AGENT, Scale(num_workers=3))
+    story.arrive("w2")
+    story.says("", Stop(reason="enough"))
+    assert story.state.generation == 2
+    story.hold()
+    assert story.state.members == ()
+
+
+def test_a_loss_during_a_stop_still_ends_it_well() -> None:
+    story = training(2)
+    story.says("", Stop(reason="enough"))
+    story.exits("w0")
+    assert story.state.members == ("w1",)
+    story.hold()
+    assert story.state.members == ()
+    story.says("w1", Left())
+    assert story.ended == Ended(ok=True, reason="enough")
+
+
+# -- too few -----------------------------------------------------------------------------------------
+
+
+def test_fewer_than_the_minimum_pause_and_go_on() -> None:
+    story = training(3, minimum=2)
+    story.exits("w0")
+    assert story.state.word == "training"
+    story.exits("w1")
+    assert story.state.notice is not None
+    assert story.state.notice.paused
+    assert story.state.notice.immediate
+    assert "paused: 1 of at least 2 workers" in story.reason
+    assert story.state.word == "paused"
+    story.hold()
+    story.arrive("w3")
+    notice = story.state.notice
+    assert notice is not None
+    assert ([m.worker_id for m in notice.members], notice.paused, notice.immediate) == (["w2", "w3"], False, False)
+
+
+def test_a_run_that_stays_below_the_minimum_does_not_move() -> None:
+    story = training(4, minimum=3)
+    for worker_id in ("w0", "w1", "w2"):
+        story.exits(worker_id)
+    story.hold()
+    generation = story.state.generation
+    story.arrive("w4")
+    assert story.state.generation == generation
+    story.arrive("w5")
+    assert story.state.members == ("w3", "w4", "w5")
+
+
+# -- the end -----------------------------------------------------------------------------------------
+
+
+def test_the_run_ends_when_all_have_finished() -> None:
+    story = training(2)
+    story.says("w0", Finished())
+    assert story.ended is None
+    story.says("w1", Finished())
+    assert story.ended == Ended(ok=True, reason="finished")
+    assert story.sent(AGENT, Ended)
+    assert story.sent("w0", Ended), "those who have finished wait for it"
+
+
+def test_nobody_is_admitted_after_the_first_has_finished() -> None:
+    story = training(2, maximum=4)
+    story.says(AGENT, Scale(num_workers=4))
+    story.arrive("w2")
+    story.says("w0", Finished())
+    assert story.sent("w2", Ended)
+    assert story.sent(AGENT, Evict)
+    assert {w.state for w in story.state.workers.values()} & {WorkerState.STARTING, WorkerState.READY} == set()
+    story.says("w1", Finished())
+    assert story.ended is not None
+    assert story.ended.ok
+
+
+def test_a_loss_after_the_first_has_finished_concerns_the_others_only() -> None:
+    story = training(3)
+    story.says("w0", Finished())
+    story.exits("w1")
+    assert story.state.members == ("w2",)
+    assert story.sent(AGENT, Start) == []
+    story.hold()
+    story.says("w2", Finished())
+    assert story.ended is not None
+    assert story.ended.ok
+
+
+def test_the_exit_of_one_who_has_finished_is_no_loss() -> None:
+    story = training(2)
+    story.says("w0", Finished())
+    story.exits("w0", 0)
+    assert story.state.generation == 1
+
+
+def test_losing_all_others_after_one_has_finished_ends_well() -> None:
+    story = training(2)
+    story.says("w0", Finished())
+    story.exits("w1")
+    assert story.ended is not None
+    assert story.ended.ok
+
+
+def test_after_the_end_nothing_happens() -> None:
+    story = training(1)
+    story.says("w0", Finished())
+    assert story.exits("w0") == []
+    assert story.reason == ""
+
+
+def test_the_run_ends_with_the_command() -> None:
+    story = training(2)
+    story.says(AGENT, Lost(reason="closed"))
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert story.sent("w0", Ended)
+
+
+def test_another_agent_may_go_and_its_workers_follow_quickly() -> None:
+    story = training(1)
+    story.arrive(*story.agent(1, "agent1", primary=False))
+    story.hold()
+    story.says("agent1", Lost(reason="closed"))
+    story.says("w1", Lost(reason="closed"))
+    story.tick(story.state.policy.grace_s)
+    assert story.state.members == ("w0",)
+    assert "nobody is there to start another one" in story.reason
+
+
+# -- errors of user code -----------------------------------------------------------------------------
+
+
+def failure(step_: int = 4, microbatch: int = 2, *, retry: bool = True, exit_code: int = 1) -> Failed:
+    return Failed(
+        error="ValueError: no",
+        traceback="Traceback ...",
+        step=step_,
+        microbatch=microbatch,
+        samples=[5, 6],
+        retry=retry,
+        exit_code=exit_code,
+    )
+
+
+def test_an_error_outside_of_a_micro_batch_ends_the_run() -> None:
+    story = training(3)
+    story.says("w1", failure(retry=False, exit_code=7))
+    assert story.ended is not None
+    assert (story.ended.ok, story.ended.worker_id, story.ended.exit_code) == (False, "w1", 7)
+    assert story.ended.traceback == "Traceback ..."
+    assert "step 4, micro-batch 2 (samples 5, 6): ValueError: no" in story.ended.reason
+
+
+def test_an_error_in_a_micro_batch_is_tried_by_another_worker() -> None:
+    story = training(3)
+    story.says("w1", failure())
+    assert story.ended is None
+    assert story.state.members == ("w0", "w2")
+    assert story.sent(AGENT, Start) == [], "not before it is known whose fault it is"
+    assert any(isinstance(action, Hangup) and action.worker_id == "w1" for action in story.actions)
+
+
+def test_the_same_error_on_two_workers_is_a_bug() -> None:
+    story = training(3)
+    story.says("w1", failure())
+    story.hold()
+    story.says("w2", failure())
+    assert story.ended is not None
+    assert "as before on worker w1" in story.ended.reason
+    assert story.ended.worker_id == "w2"
+
+
+def test_errors_in_two_micro_batches_are_two_cases() -> None:
+    story = training(3)
+    story.says("w1", failure(microbatch=2))
+    story.says("w2", failure(microbatch=3))
+    assert story.state.members == ("w0",)
+    assert story.ended is None
+
+
+def test_where_it_passes_elsewhere_the_first_worker_is_suspect_and_replaced() -> None:
+    story = training(3)
+    story.says("w1", failure())
+    story.hold()
+    story.says("w0", step_done(3))
+    assert story.reason == ""
+    story.says("w0", step_done(4))
+    assert "w1 (pid 1001) is suspect" in story.reason
+    assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
+    assert story.state.tried == {}
+
+
+def test_with_one_worker_an_error_ends_the_run() -> None:
+    story = training(1)
+    story.says("w0", failure())
+    assert story.ended is not None
+
+
+def test_a_newcomer_that_cannot_start_does_not_end_the_run() -> None:
+    story = training(2)
+    story.agent(1, "agent1", primary=False)
+    story.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}))
+    story.says("w2", Failed(error="ImportError: no", traceback="Traceback ..."))
+    assert story.ended is None
+    assert story.state.generation == 1
+    assert story.sent("agent1", Told)[0].text == "Traceback ..."
+
+
+# -- silence, hangs, broken links --------------------------------------------------------------------
+
+
+def test_silence_is_a_loss() -> None:
+    story = training(2, heartbeat_timeout_s=5.0)
+    story.now = 3.0
+    story.beat("w0")
+    assert next_deadline(story.state) == 5.0
+    story.tick(4.9)
+    assert story.state.generation == 1
+    story.tick(5.0)
+    assert story.state.members == ("w0",)
+    assert story.sent(AGENT, Evict)[0].worker_id == "w1"
+    assert "w1 (pid 1001) has been silent for 5.0 s" in story.reason
+    assert next_deadline(story.state) == 8.0
+
+
+def test_before_it_is_a_member_a_worker_may_be_silent_for_longer() -> None:
+    story = Story(1, heartbeat_timeout_s=5.0, hang_s=60.0)
+    story.agent(1)
+    story.says("w0", Hello(info=info("w0"), fingerprint={}))
+    assert next_deadline(story.state) == 60.0
+
+
+def test_a_closed_connection_may_come_back() -> None:
+    story = training(2)
+    story.says("w1", Lost(reason="closed"))
+    assert story.state.generation == 1
+    story.now = 0.5
+    story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "2"}, generation=1))
+    assert story.notices()["w1"].generation == 1, "it hears again where the run is"
+    story.tick(2.0)
+    assert story.state.generation == 1
+
+
+def test_a_closed_connection_that_does_not_come_back_is_a_loss() -> None:
+    story = training(2)
+    story.says("w1", Lost(reason="closed"))
+    deadline = next_deadline(story.state)
+    assert deadline == story.state.policy.reconnect_s
+    story.tick(deadline)
+    assert story.state.members == ("w0",)
+
+
+def test_a_closed_connection_of_an_unwatched_worker_is_a_loss_soon() -> None:
+    story = Story(2)
+    story.arrive("w0", "w1")
+    story.hold()
+    story.says("w1", Lost(reason="closed"))
+    assert next_deadline(story.state) == story.state.policy.grace_s
+
+
+def test_the_exit_after_the_closed_connection_counts_at_once() -> None:
+    story = training(2)
+    story.says("w1", Lost(reason="closed"))
+    story.exits("w1")
+    assert story.state.members == ("w0",)
+
+
+def test_another_process_cannot_take_a_name() -> None:
+    story = training(2)
+    before = story.state
+    stranger = MemberInfo(worker_id="w1", host="lab", pid=4, device="cpu")
+    with pytest.raises(ProtocolError, match="pid 4 has taken its name"):
+        story.says("w1", Hello(info=stranger, fingerprint={}))
+    assert story.state is before
+
+
+def test_a_lost_worker_cannot_come_back() -> None:
+    story = training(2)
+    story.exits("w1")
+    with pytest.raises(ProtocolError, match="is lost and may not say Hello"):
+        story.says("w1", Hello(info=info("w1"), fingerprint={}))
+
+
+def test_a_late_worker_is_reported_once() -> None:
+    story = training(2, late_s=3.0)
+    story.beat("w0", waiting=True)
+    story.beat("w1", seconds_at=3.5, progress=7)
+    late = story.sent(AGENT, WorkerLate)[0]
+    assert (late.worker_id, late.step, late.microbatch) == ("w1", 4, 2)
+    assert "w1 (pid 1001) is late: no progress for 3.5 s at step 4, micro-batch 2" in story.reason
+    assert story.beat("w1", seconds_at=4.0, progress=7) == []
+    assert story.beat("w1", seconds_at=3.5, progress=8) != []
+
+
+def test_nobody_is_late_while_nobody_waits() -> None:
+    story = training(2, late_s=3.0)
+    story.beat("w0", seconds_at=100.0)
+    assert story.beat("w1", seconds_at=100.0) == []
+
+
+def test_slow_steps_are_not_late() -> None:
+    story = training(2, late_s=3.0)
+    story.says("w0", step_done(0, seconds=10.0))
+    story.beat("w0", waiting=True)
+    assert story.beat("w1", seconds_at=30.0) == []
+    assert story.beat("w1", seconds_at=51.0) != []
+
+
+def test_a_worker_that_hangs_is_ended_and_replaced() -> None:
+    story = training(2, hang_s=60.0)
+    story.beat("w0", waiting=True)
+    story.beat("w1", seconds_at=61.0)
+    assert story.sent(AGENT, Evict)[0].worker_id == "w1"
+    assert story.sent(AGENT, Start)
+    assert story.state.members == ("w0",)
+    assert "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2" in story.reason
+
+
+def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:
+    story = training(3)
+    story.says("w1", Suspect(generation=1, reason="timed out"))
+    assert story.state.generation == 1
+    story.tick(story.state.policy.suspect_s)
+    assert story.state.generation == 2
+    assert story.state.members == ("w0", "w1", "w2")
+    assert story.state.notice is not None
+    assert story.state.notice.immediate
+
+
+def test_a_broken_exchange_with_a_known_cause_is_not_tried_again() -> None:
+    story = training(3)
+    story.says("w0", Suspect(generation=1, reason="closed by peer"))
+    story.exits("w1")
+    story.tick(5.0 - 0.1)
+    assert story.state.generation == 2
+
+
+def test_after_three_broken_exchanges_the_one_to_blame_goes() -> None:
+    story = training(3)
+    for _ in range(3):
+        generation = story.state.generation
+        story.says("w0", Suspect(generation=generation, reason="timed out", peers=["w2"]))
+        story.says("w1", Suspect(generation=generation, reason="timed out", peers=["w2"]))
+        for worker_id in ("w0", "w1", "w2"):
+            story.beat(worker_id)
+        story.tick(story.now + story.state.policy.suspect_s)
+        story.hold()
+    assert story.worker("w2").state is WorkerState.LOST
+    assert story.state.members == ("w0", "w1")
+
+
+# -- who computes otherwise --------------------------------------------------------------------------
+
+
+def test_a_different_fingerprint_is_a_warning() -> None:
+    story = Story(2)
+    story.agent(2)
+    story.arrive("w0")
+    story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "3"}))
+    assert "torch is '3' and not '2'" in story.reason
+    assert "no longer hold" in story.reason
+    assert story.worker("w1").state is WorkerState.STARTING
+
+
+def test_a_different_fingerprint_is_refused_where_strict() -> None:
+    story = training(1, strict=True)
+    story.agent(1, "agent1", primary=False)
+    story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "3"}))
+    assert story.worker("w1").state is WorkerState.LEFT
+    assert not story.sent("w1", Ended)[0].ok
+    assert story.ended is None
+
+
+def test_differences_are_said_in_words() -> None:
+    assert differences({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == [
+        "b is 'unknown' and not '2'",
+        "c is '3' and not 'unknown'",
+    ]
+
+
+# -- the table itself --------------------------------------------------------------------------------
+
+SAID: Sequence[Message] = (
+    Ready(phase=0),
+    Holding(generation=1),
+    Suspect(generation=1, reason="x"),
+    step_done(0),
+    failure(),
+    Finished(),
+    Left(),
+    Beat(generation=1, phase=0, step=0, microbatch=0, progress=1, waiting=False),
+)
+
+
+@pytest.mark.parametrize("state", [s for s in WorkerState if s in ALIVE], ids=lambda s: s.value)
+@pytest.mark.parametrize("message", SAID, ids=lambda m: type(m).__name__)
+def test_the_table_says_who_may_say_what(state: WorkerState, message: Message) -> None:
+    """What the table does not allow raises and changes nothing; what it allows leads where it says."""
+    story = training(3)
+    story.state = dataclasses.replace(
+        story.state, workers={**story.state.workers, "w1": dataclasses.replace(story.worker("w1"), state=state)}
+    )
+    before = story.state
+    if type(message) not in TRANSITIONS[state]:
+        with pytest.raises(ProtocolError, match=f"is {state.value} and may not say {type(message).__name__}"):
+            story.says("w1", message)
+        assert story.state is before
+        return
+    story.says("w1", message)
+    if not isinstance(message, Failed) and TRANSITIONS[state][type(message)] is not WorkerState.READY:
+        assert story.worker("w1").state is (TRANSITIONS[state][type(message)] or state)
+
+
+@pytest.mark.parametrize("state", [WorkerState.FINISHED, WorkerState.LEFT, WorkerState.LOST], ids=lambda s: s.value)
+@pytest.mark.parametrize("message", SAID, ids=lambda m: type(m).__name__)
+def test_what_the_gone_had_still_to_say_is_ignored(state: WorkerState, message: Message) -> None:
+    story = training(3)
+    gone = dataclasses.replace(story.worker("w1"), state=state)
+    story.state = dataclasses.replace(story.state, workers={**story.state.workers, "w1": gone})
+    story.says("w1", message)
+    assert story.worker("w1") == gone
+
+
+def test_a_generation_that_was_never_announced_cannot_be_held() -> None:
+    story = training(2)
+    with pytest.raises(ProtocolError, match="holds generation 7, the newest is 1"):
+        story.says("w0", Holding(generation=7))
+
+
+def test_somebody_without_a_hello_is_not_heard() -> None:
+    with pytest.raises(ProtocolError, match="before a hello"):
+        Story(1).says("w5", Ready(phase=0))
+
+
+def test_an_agent_cannot_speak_for_a_worker() -> None:
+    story = training(1)
+    with pytest.raises(ProtocolError, match="an agent may not say Finished"):
+        story.says(AGENT, Finished())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"start": 0, "maximum": 1},
+        {"start": 3, "maximum": 2},
+        {"start": 2, "minimum": 3, "maximum": 4},
+        {"start": 1, "maximum": 1, "max_restarts": -1},
+        {"start": 1, "maximum": 1, "hang_s": 0.0},
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(values: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        Policy(**values)
+
+
+# -- anything in any order ---------------------------------------------------------------------------
+
+
+class World:
+    """Simulated members that behave: they hear notices, move together, and may die at any point.
+
+    What the members do is what the library's do: a planned generation is taken at a boundary by all of the old
+    members that live, an immediate one by each on its own.
+    """
+
+    def __init__(self, rng: random.Random, start: int, **policy: int | float | bool) -> None:
+        self.rng = rng
+        self.story = Story(start, **policy)
+        self.heard: dict[str, Notice] = {}
+        self.at: dict[str, int] = {}  # the generation that a member is in
+        self.up: set[str] = set()
+        self.ordered: list[str] = []
+        self.perform(lambda: self.story.agent(start))
+
+    def perform(self, act: Callable[[], object]) -> None:
+        before = self.story.state
+        act()
+        for action in self.story.actions:
+            if isinstance(action, Send) and isinstance(action.message, Notice):
+                self.heard[action.to] = action.message
+            elif isinstance(action, Send) and isinstance(action.message, Start):
+                self.ordered += action.message.worker_ids
+            elif isinstance(action, Send) and isinstance(action.message, Ended) and action.to in self.up:
+                self.up.discard(action.to)
+            elif isinstance(action, Send) and isinstance(action.message, Evict):
+                self.up.discard(action.message.worker_id)
+                self.ordered = [i for i in self.ordered if i != action.message.worker_id]
+        self.check(before)
+
+    def check(self, before: State) -> None:
+        """What must hold after every event."""
+        state = self.story.state
+        announced = {
+            a.message.generation for a in self.story.actions if isinstance(a, Send) and isinstance(a.message, Notice)
+        }
+        assert len(announced) <= 1, "one generation for one event"
+        assert state.generation >= before.generation
+        members = [state.workers[i] for i in state.members]
+        if state.notice is not None and state.notice is not before.notice:
+            assert len({m.worker_id for m in members}) == len(members)
+            assert all(m.state in (WorkerState.ADMITTED, WorkerState.HOLDING) for m in members)
+            hosts = [m.info.host for m in members if m.info]
+            assert len(set(hosts)) == sum(a != b for a, b in zip(["", *hosts], hosts, strict=False)), "hosts together"
+            if state.notice.immediate and state.committed >= 0:
+                assert all(m.state is WorkerState.HOLDING for m in members)
+            if not state.notice.immediate and before.notice is not None:
+                for old in before.members:
+                    worker = state.workers[old]
+                    assert worker.state not in ALIVE or worker.generation == before.generation, "taken before planned"
+            assert state.notice.paused == (0 < len(members) < state.policy.minimum)
+            assert state.notice.reason
+            assert sum(not m.draining for m in members) <= state.policy.maximum
+            survivors = {w.worker_id for w in state.workers.values() if w.state is WorkerState.HOLDING}
+            told = set(self.story.notices())
+            assert set(state.members) <= told
+            assert told & survivors >= set(before.members) & survivors, "who is left out hears of it as well"
+        numbers = [w.number for w in state.workers.values()]
+        assert len(set(numbers)) == len(numbers)
+        assert state.used_restarts <= state.policy.max_restarts
+
+    def says(self, source: str, message: Message | Tick) -> None:
+        self.perform(lambda: self.story.says(source, message))
+
+    # -- what may happen
+
+    def start(self) -> None:
+        if self.ordered:
+            worker_id = self.ordered.pop(0)
+            self.up.add(worker_id)
+            host = f"host{int(worker_id[1:]) % 3}"
+            self.says(worker_id, Hello(info=info(worker_id, host), fingerprint={}))
+            if worker_id in self.up:
+                self.says(worker_id, Ready(phase=0))
+
+    def kill(self) -> None:
+        if self.up:
+            worker_id = self.rng.choice(sorted(self.up))
+            self.up.discard(worker_id)
+            self.says(AGENT, WorkerExit(worker_id=worker_id, exit_code=-9))
+
+    def drain(self) -> None:
+        if len(self.story.state.members) > 1:
+            self.says(AGENT, Drain(worker_ids=[self.rng.choice(self.story.state.members)]))
+
+    def scale(self) -> None:
+        self.says("", Scale(num_workers=self.rng.randint(1, 64)))
+
+    def boundary(self) -> None:
+        """Everybody moves to the newest generation that it is asked to, in a random order."""
+        newest = self.story.state.notice
+        if newest is None:
+            return
+        movers = [i for i in self.up if i in self.heard and self.at.get(i, 0) < self.heard[i].generation]
+        self.rng.shuffle(movers)
+        for worker_id in movers:
+            notice = self.heard[worker_id]
+            if worker_id not in self.up or notice is not self.story.state.notice:
+                continue  # overtaken meanwhile
+            self.at[worker_id] = notice.generation
+            if worker_id in {m.worker_id for m in notice.members}:
+                self.says(worker_id, Holding(generation=notice.generation))
+            elif self.story.worker(worker_id).state is WorkerState.HOLDING:
+                self.up.discard(worker_id)
+                self.says(worker_id, Left())
+                self.says(AGENT, WorkerExit(worker_id=worker_id, exit_code=0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), start=st.integers(1, 64), minimum=st.integers(1, 4))
+def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minimum: int) -> None:
+    """Whatever happens, the invariants of `World.check` hold, and a calm run afterwards settles on all who are there."""
+    rng = random.Random(seed)
+    world = World(rng, start, minimum=min(minimum, start), maximum=64, max_restarts=10_000)
+    moves = [world.start] * 6 + [world.boundary] * 4 + [world.kill] * 2 + [world.drain, world.scale]
+    for _ in range(120):
+        rng.choice(moves)()
+        if world.story.ended is not None:
+            break
+    else:
+        while world.ordered and world.story.ended is None:
+            world.start()
+        for _ in range(6):
+            world.boundary()
+        state = world.story.state
+        if state.ended is None:
+            there = [w for w in state.workers.values() if w.state in ALIVE and not w.draining]
+            assert len(state.members) == min(len(there), state.policy.maximum)
+            assert all(state.workers[m].generation == state.generation for m in state.members), "all have taken it"
+
+
+def test_64_members_form_a_generation_quickly() -> None:
+    """The decision itself is no cost: a kill in a run of 64 is answered by exactly one generation of 63."""
+    story = training(64)
+    story.exits("w40")
+    assert len(story.notices()) == 63
+    assert len(story.state.members) == 63

@@ -1,0 +1,191 @@
+"""Tests with real processes: each has a deadline, prints what everybody was doing when it is passed, and leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+MARK = "UNISONO_TEST"
+END_S = 5.0  # how long after the command its last process may live
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The processes that were started under this mark, children of children included: pid and command."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if state != "Z":
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:150]
+    return found
+
+
+def wait_until_gone(pids: set[int], deadline: float) -> None:
+    """Block until these processes have ended, at the latest until ``deadline``."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            finally:
+                os.close(descriptor)
+
+
+def own_descriptors() -> set[str]:
+    """What this process has open that the library may have opened: sockets that listen, memory, its files."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(entry)
+            if "unisono" in target:
+                found.add(f"{entry.name} -> {target}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """Fail a test that leaves processes, shared memory or temporary files behind."""
+    value = uuid.uuid4().hex
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv(MARK, value)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    open_before = own_descriptors()
+    threads_before = {thread for thread in threading.enumerate() if thread.name.startswith("unisono")}
+    yield value
+    deadline = time.monotonic() + END_S
+    while (left := marked(value)) and time.monotonic() < deadline:
+        wait_until_gone(set(left), deadline)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes were left behind (and are ended now): {left}"
+    assert [path.name for path in temporary.iterdir() if "unisono" in path.name] == [], "temporary files are left"
+    assert own_descriptors() - open_before == set(), "shared memory or files are still open"
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("unisono")} - threads_before
+    for thread in threads:
+        thread.join(END_S)
+    assert not [thread.name for thread in threads if thread.is_alive()], "threads are left"
+
+
+class Command:
+    """A process under test, with its output as it comes."""
+
+    def __init__(self, arguments: list[str], folder: Path, mark: str) -> None:
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self._mark = mark
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            arguments, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.pid = self.process.pid
+        self._readers = [
+            threading.Thread(target=self._read, args=(pipe, lines), daemon=True)
+            for pipe, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, pipe: Iterator[str], lines: list[str]) -> None:
+        for line in pipe:
+            with self._changed:
+                lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def line(self, text: str, timeout_s: float = 40.0) -> str:
+        """Wait for a line with this text in it."""
+
+        def found() -> str | None:
+            return next((line for line in [*self.out, *self.err] if text in line), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or not any(r.is_alive() for r in self._readers), timeout_s)
+            line = found()
+        if line is None:
+            self._give_up(f"no line with {text!r} within {timeout_s} s")
+        return line or ""
+
+    def wait(self, timeout_s: float = 40.0) -> int:
+        """The exit code, with all output read."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._give_up(f"still running after {timeout_s} s")
+        for reader in self._readers:
+            reader.join(END_S)
+        return code
+
+    def _give_up(self, why: str) -> None:
+        """Ask everybody for its Python stack, and fail with all that was said."""
+        for pid, command in marked(self._mark).items():
+            if "unisono" in command:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        with self._changed:
+            self._changed.wait(1.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10.0)
+        shown = "\n".join(["-- standard output --", *self.out, "-- standard error --", *self.err])
+        pytest.fail(f"{why}\n{shown}", pytrace=False)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for reader in self._readers:
+            reader.join(END_S)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+Unisono = Callable[..., Command]
+
+
+@pytest.fixture
+def unisono(tmp_path: Path, mark: str) -> Iterator[Unisono]:
+    """Start ``unisono ARGUMENTS`` in the test's folder."""
+    started: list[Command] = []
+
+    def start(*arguments: object) -> Command:
+        command = Command([sys.executable, "-P", "-m", "unisono", *map(str, arguments)], tmp_path, mark)
+        started.append(command)
+        return command
+
+    yield start
+    for command in started:
+        command.end()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Write a script into the test's folder; returns its name."""
+
+    def write(text: str, name: str = "train.py") -> str:
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return name
+
+    return write

@@ -1,0 +1,559 @@
+"""Head, agent and workers as processes: who lives, who dies, who hears of it, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import stat
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from tests.workers.conftest import Unisono, marked, wait_until_gone
+from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
+from unisono.head.server import Head
+from unisono.member import Door, Member
+from unisono.membership import Policy
+from unisono.messages import (
+    AgentHello,
+    Drain,
+    Ended,
+    Finished,
+    MemberInfo,
+    Scale,
+    Start,
+    Welcome,
+    WorkerExit,
+    decode,
+    encode,
+)
+
+pytestmark = pytest.mark.timeout(90)
+Script = Callable[..., str]
+
+# A script that takes every generation that it is asked to and trains nothing. It finishes when its file says so.
+FOLLOW = """
+    import os, sys
+    from unisono import member
+
+    me = member.current()
+    print("pid", os.getpid(), flush=True)
+    me.ready(0)
+    generation, held = 0, False
+    while True:
+        notice = me.wait_notice(generation)
+        generation = notice.generation
+        ids = [info.worker_id for info in notice.members]
+        if me.worker_id in ids:
+            me.holding(generation)
+            held = True
+            print("generation", generation, ",".join(ids), "paused" if notice.paused else "", flush=True)
+        elif held:
+            me.left()
+            break
+    """
+
+
+# -- the head alone, with members in this process ----------------------------------------------------
+
+
+class Served:
+    """A real head on a real port, in a thread of this process."""
+
+    def __init__(self, policy: Policy, heartbeat_s: float = 0.1) -> None:
+        self.token = "secret"
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"ws://127.0.0.1:{self.port}"
+        self.members: list[Member] = []
+        self._open = contextlib.ExitStack()
+        started = threading.Event()
+
+        async def serve() -> None:
+            self.head = Head(
+                policy,
+                token=self.token,
+                run_id="r1",
+                heartbeat_s=heartbeat_s,
+                options={"exchange": "auto"},
+                url=self.url,
+            )
+            self.loop = asyncio.get_running_loop()
+            started.set()
+            await self.head.run(self.listener)
+
+        self.thread = threading.Thread(target=lambda: asyncio.run(serve()), name="unisono-test-head")
+        self.thread.start()
+        assert started.wait(10)
+
+    def member(self, worker_id: str, *, head_away_s: float = 5.0) -> Member:
+        door = Door(head=self.url, token=self.token, worker_id=worker_id, host="lab", head_away_s=head_away_s)
+        info = MemberInfo(worker_id=worker_id, host="lab", pid=os.getpid(), device="cpu")
+        member = Member(door, info, {"torch": "2"})
+        self.members.append(member)
+        return member.connect()
+
+    def dial(self) -> ClientConnection:
+        """A bare connection with the token."""
+        header = {"Authorization": f"Bearer {self.token}"}
+        return self._open.enter_context(connect(self.url, additional_headers=header, compression=None, proxy=None))
+
+    def get(self, path: str, token: str | None = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+        self._open.close()
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self.loop.call_soon_threadsafe(self.head.over.set)
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self.listener.close()
+
+
+def heard_by_the_head(*members: Member) -> None:
+    """Block until the head has dealt with all that these members have said."""
+    for member in members:
+        member.call_store("num_keys", [])
+
+
+def begin(*members: Member) -> None:
+    """Form the first generation."""
+    for member in members:
+        member.ready(0)
+    for member in members:
+        member.holding(member.wait_notice(0, 10).generation)
+    heard_by_the_head(*members)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    started: list[Served] = []
+
+    def start(start: int = 1, heartbeat_s: float = 0.1, **policy: float) -> Served:
+        served = Served(Policy(**{"start": start, "maximum": start, **policy}), heartbeat_s)  # type: ignore[arg-type]
+        started.append(served)
+        return served
+
+    yield start
+    for served in started:
+        served.close()
+
+
+def test_the_health_page_needs_no_token_and_nothing_else_goes_without(serve: Callable[..., Served]) -> None:
+    served = serve()
+    assert served.get("/health") == (200, "ok\n")
+    assert served.get("/status")[0] == 401
+    assert served.get("/status", "wrong")[0] == 401
+    assert served.get("/nowhere", served.token)[0] == 404
+    with pytest.raises(InvalidStatus, match="401"):
+        connect(served.url, additional_headers={"Authorization": "Bearer wrong"}, proxy=None)
+
+
+def test_status_says_who_is_there(serve: Callable[..., Served]) -> None:
+    served = serve(1)
+    member = served.member("w0")
+    code, body = served.get("/status", served.token)
+    assert code == 200
+    assert json.loads(body)["state"] == "waiting"
+    member.ready(0)
+    member.holding(member.wait_notice(0, 10).generation)
+    status = json.loads(served.get("/status", served.token)[1])
+    assert (status["state"], status["generation"], status["run_id"]) == ("training", 1, "r1")
+    assert [(w["worker_id"], w["rank"], w["pid"], w["device"]) for w in status["workers"]] == [
+        ("w0", 0, os.getpid(), "cpu")
+    ]
+
+
+def test_a_refused_worker_learns_it(serve: Callable[..., Served]) -> None:
+    served = serve()
+    door = Door(head=served.url, token="wrong", worker_id="w0", host="lab")
+    member = Member(door, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
+    with pytest.raises(RunStopped, match="401"):
+        member.connect(10)
+    member.close()
+
+
+def test_members_hear_of_each_other_and_of_the_end(serve: Callable[..., Served]) -> None:
+    served = serve(2)
+    first, second = served.member("w0"), served.member("w1")
+    heard: list[object] = []
+    first.on_notice(heard.append)
+    for member in (first, second):
+        member.ready(0)
+    notices = [member.wait_notice(0, 10) for member in (first, second)]
+    assert notices[0] == notices[1]
+    assert heard == [notices[0]]
+    assert first.latest() == notices[0]
+    for member in (first, second):
+        member.holding(1)
+        member.finished()
+    for member in (first, second):
+        assert str(member.wait_ended(10)) == "finished"
+        with pytest.raises(RunStopped):
+            member.wait_notice(1, 10)
+    assert heard == [notices[0], None]
+
+
+def test_waits_have_deadlines(serve: Callable[..., Served]) -> None:
+    member = serve(2).member("w0")
+    with pytest.raises(DeadlineExceeded):
+        member.wait_notice(0, 0.01)
+    with pytest.raises(DeadlineExceeded, match="no key nothing"):
+        member.call_store("wait", ["nothing"], timeout_s=0.01)
+
+
+def test_the_store(serve: Callable[..., Served]) -> None:
+    member = serve().member("w0")
+    call = member.call_store
+    call("set", ["a", "b"], [b"1", b"2"])
+    assert call("get", ["b", "a"]).values == [b"2", b"1"]
+    assert call("check", ["a", "c"]).amount == 0
+    assert call("check", ["a", "b"]).amount == 1
+    assert call("add", ["n"], amount=5).amount == 5
+    assert call("add", ["n"], amount=-2).amount == 3
+    assert call("get", ["n"]).values == [b"3"]
+    assert call("compare_set", ["c"], [b"", b"new"]).values == [b"new"]
+    assert call("compare_set", ["c"], [b"old", b"newer"]).values == [b"new"]
+    assert call("compare_set", ["missing"], [b"old", b"newer"]).values == [b"old"]
+    assert call("append", ["c"], [b"er"]).amount == 1
+    assert call("get", ["c"]).values == [b"newer"]
+    assert call("num_keys", []).amount == 4
+    assert call("delete", ["a", "x"]).amount == 1
+    assert call("num_keys", []).amount == 3
+    with pytest.raises(ProtocolError, match="holds no number"):
+        call("add", ["c"], amount=1)
+    with pytest.raises(ProtocolError, match="knows no 'explode'"):
+        call("explode", ["c"])
+
+
+def test_a_wait_of_the_store_ends_with_the_key(serve: Callable[..., Served]) -> None:
+    served = serve(2)
+    first, second = served.member("w0"), served.member("w1")
+    found: list[bytes] = []
+    waiter = threading.Thread(target=lambda: found.extend(first.call_store("get", ["later"], timeout_s=10).values))
+    waiter.start()
+    second.call_store("set", ["later"], [b"x"])
+    waiter.join(10)
+    assert found == [b"x"]
+
+
+def test_a_wait_of_the_store_ends_when_its_generation_does(serve: Callable[..., Served]) -> None:
+    served = serve(2)
+    first, second = served.member("w0"), served.member("w1")
+    begin(first, second)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            first.call_store("wait", ["never"], timeout_s=60, generation=1)
+        except PeerLost as error:
+            raised.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    second.left()
+    waiter.join(10)
+    assert "w1" in str(raised[0])
+
+
+def test_a_broken_message_closes_the_connection_with_a_reason(serve: Callable[..., Served]) -> None:
+    served = serve()
+    for data in (b"nonsense", "text", encode(Finished()), encode(Welcome(run_id="x", heartbeat_s=1.0))):
+        connection = served.dial()
+        connection.send(data)
+        assert connection.recv(timeout=10)  # Told: why
+        with pytest.raises(ConnectionClosed):
+            connection.recv(timeout=10)
+
+
+def test_a_connection_that_breaks_comes_back_and_nobody_is_lost(serve: Callable[..., Served]) -> None:
+    served = serve(2, reconnect_s=10.0)
+    agent = served.dial()
+    agent.send(encode(AgentHello(host="lab", pid=1, num_workers=2)))
+    first, second = served.member("w0"), served.member("w1")
+    begin(first, second)
+    assert first._link is not None
+    first._link.sock.shutdown(socket.SHUT_RDWR)
+    second.left()  # a decision after the break, which the first must hear
+    assert [info.worker_id for info in first.wait_notice(1, 10).members] == ["w0"]
+    assert first.ended() is None
+
+
+def test_a_head_that_stays_away_ends_the_wait(serve: Callable[..., Served]) -> None:
+    served = serve(2)
+    member = served.member("w0", head_away_s=0.3)
+    served.loop.call_soon_threadsafe(served.head.over.set)
+    with pytest.raises(RunStopped, match="has been away for 0 s"):
+        member.wait_notice(0, 20)
+
+
+def test_64_members_form_every_generation_in_under_a_second(serve: Callable[..., Served]) -> None:
+    served = serve(64, heartbeat_s=1.0)
+    agent = served.dial()
+    agent.send(encode(AgentHello(host="lab", pid=1, num_workers=64)))
+    members = {f"w{i}": served.member(f"w{i}") for i in range(64)}
+    seconds = []
+
+    def form(after: int, act: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        act()
+        notice = members[min(members)].wait_notice(after, 10)
+        for info in notice.members:
+            assert members[info.worker_id].wait_notice(after, 10) == notice
+        seconds.append(time.perf_counter() - started)
+        for info in notice.members:
+            members[info.worker_id].holding(notice.generation)
+        heard_by_the_head(*members.values())
+
+    form(0, lambda: [member.ready(0) for member in members.values()])
+    for number, gone in enumerate(("w3", "w17", "w40", "w63"), 1):
+        lost = members.pop(gone)
+        form(number, lambda gone=gone: agent.send(encode(WorkerExit(worker_id=gone, exit_code=-9))))
+        assert lost.wait_ended(10) is not None
+    assert max(seconds) < 1.0, seconds
+
+
+def test_from_the_exit_of_a_process_to_the_notice(serve: Callable[..., Served]) -> None:
+    """The head's part of a recovery: what it adds to the agent's seeing a process end."""
+    served = serve(3, heartbeat_s=5.0)
+    agent = served.dial()
+    agent.send(encode(AgentHello(host="lab", pid=1, num_workers=3)))
+    members = {f"w{i}": served.member(f"w{i}") for i in range(3)}
+    begin(*members.values())
+    started = time.perf_counter()
+    agent.send(encode(WorkerExit(worker_id="w1", exit_code=-9)))
+    members["w0"].wait_notice(1, 10)
+    members["w2"].wait_notice(1, 10)
+    assert time.perf_counter() - started < 0.5  # about 3 ms on an idle machine
+
+
+# -- processes ---------------------------------------------------------------------------------------
+
+
+def pids(folder: Path) -> dict[str, int]:
+    """What the head says about its workers' processes."""
+    known = json.loads((folder / "head.json").read_text())
+    host, port = known["url"].removeprefix("ws://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    try:
+        token = Path(known["token_file"]).read_text()
+        connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
+        status = json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+    return {worker["worker_id"]: worker["pid"] for worker in status["workers"]}
+
+
+def test_a_killed_worker_is_seen_at_once_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    command = unisono("run", script(FOLLOW), "--workers", 3, "--run-dir", "run")
+    command.line("[w2] generation 1 w0,w1,w2")
+    command.line("[w0] generation 1 w0,w1,w2")
+    started = time.perf_counter()
+    os.kill(pids(tmp_path / "run")["w1"], signal.SIGKILL)
+    command.line("[w0] generation 2 w0,w2")
+    command.line("[w2] generation 2 w0,w2")
+    assert time.perf_counter() - started < 2.0
+    command.line("(SIGKILL); generation 2 with 2 workers; worker w3 replaces it now (restart 1 of 10)")
+    command.line("[w0] generation 3 w0,w2,w3")
+    command.line("[w3] generation 3 w0,w2,w3")
+    assert unisono("stop", "run").wait() == 0
+    assert command.wait() == 0
+    assert command.out[-1].startswith("unisono: stopped by `unisono stop` in")
+
+
+def test_a_stopped_worker_is_evicted_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    command = unisono(
+        *("run", script(FOLLOW), "--workers", 2, "--run-dir", "run", "--heartbeat-timeout-s", 1, "--heartbeat-s", 0.1)
+    )
+    command.line("[w0] generation 1 w0,w1")
+    command.line("[w1] generation 1 w0,w1")
+    pid = pids(tmp_path / "run")["w1"]
+    os.kill(pid, signal.SIGSTOP)
+    command.line("has been silent for 1.")
+    command.line("[w0] generation 2 w0")
+    wait_until_gone({pid}, time.monotonic() + 10)
+    command.line("[w2] generation 3 w0,w2")
+    assert unisono("stop", "run").wait() == 0
+    assert command.wait() == 0
+
+
+def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_ended(unisono: Unisono, script: Script) -> None:
+    name = script(
+        """
+        import time
+        from unisono import member
+
+        def stuck_here():
+            time.sleep(1000)
+
+        me = member.current()
+        me.ready(0)
+        notice = me.wait_notice(0)
+        me.holding(notice.generation)
+        if me.worker_id == "w1":
+            me.at(phase=0, step=5, microbatch=3)
+            stuck_here()
+        me.waiting(True)
+        if me.worker_id == "w0":
+            notice = me.wait_notice(1)
+            print("goes on with", [info.worker_id for info in notice.members], notice.immediate, flush=True)
+            me.holding(notice.generation)
+        """
+    )
+    command = unisono(
+        *("run", name, "--workers", 2, "--late-s", 0.3, "--hang-s", 1.0, "--heartbeat-s", 0.1, "--max-restarts", 0)
+    )
+    assert "step 5, micro-batch 3" in command.line("is late: no progress for")
+    assert "stuck_here" in command.line("stuck_here")
+    command.line("hangs: no progress for 1 s")
+    command.line("[w0] goes on with ['w0'] True")
+    assert command.wait() == 0
+
+
+def test_a_worker_that_dies_without_a_word_is_told_with_its_last_words(unisono: Unisono, script: Script) -> None:
+    name = script("import sys, os\nprint('out of luck', file=sys.stderr)\nos._exit(3)")
+    command = unisono("run", name, "--workers", 1)
+    assert command.wait() == 3
+    assert command.err[-1] == "out of luck"
+    assert "ended with exit code 3 and without a word" in command.err[-2]
+
+
+def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    command = unisono("run", script(FOLLOW), "--workers", 1, "--run-dir", "run")
+    command.line("[w0] generation 1 w0")
+    address = json.loads((tmp_path / "run" / "head.json").read_text())
+    assert stat.S_IMODE((tmp_path / "run" / "token").stat().st_mode) == 0o600
+    guest = unisono("join", address["url"], "--token-file", address["token_file"], "--workers", 1)
+    guest.line("[w1] generation 2 w0,w1")
+    shown = unisono("status", "run")
+    assert shown.wait() == 0
+    assert any(line.startswith("w1      1     training") for line in shown.out), shown.out
+    guest.process.send_signal(signal.SIGINT)
+    assert guest.wait() == 0
+    assert "all workers of this machine have left" in guest.out[-1]
+    command.line("[w0] generation 3 w0")
+    scaled = unisono("scale", "run", 2)
+    assert scaled.wait() == 0
+    assert scaled.out == ["scaled to 2 workers, from 1"]
+    command.line("[w2] generation 4 w0,w2")
+    assert unisono("scale", "run", 1).wait() == 0
+    command.line("generation 5 w0")
+    assert unisono("stop", "run").wait() == 0
+    assert command.wait() == 0
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# A script whose workers have children of their own, as a loader of data has.
+PARENTS = """
+    import os, subprocess, sys
+    from unisono import member
+
+    child = subprocess.Popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"])
+    me = member.current()
+    me.ready(0)
+    me.holding(me.wait_notice(0).generation)
+    print("training", flush=True)
+    me.wait_notice(100)
+    """
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_outlives_the_command(
+    unisono: Unisono, script: Script, mark: str, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """Workers, their children, the head and the files of its address are gone, whatever ended the command."""
+    command = unisono("run", script(PARENTS), "--workers", 2, "--run-dir", "run")
+    command.line("[w0] training")
+    command.line("[w1] training")
+    command.line("[w0] up")
+    command.line("[w1] up")
+    assert len(marked(mark)) == 6, "command, head, two workers and a child of each"
+    started = time.monotonic()
+    command.process.send_signal(number)
+    assert command.wait() == code
+    wait_until_gone(set(marked(mark)), started + 5)
+    assert marked(mark) == {}
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_death_of_the_head_ends_the_run(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    command = unisono("run", script(FOLLOW), "--workers", 1, "--run-dir", "run")
+    command.line("[w0] generation 1 w0")
+    os.kill(json.loads((tmp_path / "run" / "head.json").read_text())["pid"], signal.SIGKILL)
+    assert command.wait() == 1
+    assert "the head (pid" in command.err[-1]
+
+
+def test_the_token_is_nowhere_to_be_seen(unisono: Unisono, script: Script, mark: str, tmp_path: Path) -> None:
+    command = unisono("run", script(FOLLOW), "--workers", 1, "--run-dir", "run")
+    command.line("[w0] generation 1 w0")
+    token = (tmp_path / "run" / "token").read_text()
+    assert len(token) > 30
+    for pid in marked(mark):
+        assert token not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert token not in Path(f"/proc/{pid}/environ").read_text()
+    assert unisono("stop", "run").wait() == 0
+    assert command.wait() == 0
+    assert token not in "".join([*command.out, *command.err])
+
+
+def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> None:
+    """A process group of torch over `HeadStore`, and the calls of the store that it does not make."""
+    name = script(
+        """
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        from unisono import member
+        from unisono.store import HeadStore
+
+        me = member.current()
+        me.ready(0)
+        notice = me.wait_notice(0)
+        me.holding(notice.generation)
+        rank = [info.worker_id for info in notice.members].index(me.worker_id)
+        store = HeadStore(me, "g1/", generation=1, timeout_s=20.0)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=me.info.address)]
+        group = dist.ProcessGroupGloo(dist.PrefixStore("x", store), rank, 3, options)
+        total = torch.tensor([2.0**rank])
+        group.allreduce([total]).wait()
+        assert total.item() == 7.0, total
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        assert store.check(["key"]) and not store.check(["other"])
+        store.wait(["key"], timedelta(seconds=1))
+        try:
+            store.wait(["other"], timedelta(seconds=0.01))
+        except TimeoutError as error:
+            print("timed out:", error, flush=True)
+        assert store.compare_set(f"c{rank}", "", "new") == b"new"
+        assert store.delete_key(f"c{rank}") and not store.delete_key(f"c{rank}")
+        store.set_timeout(timedelta(seconds=3))
+        assert store.timeout == timedelta(seconds=3) and store.num_keys() > 0
+        group.barrier().wait()
+        """
+    )
+    command = unisono("run", name, "--workers", 3)
+    assert command.wait() == 0, command.err
+    assert sum("timed out: timeout: no key g1/other within 0.0 s" in line for line in command.out) == 3
