@@ -92,7 +92,6 @@ class Service:
 
 def run(job: Job, service: Service) -> int:
     """Be ``unisono run``: a head and the workers of this machine. Returns the exit code."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGTERM)
     listener = _listen(service)
     secret = Secret(token := secrets.token_urlsafe(32))
@@ -136,7 +135,6 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Secr
 
 def join(job: Job, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGTERM)
     secret = Secret(token)
 
@@ -329,6 +327,7 @@ class _Agent:
     async def run(self) -> int:
         """Work until the run is over, or this agent is asked to leave. Returns the exit code."""
         loop = asyncio.get_running_loop()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled, number)
         if self._head is not None:
@@ -388,7 +387,9 @@ class _Agent:
         except Exception as error:
             self._finish(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
             raise
-        if self._head is None and self._workers and not self._over.done():
+        if self._head is not None and not self._over.done():
+            await self._head.ended_within(TERMINATE_S)  # `_head_ended` knows more about it
+        elif self._workers and not self._over.done():
             # The workers go on without the head for a while, and end by themselves when it stays away.
             self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
             self._is_leaving = True

@@ -1,4 +1,4 @@
-"""Tests with real processes: each has a deadline, prints what everybody was doing when it is passed, and leaves nothing."""
+"""Tests with real processes: each has a deadline, says what everybody was doing when it passes, and leaves nothing."""
 
 from __future__ import annotations
 

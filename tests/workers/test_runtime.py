@@ -10,11 +10,9 @@ import os
 import signal
 import socket
 import stat
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -28,15 +26,10 @@ from unisono.member import Door, Member
 from unisono.membership import Policy
 from unisono.messages import (
     AgentHello,
-    Drain,
-    Ended,
     Finished,
     MemberInfo,
-    Scale,
-    Start,
     Welcome,
     WorkerExit,
-    decode,
     encode,
 )
 

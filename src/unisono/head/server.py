@@ -147,7 +147,7 @@ class Head:
             server.close()
 
     def end_workers(self) -> None:
-        """End what is left of the workers of this machine, their children included, whose agent has not seen them end."""
+        """End this machine's workers, with their children, unless their agent has seen them end."""
         for pid in self._here.values():
             end_group(pid, signal.SIGKILL)
 

@@ -1,0 +1,296 @@
+"""The command line: what it refuses before anything is started, what it shows, and `launch`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.workers.conftest import Unisono
+from unisono import cli
+from unisono.cli.run import count_workers, parse_workers
+from unisono.errors import UsageError
+from unisono.launch import LaunchError, launch
+from unisono.messages import Ended, StepDone
+from unisono.watch.terminal import PLAIN_EVERY_S, Plain
+
+pytestmark = pytest.mark.timeout(90)
+Script = Callable[..., str]
+
+BEGIN = """
+    import sys
+    from unisono import member
+    from unisono.messages import StepDone
+
+    me = member.current()
+    me.ready(0)
+    notice = me.wait_notice(0)
+    me.holding(notice.generation)
+    rank = [info.worker_id for info in notice.members].index(me.worker_id)
+    """
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "missing.py"], "there is no script missing.py"),
+        (["run", "."], ". is a directory; give the script in it"),
+        (["run"], "which script?"),
+        (["run", "-m", "no.such.module"], "there is no module 'no.such.module'"),
+        (
+            ["run", "here.py", "--workers", "0"],
+            "--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got '0'",
+        ),
+        (["run", "here.py", "--workers", "many"], "got 'many'"),
+        (["run", "here.py", "--workers", "4:2"], "got '4:2'"),
+        (["run", "here.py", "--threads", "0"], "at least 1 thread, got --threads 0"),
+        (["run", "here.py", "--port", "70000"], "got --port 70000"),
+        (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
+        (["run", "here.py", "--heartbeat-s", "9"], "heartbeats come more often than they time out"),
+        (["run", "here.py", "--timeout-s", "0"], "--timeout-s is a time in seconds above 0"),
+        (["run", "here.py", "--run-dir", "here.py"], "here.py is not a directory"),
+        (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
+        (["status", "missing"], "there is no run directory missing"),
+        (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
+        (["scale", ".", "2"], "no run is going in ."),
+        (["stop", "."], "no run is going in ."),
+        (["join", "http://x", "--token-file", "here.py"], "the address of a run is ws://HOST:PORT"),
+        (["join", "ws://127.0.0.1:1", "--token-file", "missing"], "there is no --token-file missing"),
+        (["join", "ws://127.0.0.1:1", "--token-file", "here.py"], "no head answers at ws://127.0.0.1:1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "-",
+)
+def test_bad_input_is_one_line_and_starts_nothing(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "here.py").write_text("print('ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["unisono", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    shown = capsys.readouterr()
+    assert leaving.value.code == 2
+    assert words in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert shown.out == ""
+
+
+def test_every_command_is_listed_and_explains_itself() -> None:
+    shown = CliRunner().invoke(cli._group, ["--help"]).output
+    for name in cli.COMMANDS:
+        assert name in shown
+        if name != "compare":
+            assert "Usage:" in CliRunner().invoke(cli._group, [name, "--help"]).output
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = "import sys\nfrom unisono import cli\nsys.argv = ['unisono', '--help']\ntry:\n    cli.main()\nfinally:\n"
+    code += "    heavy = {'torch', 'numpy', 'websockets', 'rich', 'asyncio'}\n"
+    code += "    print(*heavy & set(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stderr.strip() == ""
+
+
+def test_how_many_workers() -> None:
+    assert parse_workers("4", 1) == (4, 1, 4, True)
+    assert parse_workers("2:8", 1) == (2, 2, 8, False)
+    assert parse_workers("auto", 1)[0] == count_workers(1)
+    with pytest.raises(UsageError):
+        parse_workers("2:", 1)
+
+
+def test_every_gpu_else_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
+    assert count_workers(4) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cores = len(os.sched_getaffinity(0))
+    assert count_workers(1) == cores
+    assert count_workers(1000) == 1
+
+
+def test_the_script_runs_as_python_would_run_it(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    """Arguments, `__main__`, imports from its folder, environment; output is told apart, streams stay apart."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "beside.py").write_text("WORD = 'found'")
+    name = script(
+        """
+        import json, os, pickle, sys
+        import beside
+        from unisono import member
+
+        class Local:
+            pass
+
+        assert __name__ == "__main__" and type(pickle.loads(pickle.dumps(Local()))) is Local
+        assert os.environ["OMP_NUM_THREADS"] == os.environ["UNISONO_THREADS"] == "2"
+        import torch
+        assert torch.get_num_threads() == 2
+        print(json.dumps([beside.WORD, sys.argv, __file__, member.current().info.host[-2:]]))
+        print("to error", file=sys.stderr)
+        print("without end", end="")
+        """,
+        "deep/train.py",
+    )
+    command = unisono("run", name, "--workers", 2, "--threads", 2, "--simulate-hosts", 2, "--", "--lr", "0.1", "-x")
+    assert command.wait() == 0, command.err
+    for worker, host in (("w0", "-0"), ("w1", "-1")):
+        said = json.dumps(["found", [name, "--lr", "0.1", "-x"], name, host])
+        assert f"[{worker}] {said}" in command.out
+        assert f"[{worker}] without end" in command.out
+        assert f"[{worker}] to error" in command.err
+
+
+def test_a_module_runs_as_python_would_run_it(unisono: Unisono, script: Script) -> None:
+    script("import sys\nprint(__name__, sys.argv[1:])", "tool.py")
+    command = unisono("run", "-m", "tool", "--workers", 1, "--", "a", "--b")
+    assert command.wait() == 0, command.err
+    assert "[w0] __main__ ['a', '--b']" in command.out
+
+
+def test_the_traceback_of_the_worker_that_failed_is_the_last_thing(unisono: Unisono, script: Script) -> None:
+    name = script(
+        BEGIN
+        + """
+    print("before", file=sys.stderr)
+    if rank == 1:
+        raise ValueError("the number is 7")
+    me.wait_notice(notice.generation)
+    """
+    )
+    command = unisono("run", name, "--workers", 2)
+    assert command.wait() == 1
+    assert command.err[-1] == "ValueError: the number is 7"
+    start = command.err.index("Traceback (most recent call last):")
+    assert command.err[start + 1].startswith('  File "train.py", line ')
+    assert "unisono: failed: worker w1" in command.err[start - 1]
+    assert sum("ValueError: the number is 7" in line for line in command.err[start:]) == 1
+    assert sum("Traceback" in line for line in [*command.out, *command.err]) == 1
+
+
+@pytest.mark.parametrize(("leave", "code"), [("sys.exit(7)", 7), ("sys.exit('too bad')", 1), ("sys.exit()", 0)])
+def test_the_exit_code_is_the_scripts(unisono: Unisono, script: Script, leave: str, code: int) -> None:
+    command = unisono("run", script(f"import sys\n{leave}"), "--workers", 1)
+    assert command.wait() == code
+    assert not any("Traceback" in line for line in command.err)
+    assert ("[w0] too bad" in command.err) == ("too bad" in leave)
+
+
+def test_steps_are_shown_and_summed_up(unisono: Unisono, script: Script) -> None:
+    name = script(
+        BEGIN
+        + """
+    for step in range(3):
+        if rank == 0:
+            me.send(StepDone(step=step, epoch=0, num_steps=3, loss=1 / (step + 1), samples=8, seconds=0.5, digest="",
+                             generation=1, num_workers=2))
+    """
+    )
+    command = unisono("run", name, "--workers", 2)
+    assert command.wait() == 0
+    assert "unisono: step 3/3  loss 0.3333  16 samples/s  0:00 left  2 workers" in command.out
+    assert command.out[-1].startswith("unisono: finished: 3 steps in ")
+    assert command.out[-1].endswith(" s on 2 workers")
+
+
+def test_a_terminal_gets_a_progress_line(script: Script, tmp_path: Path) -> None:
+    name = script(
+        BEGIN
+        + """
+    print("a line of its own")
+    me.send(StepDone(step=0, epoch=0, num_steps=1, loss=0.5, samples=8, seconds=0.5, digest="", generation=1,
+                     num_workers=1))
+    """
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "unisono", "run", name, "--workers", "1"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    shown = bytearray()
+    try:
+        while data := os.read(ours, 4096):
+            shown += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(20) == 0
+    text = shown.decode()
+    assert "a line of its own" in text
+    assert "step 1/1" in text
+    assert "loss 0.5000" in text
+    assert "finished: 1 step in" in text
+
+
+def done(step: int) -> StepDone:
+    return StepDone(
+        step=step,
+        epoch=0,
+        num_steps=100,
+        loss=2.0,
+        samples=10,
+        seconds=1.0,
+        digest="",
+        generation=1,
+        num_workers=4,
+    )
+
+
+def test_plain_lines_come_at_most_every_two_seconds_and_the_last_always() -> None:
+    now = [0.0]
+    out, err = io.StringIO(), io.StringIO()
+    screen = Plain(out, err, clock=lambda: now[0])
+    for step in range(10):
+        screen.step(done(step))
+        now[0] += PLAIN_EVERY_S / 4
+    screen.close(Ended(ok=True, reason="finished"))
+    lines = out.getvalue().splitlines()
+    assert [line.split()[2] for line in lines[:-1]] == ["1/100", "5/100", "9/100", "10/100"]
+    assert lines[0] == "unisono: step 1/100  loss 2.0000  10 samples/s  1:39 left  4 workers"
+    assert lines[-1] == "unisono: finished: 10 steps in 5.0 s on 4 workers"
+
+
+def test_launch_returns_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(number: int) -> tuple[int, str]:
+        from unisono import member
+
+        me = member.current()
+        assert me is not None
+        print("hello")
+        return number * 6, me.worker_id
+
+    assert launch(main, 7, workers=2) == (42, "w0")
+    shown = capsys.readouterr().out
+    assert "[w0] hello" in shown
+    assert "[w1] hello" in shown
+
+
+def test_launch_raises_with_the_workers_traceback() -> None:
+    def main() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(LaunchError, match="KeyError: 'gone'") as caught:
+        launch(main, workers=1)
+    assert "in main" in caught.value.traceback
+    assert "raise KeyError" in caught.value.traceback
+
+
+def test_launch_refuses_what_the_command_refuses() -> None:
+    with pytest.raises(LaunchError, match="--workers is a number from 1"):
+        launch(print, workers=0)
