@@ -24,6 +24,7 @@ FLOORS = {
     "cursor": 1,
     "membership": 1,
     # 2, effects: one outside thing each.
+    "faults": 2,
     "flat": 2,
     "exchange": 2,
     "store": 2,
@@ -47,6 +48,7 @@ FLOORS = {
     "step": 4,
     "run": 4,
     "worker": 4,
+    "nursery": 4,
     "agent": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
@@ -55,6 +57,7 @@ FLOORS = {
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
     "watch": WINGS,
+    "testing": WINGS,
 }
 
 NEIGHBOURS = {
@@ -69,6 +72,8 @@ NEIGHBOURS = {
     "tracked": {"gradients"},
     "__main__": {"cli"},
     "agent": {"watch"},  # what its workers say goes to the screen
+    "nursery": {"run", "worker"},  # it imports them before it forks
+    "testing": {"faults"},
     "rounds": {"team"},
     "step": {"rounds", "team"},
     "evaluation": {"rounds", "team"},
@@ -81,7 +86,7 @@ PURE = {
     "signal",  # its names of numbers only: signal.Signals(9).name
 }
 
-WITHOUT_TORCH = ("cli", "head", "agent", "watch", "membership", "messages", "journal", "rundir", "lifetime")
+WITHOUT_TORCH = ("cli", "head", "agent", "watch", "membership", "messages", "journal", "rundir", "lifetime", "testing")
 
 
 def room_of(module: str) -> str:
@@ -90,6 +95,7 @@ def room_of(module: str) -> str:
 
 
 def floor_of(module: str) -> int:
+    assert room_of(module) in FLOORS, f"unisono.{module} stands on no floor; see test_every_module_has_a_floor"
     return FLOORS[room_of(module)]
 
 
