@@ -30,10 +30,11 @@ one of them left before the last ``reduced`` was said.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -192,7 +193,11 @@ class Host:
         self._nodes: dict[Node, Rows] = {}
         self._results: list[Tensor] = []
         self._result = self._mail = torch.empty(0, dtype=torch.uint8)
-        board.enter(generation, segment.address)
+        try:
+            board.enter(generation, segment.address)
+        except ValueError:
+            segment.close()
+            raise
 
     # -- slots ---------------------------------------------------------------------------------------
 
@@ -228,6 +233,7 @@ class Host:
                 f"this worker holds {len(slots)} nodes of the summation tree and can show {MAX_NODES}; "
                 "use fewer micro-batches"
             )
+        self._begin()
         sheet = self._sheet
         for place, (node, slot) in enumerate(slots.items()):
             sheet.nodes[place] = _Node(node.level, node.index, self._board.find(slot).encode())
@@ -342,6 +348,7 @@ class Host:
 
     def _post(self) -> list[Tensor]:
         """Show this member's letter, and wait for all; everyone's, to be read before `_settle`."""
+        self._begin()
         self._num_letters += 1
         self._advance("mailed", self._num_letters)
         self._wait("mailed", self._num_letters)
@@ -368,12 +375,24 @@ class Host:
             for word in self._me.words.values():
                 futex_wake(word)
 
+    @contextlib.contextmanager
+    def or_leave(self) -> Iterator[None]:
+        """What is inside either succeeds, or this member leaves."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
     def close(self) -> None:
         self.leave()
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
+        # Whoever holds the error that ended this holds its frames, and with them this object: let go of the memory.
+        self._error = self._gone(self.rank)
         self._peers, self._nodes, self._results = [], {}, []
+        self._result = self._mail = torch.empty(0, dtype=torch.uint8)
 
     def _allocate(self, use: str, nbytes: int) -> Segment:
         segment = Segment.create(nbytes)
@@ -396,6 +415,14 @@ class Host:
             "nothing of it can be committed any more"
         )
 
+    def _begin(self) -> None:
+        """Before the first word of a move: whoever was interrupted, or has left, says nothing any more."""
+        if self._error is not None:
+            self.leave()
+            raise self._error
+        if self._me.left.value:
+            raise self._gone(self.rank)
+
     def _advance(self, counter: str, value: int) -> None:
         word = self._me.words[counter]
         fence()
@@ -407,13 +434,11 @@ class Host:
         started = time.perf_counter()
         deadline = started + self._timeout_s
         try:
-            if not self._peers:
-                self._peers = self._meet(deadline)
-            for rank, peer in enumerate(self._peers):
-                self._watch(rank, peer.words[counter], value, peer.left, deadline, counter)
-        except BaseException:
-            self.leave()
-            raise
+            with self.or_leave():
+                if not self._peers:
+                    self._peers = self._meet(deadline)
+                for rank, peer in enumerate(self._peers):
+                    self._watch(rank, peer.words[counter], value, peer.left, deadline, counter)
         finally:
             self._watched = None
             self.waiting_s += time.perf_counter() - started

@@ -46,15 +46,12 @@ class SharedMemory:
         host = self._host
         host.waiting_s = 0.0
         slots = list(share.slots.values()) or [host.slot()]
-        try:
+        with host.or_leave():
             host.publish(share.slots, facts)
             everyones_facts = tuple(host.facts())
             digest = self._reduce(self._chunks[self.rank], share.num_leaves)
             host.verify()
             host.commit(digest)
-        except BaseException:
-            host.leave()
-            raise
         digest = host.collect(self._chunks, host.total_weight(self._chunks), slots[0])
         for slot in slots[1:]:
             host.release(slot)

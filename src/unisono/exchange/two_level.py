@@ -70,15 +70,12 @@ class TwoLevel:
         host = self._host
         host.waiting_s = 0.0
         slots = list(share.slots.values()) or [host.slot()]
-        try:
+        with host.or_leave():
             host.publish(share.slots, facts)
             if self._wire is None:
                 host.commit(0)
             else:
                 host.commit(self._carry_lane(share, self._wire), self._gather_facts(self._wire))
-        except BaseException:
-            host.leave()
-            raise
         digest = host.collect(self._lanes, host.total_weight(self._lanes), slots[0])
         for slot in slots[1:]:
             host.release(slot)
@@ -113,23 +110,25 @@ class TwoLevel:
         return [number for letter in letters for number in msgspec.msgpack.decode(letter, type=list[float])]
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        local = self._host.all_gather(data)
-        team = b""
-        if self._host.rank == 0 and self._wire is not None:
-            hosts = self._wire.all_gather_bytes(msgspec.msgpack.encode(local))
-            team = msgspec.msgpack.encode([msgspec.msgpack.decode(letters, type=list[bytes]) for letters in hosts])
-        by_host = msgspec.msgpack.decode(self._host.all_gather(team)[0], type=list[list[bytes]])
+        with self._host.or_leave():
+            local = self._host.all_gather(data)
+            team = b""
+            if self._host.rank == 0 and self._wire is not None:
+                hosts = self._wire.all_gather_bytes(msgspec.msgpack.encode(local))
+                team = msgspec.msgpack.encode([msgspec.msgpack.decode(letters, type=list[bytes]) for letters in hosts])
+            by_host = msgspec.msgpack.decode(self._host.all_gather(team)[0], type=list[list[bytes]])
         return [letter for letters in by_host for letter in letters]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         place = next(p for p, ranks in enumerate(self._hosts) if source in ranks)
         mine = self.rank in self._hosts[place]
-        if mine:  # to the one that carries lane 0 there ...
-            self._host.broadcast(tensor, self._hosts[place].index(source))
-        if self._host.rank == 0 and self._wire is not None:  # ... from there to the other hosts ...
-            broadcast_over(self._wire, tensor, place)
-        if not mine:  # ... and to everybody there
-            self._host.broadcast(tensor, 0)
+        with self._host.or_leave():
+            if mine:  # to the one that carries lane 0 there ...
+                self._host.broadcast(tensor, self._hosts[place].index(source))
+            if self._host.rank == 0 and self._wire is not None:  # ... from there to the other hosts ...
+                broadcast_over(self._wire, tensor, place)
+            if not mine:  # ... and to everybody there
+                self._host.broadcast(tensor, 0)
 
     def interrupt(self, error: Exception) -> None:
         self._host.interrupt(error)

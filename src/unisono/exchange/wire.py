@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 
 from unisono.errors import DeadlineExceeded, PeerLost
 
-__all__ = ["Wire", "Work"]
+__all__ = ["Wire", "Work", "release_abandoned"]
 
 SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
 
@@ -120,20 +120,20 @@ class Wire:
     def close(self) -> None:
         with self._changed:
             self._closed = True
+            self._error = PeerLost(f"this member has left its group of {self.size} members")
             group, self._group = self._group, None
         _abandoned.append((group, self._pending))
         self._pending = []
-        _abandoned[:] = [
-            (group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)
-        ]
+        del group
+        release_abandoned()
 
     def _connected(self) -> Any:
-        """The group, as soon as there is one."""
-        self._await(lambda: self._group is not None or self._failure is not None or self._closed, "the group to form")
-        if self._group is None:
-            if self._failure is not None:
-                raise PeerLost(f"no group of {self.size} members could be formed: {self._failure}") from self._failure
-            raise PeerLost(f"this member has closed its group of {self.size} members")
+        """The group, as soon as there is one. Whoever was interrupted starts nothing any more."""
+        if self._error is not None:
+            raise self._error
+        self._await(lambda: self._group is not None or self._failure is not None, "the group to form")
+        if self._failure is not None:
+            raise PeerLost(f"no group of {self.size} members could be formed: {self._failure}") from self._failure
         return self._group
 
     def _started(self, work: Any, out: Tensor, data: Tensor) -> Work:
@@ -191,6 +191,11 @@ class Work:
         """
         self._wire._finish(self._work)
         self._tensors = ()
+
+
+def release_abandoned() -> None:
+    """Delete the groups whose last operation has ended meanwhile. A closing wire does it for all before it."""
+    _abandoned[:] = [(group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)]
 
 
 def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float) -> Any:

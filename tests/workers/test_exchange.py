@@ -1,0 +1,754 @@
+"""What every exchange promises: the bits of the tree, waits that end, nodes that survive, nothing left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.workers.processes import KILLED, Seat, Team, num_descriptors, num_threads, when_blocked_in
+from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
+from unisono.exchange import NUM_FACTS, Combined, Exchange, Share
+from unisono.exchange.alone import Alone
+from unisono.exchange.host import MAX_NODES, MAX_TEAM, Board, Host
+from unisono.exchange.memory import Segment, futex_wait
+from unisono.exchange.network import Network
+from unisono.exchange.reduce import Reduction
+from unisono.exchange.shared import SharedMemory
+from unisono.exchange.two_level import TwoLevel
+from unisono.exchange.wire import Wire, release_abandoned
+from unisono.flat import FlatLayout, Slot
+from unisono.plan import plan, replan
+from unisono.tree import Node, fold, leaf, schedule
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+KINDS = [
+    ("alone", 1),
+    ("shared", 2),
+    ("shared", 3),
+    ("shared", 8),
+    ("network", 2),
+    ("network", 3),
+    ("network", 5),
+    ("two-level", 3),
+    ("two-level", 4),
+    ("two-level", 5),
+]
+every_kind = pytest.mark.parametrize(("kind", "size"), KINDS)
+TEAMS = [("shared", 3), ("network", 3), ("two-level", 4)]
+every_team = pytest.mark.parametrize(("kind", "size"), TEAMS)
+BLOCKING = {"_watch", "_await"}
+"""Where an exchange waits, in shared memory and on a wire."""
+
+
+class AlarmError(Exception):
+    """What the tests interrupt with."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- a step, and what it has to give -----------------------------------------------------------------
+
+
+def layouts() -> list[FlatLayout]:
+    """Several dtypes and buffers; another; one of several buckets and blocks."""
+    parameters = [
+        ("a", torch.empty(90, 701)),
+        ("b", torch.empty(13, dtype=torch.float64)),
+        ("c", torch.empty(5, dtype=torch.bfloat16)),
+        ("d", torch.empty(0)),
+        ("e", torch.empty(7, 3, dtype=torch.float16)),
+    ]
+    buffers = [
+        ("n", torch.empty((), dtype=torch.int64)),
+        ("m", torch.empty(7)),
+        ("v", torch.empty(3, dtype=torch.float64)),
+    ]
+    return [
+        FlatLayout(parameters, buffers),
+        FlatLayout([("w", torch.empty(130))], []),
+        FlatLayout([("w", torch.empty(2_500_000)), ("x", torch.empty(77))], buffers),
+    ]
+
+
+STEPS = [(0, 8), (0, 8), (0, 5), (0, 1), (1, 6), (1, 2), (2, 3), (0, 13)]
+"""Which layout, and how many leaves: also fewer than members."""
+
+
+def fill(slot: Slot, step: int, index: int) -> None:
+    """Compute one leaf: its gradients, weight, bitmap and buffers."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    for view in [*slot.gradients, *slot.buffers]:
+        value = torch.randn(view.shape, generator=generator)
+        view.copy_(value if view.is_floating_point() else value * 100)
+    slot.scalars.copy_(torch.tensor([1 + index % 3, 0.1 * index], dtype=torch.float64))
+    slot.used.copy_(torch.arange(slot.used.numel()) % 2 + index)
+
+
+def plus(left: Slot, right: Slot) -> None:
+    for piece in left.layout.pieces(0, left.layout.num_rows):
+        left.typed(piece.dtype)[piece.start : piece.stop] += right.typed(piece.dtype)[piece.start : piece.stop]
+
+
+def compute(exchange: Exchange, step: int, todo: Sequence[int], num_leaves: int, nodes: dict[Node, Slot]) -> None:
+    """Add these leaves to this member's nodes, as a step does."""
+    for index in todo:
+        nodes[leaf(index, num_leaves)] = exchange.slot()
+        fill(nodes[leaf(index, num_leaves)], step, index)
+    for left, right, parent in schedule(nodes, num_leaves)[0]:
+        nodes[parent], spare = nodes.pop(left), nodes.pop(right)
+        plus(nodes[parent], spare)
+        exchange.release(spare)
+
+
+def share_of(exchange: Exchange, step: int, num_leaves: int) -> Share:
+    decided, nodes = plan(exchange.size, num_leaves), dict[Node, Slot]()
+    compute(exchange, step, decided.ranges[exchange.rank], num_leaves, nodes)
+    return Share(num_leaves, decided.nodes, nodes)
+
+
+def facts_of(rank: int, step: int) -> list[float]:
+    return [float(100 * step + 10 * rank + place) for place in range(NUM_FACTS)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A combine's result, small enough to send."""
+
+    digest: int
+    content: str
+
+    @classmethod
+    def of(cls, combined: Combined) -> Outcome:
+        return cls(combined.digest, content(combined.slot))
+
+
+def content(slot: Slot) -> str:
+    rows = slot.rows(0, slot.layout.num_rows)
+    return hashlib.sha256(ctypes.string_at(rows.data_ptr(), rows.numel())).hexdigest()
+
+
+_expected: dict[tuple[int, int, int], Outcome] = {}
+
+
+def expected(layout: int, step: int, num_leaves: int) -> Outcome:
+    """The plain reference: leaves by themselves, added in tree order, divided once. No exchange, no chunks."""
+    key = (layout, step, num_leaves)
+    if key not in _expected:
+        shape = layouts()[layout]
+        slots = {}
+        for index in range(num_leaves):
+            slots[leaf(index, num_leaves)] = Slot(shape, torch.zeros(shape.slot_bytes, dtype=torch.uint8))
+            fill(slots[leaf(index, num_leaves)], step, index)
+
+        def add(left: Slot, right: Slot) -> Slot:
+            plus(left, right)
+            return left
+
+        total = fold(slots, num_leaves, add)
+        words = total.rows(0, shape.num_rows).view(torch.int64).view(shape.num_rows, -1).sum(dim=1)
+        digest = sum(a * b for a, b in zip(words.tolist(), shape.multipliers.tolist(), strict=True)) % 2**64
+        floats = [buffer for buffer in total.buffers if buffer.is_floating_point()]
+        for view in [*total.gradients, *floats]:
+            view /= float(total.scalars[0])
+        _expected[key] = Outcome(digest, content(total))
+    return _expected[key]
+
+
+# -- members -----------------------------------------------------------------------------------------
+
+
+class Member:
+    """One process's part in a test: its board for life, and an exchange a generation."""
+
+    def __init__(self, kind: str, seat: Seat, path: str, *, timeout_s: float = 20.0) -> None:
+        self.kind = kind
+        self.seat = seat
+        self.timeout_s = timeout_s
+        self.path = path
+        self.board = Board.create()
+        store = self.store("boards")
+        store.set(str(seat.rank), self.board.address)
+        self.boards = [store.get(str(rank)).decode() for rank in range(seat.size)]
+
+    def store(self, name: str) -> dist.Store:
+        return dist.FileStore(f"{self.path}/{name}", -1)
+
+    def enter(self, generation: int, members: Sequence[int], kind: str = "") -> Exchange:
+        """The exchange of these members; two-level: the lower half of all ranks is one host, the rest another."""
+        rank, kind = members.index(self.seat.rank), kind or self.kind
+        if kind == "alone":
+            return Alone(CPU)
+        if kind == "network":
+            return Network(self._wire(f"{generation}", rank, len(members)))
+        boards = [self.boards[member] for member in members]
+        if kind == "shared":
+            return SharedMemory(self.board, boards, rank, generation=generation, timeout_s=self.timeout_s)
+        cut = sum(member < self.seat.size // 2 for member in members)
+        hosts = [ranks for ranks in (range(cut), range(cut, len(members))) if ranks]
+        place = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+        local, num_lanes = hosts[place].index(rank), min(len(ranks) for ranks in hosts)
+        local_boards = [boards[other] for other in hosts[place]]
+        host = Host(self.board, local_boards, local, generation=generation, timeout_s=self.timeout_s)
+        lane = self._wire(f"{generation}-{local}", place, len(hosts)) if local < num_lanes else None
+        return TwoLevel(host, lane, num_lanes=num_lanes, hosts=hosts, rank=rank)
+
+    def _wire(self, name: str, rank: int, size: int) -> Wire:
+        return Wire(
+            self.store(name), rank, size, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=self.timeout_s
+        )
+
+
+def resources() -> tuple[int, int]:
+    return num_descriptors(), num_threads()
+
+
+def settled(before: tuple[int, int], limit_s: float = 5.0) -> tuple[int, int]:
+    """What is open now; a process group's threads take a moment to end."""
+    word, until = ctypes.c_uint32(), time.monotonic() + limit_s
+    while any(now > then for now, then in zip(resources(), before, strict=True)) and time.monotonic() < until:
+        gc.collect()  # what pytest.raises remembers
+        release_abandoned()
+        futex_wait(word, 0, 0.005)
+    return resources()
+
+
+def interrupt_when_told(exchange: Exchange, seat: Seat) -> None:
+    """What the thread that listens to the head does when it hears of a new generation."""
+
+    def listen() -> None:
+        exchange.interrupt(AlarmError(str(seat.hear())))
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+# -- the same bits -----------------------------------------------------------------------------------
+
+
+def _all_steps(seat: Seat, kind: str, path: str) -> dict[str, Any]:
+    member, made = Member(kind, seat, path), layouts()
+    warm_up = member.enter(1, range(seat.size))
+    warm_up.all_gather(b"")
+    warm_up.close()
+    before = resources()
+    exchange = member.enter(2, range(seat.size))
+    assert (exchange.rank, exchange.size) == (seat.rank, seat.size)
+    steps, prepared = [], -1
+    for step, (layout, num_leaves) in enumerate(STEPS):
+        if layout != prepared:
+            exchange.prepare(made[layout])
+            prepared = layout
+        share = share_of(exchange, step, num_leaves)
+        if step % 2 and seat.rank % 2:
+            exchange.offer(share, made[layout].tail_row // 2)
+        combined = exchange.combine(share, facts_of(seat.rank, step))
+        assert list(combined.facts) == [tuple(facts_of(rank, step)) for rank in range(seat.size)]
+        assert combined.waiting_s >= 0
+        steps.append(Outcome.of(combined))
+        exchange.release(combined.slot)
+    exchange.all_gather(b"")
+    exchange.close()  # at once: nobody may need anything of it any more
+    member.board.close()
+    del exchange, combined, share
+    return {"steps": steps, "left": [now - then for now, then in zip(settled(before), before, strict=True)]}
+
+
+@every_kind
+def test_every_step_gives_the_bits_of_the_tree(kind: str, size: int, tmp_path: pathlib.Path) -> None:
+    """Whatever the exchange, members, leaves and layout; and what was opened is closed."""
+    with Team(size, _all_steps, kind, str(tmp_path), deadline_s=60) as team:
+        results = team.results()
+    for result in results:
+        for step, (layout, num_leaves) in enumerate(STEPS):
+            assert result["steps"][step] == expected(layout, step, num_leaves), f"step {step}"
+        # The board and all that hung on it are gone too.
+        assert result["left"][0] <= 0, "file descriptors"
+        assert result["left"][1] <= 0, "threads"
+
+
+LETTERS = [0, 1, 100, 5000, 0, 300_000, 17]
+
+
+def letter(rank: int, size: int) -> bytes:
+    return bytes([rank + 1]) * (size * (rank + 1) // 2)
+
+
+def tensors_of(rank: int) -> list[Tensor]:
+    numbers = torch.arange(24, dtype=torch.float32) + 100 * rank
+    return [
+        numbers.view(4, 6),
+        numbers.view(4, 6).t(),
+        numbers.view(1, 4, 2, 3).to(memory_format=torch.channels_last),
+        numbers[3],
+        numbers[::5],
+        numbers[:0],
+        numbers.to(torch.bfloat16),
+        numbers.to(torch.float64),
+        numbers.to(torch.int64)[7],
+        numbers % (rank + 2) == 0,
+        torch.tensor(rank % 2 == 0),
+        torch.complex(numbers, -numbers),
+        torch.full((700_001,), rank + 0.5, dtype=torch.float64),
+        torch.nn.Parameter(numbers.clone()),
+    ]
+
+
+def _letters_and_tensors(seat: Seat, kind: str, path: str) -> None:
+    exchange = Member(kind, seat, path).enter(1, range(seat.size))
+    for length in LETTERS:
+        assert exchange.all_gather(letter(seat.rank, length)) == [letter(r, length) for r in range(seat.size)]
+    for source in range(seat.size):
+        for own, theirs in zip(tensors_of(seat.rank), tensors_of(source), strict=True):
+            stride = own.stride()
+            exchange.broadcast(own, source)
+            assert torch.equal(own, theirs)
+            assert own.stride() == stride
+    exchange.close()
+
+
+@every_kind
+def test_letters_and_tensors_arrive_as_they_were_sent(kind: str, size: int, tmp_path: pathlib.Path) -> None:
+    """Any length, dtype and stride, from every source."""
+    with Team(size, _letters_and_tensors, kind, str(tmp_path), deadline_s=60) as team:
+        assert team.results() == [None] * size
+
+
+# -- waits that end ----------------------------------------------------------------------------------
+
+
+def _interrupted(seat: Seat, kind: str, path: str, operation: str) -> None:
+    exchange = Member(kind, seat, path, timeout_s=60).enter(1, range(seat.size))
+    if operation != "first":
+        exchange.prepare(layouts()[1])
+    if seat.rank == seat.size - 1:
+        assert seat.hear() == "all were interrupted"  # and meanwhile takes no part
+        exchange.close()
+        return
+    call: Callable[[], object] = {
+        "first": lambda: exchange.all_gather(b"hello"),
+        "all_gather": lambda: exchange.all_gather(b"hello"),
+        "prepare": lambda: (exchange.prepare(layouts()[0]), exchange.all_gather(b"")),
+        "broadcast": lambda: exchange.broadcast(torch.zeros(1000), seat.size - 1),
+        "combine": lambda: exchange.combine(share_of(exchange, 0, 8), facts_of(seat.rank, 0)),
+    }[operation]
+    if seat.rank:
+        interrupt_when_told(exchange, seat)
+        with pytest.raises((AlarmError, PeerLost)):  # the first that leaves may tell it
+            call()
+        exchange.close()
+        return
+    alarm, at = AlarmError("a new generation"), []
+
+    def interrupt() -> None:
+        at.append(time.perf_counter())
+        exchange.interrupt(alarm)
+
+    watcher = when_blocked_in(BLOCKING, interrupt)
+    with pytest.raises(AlarmError) as raised:
+        call()
+    assert raised.value is alarm
+    assert time.perf_counter() - at[0] < 1.0
+    with pytest.raises(AlarmError):  # and every later one, before it says anything to anybody
+        exchange.all_gather(b"")
+    watcher.join()
+    exchange.close()
+
+
+@every_team
+@pytest.mark.parametrize("operation", ["first", "all_gather", "prepare", "broadcast", "combine"])
+def test_interrupt_ends_a_blocked_wait(kind: str, size: int, operation: str, tmp_path: pathlib.Path) -> None:
+    """From another thread, within a second, with the error that it was given."""
+    with Team(size, _interrupted, kind, str(tmp_path), operation, deadline_s=30) as team:
+        team.result(0)
+        for rank in range(1, size - 1):
+            team.say(rank, "you too")
+            team.result(rank)
+        team.say(size - 1, "all were interrupted")
+        assert team.results() == [None] * size
+
+
+def _late(seat: Seat, kind: str, path: str) -> str:
+    exchange = Member(kind, seat, path, timeout_s=0.5).enter(1, range(seat.size))
+    if seat.rank == 0:
+        return str(seat.hear())
+    started = time.perf_counter()
+    with pytest.raises((DeadlineExceeded, PeerLost)) as raised:
+        exchange.all_gather(b"")
+    assert time.perf_counter() - started < 3.0
+    exchange.close()
+    return type(raised.value).__name__
+
+
+@every_team
+def test_a_wait_ends_at_its_deadline(kind: str, size: int, tmp_path: pathlib.Path) -> None:
+    """When a member never comes; the others may learn it from the first that gives up."""
+    with Team(size, _late, kind, str(tmp_path), deadline_s=30) as team:
+        for rank in range(1, size):
+            team.result(rank)
+        team.say(0, "absent")
+        absent, *present = team.results()
+    assert absent == "absent"
+    assert "DeadlineExceeded" in present
+
+
+# -- a member dies -----------------------------------------------------------------------------------
+
+NUM_LEAVES = 9
+POINTS = ["before combine", "published", "summed"]
+
+
+def _hold_at(point: str, seat: Seat) -> None:
+    """Make this process stop for ever at a point inside its combine, and say that it is there."""
+
+    def stop(*_: object, **__: object) -> None:
+        seat.say(point)
+        seat.hear()
+
+    if point == "before combine":
+        stop()
+    elif point == "published":
+        Host.nodes = stop  # type: ignore[method-assign, assignment]
+        Reduction.finish = stop  # type: ignore[method-assign, assignment]
+    else:
+        Host.commit = stop  # type: ignore[method-assign, assignment]
+        send, sent = Wire.all_gather, []
+
+        def all_gather(wire: Wire, out: Tensor, data: Tensor) -> Any:
+            sent.append(data)
+            return stop() if len(sent) == 2 else send(wire, out, data)  # the second is the vote
+
+        Wire.all_gather = all_gather  # type: ignore[method-assign, assignment]
+
+
+def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_kind: str) -> dict[str, Any]:
+    member, layout = Member(kind, seat, path, timeout_s=2.0 if kind == "network" else 20.0), layouts()[0]
+    before = resources()
+    exchange = member.enter(1, range(seat.size))
+    exchange.prepare(layout)
+    share = share_of(exchange, 0, NUM_LEAVES)
+    outcomes = [Outcome.of(exchange.combine(share, facts_of(seat.rank, 0)))]
+    exchange.prepare(layout)
+    share = share_of(exchange, 1, NUM_LEAVES)
+    if seat.rank == victim:
+        _hold_at(point, seat)
+    whole = {node: content(slot) for node, slot in share.slots.items()}
+    started = time.perf_counter()
+    # A network tells that a peer is gone; in shared memory and with two levels somebody has to say so.
+    if kind != "network":
+        interrupt_when_told(exchange, seat)
+    with pytest.raises((AlarmError, PeerLost, DeadlineExceeded)):
+        exchange.combine(share, facts_of(seat.rank, 1))
+    assert time.perf_counter() - started < 10.0
+    exchange.close()
+    assert {node: content(slot) for node, slot in share.slots.items()} == whole
+
+    # The head announces generation 3 (2 was over before it began): those who are left cover what is missing.
+    survivors = [rank for rank in range(seat.size) if rank != victim]
+    exchange = member.enter(3, survivors, later_kind)
+    held = [share.plan[rank] for rank in survivors]
+    kept = exchange.prepare(layout, tuple(share.slots.values()))
+    same = [new is old for new, old in zip(kept, share.slots.values(), strict=True)]
+    nodes = dict(zip(share.slots, kept, strict=True))
+    assert {node: content(slot) for node, slot in nodes.items()} == whole
+    decided = replan(held, [True] * len(survivors), NUM_LEAVES)
+    compute(exchange, 1, decided.ranges[exchange.rank], NUM_LEAVES, nodes)
+    combined = exchange.combine(Share(NUM_LEAVES, decided.nodes, nodes), facts_of(seat.rank, 1))
+    outcomes.append(Outcome.of(combined))
+    exchange.release(combined.slot)
+    exchange.release(combined.slot)  # harmless
+    outcomes.append(Outcome.of(exchange.combine(share_of(exchange, 2, NUM_LEAVES), facts_of(seat.rank, 2))))
+    exchange.all_gather(b"")
+    exchange.close()
+    member.board.close()
+    del exchange, combined, share, nodes, kept
+    left = [now - then for now, then in zip(settled(before), before, strict=True)]
+    return {"outcomes": outcomes, "same": same, "left": left}
+
+
+def _check_survivors(results: list[Any], victim: int) -> None:
+    assert results[victim] == KILLED
+    for result in (result for result in results if result != KILLED):
+        assert result["outcomes"] == [expected(0, step, NUM_LEAVES) for step in range(3)]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("victim", [0, 2])
+@every_team
+def test_survivors_of_a_kill_keep_their_nodes_and_get_the_same_bits(
+    kind: str, size: int, victim: int, point: str, tmp_path: pathlib.Path
+) -> None:
+    """SIGKILL inside a combine: the others' waits end, their nodes are unharmed and stay where they are."""
+    with Team(size, _survive, kind, str(tmp_path), point, victim, "", deadline_s=60) as team:
+        assert team.hear(victim) == point
+        team.kill(victim)
+        if kind != "network":
+            for rank in set(range(size)) - {victim}:
+                team.say(rank, "a member was killed")
+        results = team.results()
+    _check_survivors(results, victim)
+    for result in (result for result in results if result != KILLED):
+        assert all(result["same"]), "a node was copied"
+        if kind != "two-level":  # its lanes are abandoned with operations that end at their timeout
+            assert result["left"][0] <= 0, "file descriptors"
+            assert result["left"][1] <= 1, "threads"  # one may still listen for the interrupt
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "later_kind"),
+    [
+        ("shared", 2, "alone"),
+        ("shared", 3, "network"),
+        ("shared", 4, "two-level"),
+        ("network", 2, "alone"),
+        ("network", 3, "shared"),
+        ("two-level", 4, "shared"),
+        ("two-level", 4, "network"),
+    ],
+)
+def test_nodes_move_to_another_kind_of_exchange(kind: str, size: int, later_kind: str, tmp_path: pathlib.Path) -> None:
+    """The survivors may be on one host, or be one: the next exchange takes the nodes, or copies them."""
+    with Team(size, _survive, kind, str(tmp_path), "published", 1, later_kind, deadline_s=60) as team:
+        assert team.hear(1) == "published"
+        team.kill(1)
+        if kind != "network":
+            for rank in set(range(size)) - {1}:
+                team.say(rank, "a member was killed")
+        _check_survivors(team.results(), 1)
+
+
+def _die_after_commit(seat: Seat, path: str) -> Outcome:
+    member = Member("shared", seat, path)
+    exchange = member.enter(1, range(seat.size))
+    exchange.prepare(layouts()[0])
+    share, collect = share_of(exchange, 1, NUM_LEAVES), Host.collect
+
+    def wait_first(*arguments: Any) -> int:
+        seat.say("committed")
+        seat.hear()
+        return collect(*arguments)
+
+    Host.collect = wait_first  # type: ignore[method-assign, assignment]
+    return Outcome.of(exchange.combine(share, facts_of(seat.rank, 1)))
+
+
+def test_after_a_commit_everybody_can_finish(tmp_path: pathlib.Path) -> None:
+    """A member dies when all have committed, and nobody has read its sum."""
+    with Team(3, _die_after_commit, str(tmp_path), deadline_s=30) as team:
+        for rank in range(3):
+            assert team.hear(rank) == "committed"
+        team.kill(1)
+        team.say(0, "go on")
+        team.say(2, "go on")
+        assert team.results() == [expected(0, 1, NUM_LEAVES), KILLED, expected(0, 1, NUM_LEAVES)]
+
+
+# -- the subtle ones, in one process -----------------------------------------------------------------
+
+
+class Pair:
+    """Two workers of one host, in two threads."""
+
+    def __init__(self) -> None:
+        self.boards = [Board.create(), Board.create()]
+        self.entered: list[SharedMemory] = []
+        self.members = [self.enter(rank, 1) for rank in range(2)]
+
+    def enter(self, rank: int, generation: int) -> SharedMemory:
+        addresses = [board.address for board in self.boards]
+        exchange = SharedMemory(self.boards[rank], addresses, rank, generation=generation, timeout_s=10)
+        self.entered.append(exchange)
+        return exchange
+
+    def close(self) -> None:
+        for exchange in self.entered:
+            exchange.close()
+        for board in self.boards:
+            board.close()
+        self.entered.clear()
+        self.members.clear()
+        self.boards.clear()
+
+    def both(self, *calls: Callable[[], Any]) -> list[Any]:
+        """Results or errors, by rank."""
+        outcomes: list[Any] = [None, None]
+
+        def run(rank: int) -> None:
+            try:
+                outcomes[rank] = calls[rank]()
+            except Exception as error:
+                outcomes[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outcomes
+
+    def prepared(self, layout: FlatLayout) -> list[Share]:
+        self.both(*(lambda member=member: member.prepare(layout) for member in self.members))
+        return [share_of(member, 1, 2) for member in self.members]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+    gc.collect()  # what pytest.raises remembers maps memory
+
+
+def test_a_member_that_leaves_while_its_nodes_are_read_spoils_no_commit(pair: Pair) -> None:
+    """It has said that its own chunk is done, is interrupted, and changes its node under the other's hands."""
+    one, other = pair.members
+    shares = pair.prepared(layouts()[0])
+    left = threading.Event()
+
+    def leave() -> None:
+        when_blocked_in({"commit"}, lambda: one.interrupt(AlarmError()))
+        try:
+            one.combine(shares[0], facts_of(0, 1))
+        finally:
+            for slot in shares[0].slots.values():
+                slot.memory.fill_(1)
+            left.set()
+
+    read = other._host.nodes
+
+    def read_late() -> Mapping[Node, Any]:
+        left.wait()
+        return read()
+
+    other._host.nodes = read_late  # type: ignore[method-assign]
+    outcomes = pair.both(leave, lambda: other.combine(shares[1], facts_of(1, 1)))
+    assert isinstance(outcomes[0], AlarmError)
+    assert isinstance(outcomes[1], PeerLost)
+
+
+def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(pair: Pair) -> None:
+    """The counters count before the interrupt does."""
+    shares = pair.prepared(layouts()[0])
+    commit = pair.members[1]._host.commit
+
+    def commit_and_interrupt(*arguments: Any) -> None:
+        commit(*arguments)
+        pair.members[1].interrupt(AlarmError())
+
+    pair.members[1]._host.commit = commit_and_interrupt  # type: ignore[method-assign, assignment]
+    outcomes = pair.both(
+        lambda: Outcome.of(pair.members[0].combine(shares[0], facts_of(0, 1))),
+        lambda: Outcome.of(pair.members[1].combine(shares[1], facts_of(1, 1))),
+    )
+    assert outcomes == [expected(0, 1, 2)] * 2
+
+
+def test_members_skip_generations_and_are_not_mixed_up(pair: Pair) -> None:
+    """One is in generation 2 when the other has gone on to 4; in 5 they meet, and count from the start again."""
+    early = pair.enter(0, 2)
+    pair.enter(1, 4).close()
+    with pytest.raises(PeerLost, match="generation 2"):
+        early.all_gather(b"")
+    both = [pair.enter(rank, 5) for rank in range(2)]
+    outcomes = pair.both(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in both))
+    assert outcomes == [[b"0", b"1"]] * 2
+    with pytest.raises(ValueError, match="only grow"):
+        pair.enter(0, 5)
+
+
+def test_a_counter_may_pass_its_end(pair: Pair) -> None:
+    """32 bits last for weeks of combines, not for ever."""
+    for member in pair.members:
+        host = member._host
+        host._num_letters = 2**32 - 2
+        host._me.words["mailed"].value = host._me.words["opened"].value = 2**32 - 2
+    for round_ in range(4):
+        outcomes = pair.both(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in pair.members))
+        assert outcomes == [[b"0", b"1"]] * 2, f"round {round_}"
+
+
+def test_prepare_frees_what_is_not_kept(pair: Pair) -> None:
+    """Slots of the same layout are used again, those of another are closed; a late release harms nobody."""
+    board = pair.boards[0]
+    exchange = SharedMemory(board, [board.address], 0, generation=2, timeout_s=10)
+    exchange.prepare(layouts()[0])
+    kept, forgotten = exchange.slot(), exchange.slot()
+    before = num_descriptors()
+    assert exchange.prepare(layouts()[0], [kept]) == [kept]
+    assert exchange.slot() is forgotten
+    assert num_descriptors() == before
+    exchange.release(forgotten)
+    exchange.release(forgotten)
+    one, another = exchange.slot(), exchange.slot()
+    assert one is not another
+    exchange.prepare(layouts()[1])
+    exchange.release(kept)
+    assert exchange.slot().layout == layouts()[1]
+    with pytest.raises(ValueError, match="another layout"):
+        exchange.prepare(layouts()[0], [exchange.slot()])
+    exchange.close()
+
+
+def test_limits_are_said(pair: Pair) -> None:
+    board = pair.boards[0]
+    exchange = SharedMemory(board, [board.address], 0, generation=2, timeout_s=10)
+    exchange.prepare(layouts()[1])
+    slot, num_leaves = exchange.slot(), 2 * MAX_NODES + 2
+    nodes = {Node(0, 2 * index): slot for index in range(MAX_NODES + 1)}
+    with pytest.raises(RecipeError, match=f"holds {MAX_NODES + 1} nodes.*can show {MAX_NODES}"):
+        exchange.combine(Share(num_leaves, (tuple(nodes),), nodes), facts_of(0, 0))
+    exchange.close()
+    host = Host(board, [board.address], 0, generation=3, timeout_s=10)
+    with pytest.raises(UsageError, match=f"{MAX_TEAM + 1} workers"):
+        TwoLevel(host, None, num_lanes=1, hosts=[range(1), range(1, MAX_TEAM + 1)], rank=0)
+    host.close()
+    with pytest.raises(ValueError, match="'gloo' or 'nccl'"):
+        Wire(dist.HashStore(), 0, 1, device=CPU, backend="mpi", address="", timeout_s=1)
+
+
+def test_an_address_never_means_another_segment() -> None:
+    """Descriptors are used again, stamps are not; and an opened segment outlives its creator's interest."""
+    first = Segment.create(100)
+    opened = Segment.open(first.address)
+    first.tensor()[7] = 42
+    descriptor = int(first.address.rsplit("/", 1)[1])
+    first.close()
+    first.close()
+    assert opened.tensor()[7] == 42
+    for size in (100, 5000):
+        other = Segment.create(size)
+        assert int(other.address.rsplit("/", 1)[1]) == descriptor
+        with pytest.raises(FileNotFoundError, match="is gone"):
+            Segment.open(first.address)
+        other.close()
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        Segment.open(first.address)
+
+
+def test_a_board_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
+    """It died before this generation's exchange had met."""
+    with Team(1, lambda seat: Board.create().address, deadline_s=10) as team:
+        address = team.result(0)
+    board = pair.boards[0]
+    exchange = SharedMemory(board, [board.address, address], 0, generation=2, timeout_s=10)
+    with pytest.raises(PeerLost):
+        exchange.prepare(layouts()[1])
+    exchange.close()
