@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -70,6 +71,16 @@ def launch(
             raise LaunchError(f"the run ended before the function had returned: {known['reason']}", "", exit_code)
         value: T = cloudpickle.loads(result.read_bytes())
         return value
+
+
+class _CallableModule(types.ModuleType):
+    """Importing this module puts it in the place of the facade's function of that name, so it must be one as well."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return launch(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 
 def _arguments(options: dict[str, Any]) -> list[str]:

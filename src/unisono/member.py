@@ -338,7 +338,7 @@ class Member:
         self._standing.clear()
         self.send(
             Failed(
-                error="".join(tracebacks.format_exception_only(error)).strip().splitlines()[-1],
+                error=_in_one_line(error),
                 traceback="" if isinstance(error, SystemExit) else trimmed_traceback(error),
                 step=step,
                 microbatch=microbatch,
@@ -608,6 +608,11 @@ class Member:
         link = self._link
         if link is not None:
             link.sock.close()
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def trimmed_traceback(error: BaseException) -> str:

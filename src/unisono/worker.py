@@ -16,6 +16,7 @@ import sys
 import types
 from pathlib import Path
 
+from unisono import faults
 from unisono.errors import RunStopped
 from unisono.lifetime import bind_to_parent
 from unisono.member import Door, Member
@@ -29,6 +30,7 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGKILL)
+    faults.arm(os.environ)
     door = Door.from_environment()
     if door is None:
         print("python -m unisono.worker is started by `unisono run` and `unisono join`, not by hand", file=sys.stderr)
@@ -87,7 +89,12 @@ def _report(member: Member, arguments: list[str]) -> int:
         return code & 0xFF or 1
     except BaseException as error:
         _flush()
-        member.failed(error)
+        place = getattr(error, "unisono_place", None)  # set by `unisono.run` where a micro-batch's computation raised
+        if place is None:
+            member.failed(error)
+        else:
+            step, microbatch, samples = place
+            member.failed(error, step=step, microbatch=microbatch, samples=samples, retry=True)
         return 1
     return _finish(member)
 

@@ -1109,7 +1109,7 @@ class World:
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), start=st.integers(1, 64), minimum=st.integers(1, 4))
 def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minimum: int) -> None:
-    """Whatever happens, the invariants of `World.check` hold, and in a calm that follows all who are there take part."""
+    """Whatever happens, `World.check` holds, and in a calm that follows all who are there take part."""
     rng = random.Random(seed)
     world = World(rng, start, minimum=min(minimum, start), maximum=64, max_restarts=10_000)
     moves = [world.start] * 6 + [world.boundary] * 4 + [world.kill] * 2 + [world.drain, world.scale]

@@ -28,6 +28,7 @@ from unisono.messages import (
     AgentHello,
     Finished,
     MemberInfo,
+    RunDirectory,
     Welcome,
     WorkerExit,
     encode,
@@ -113,6 +114,7 @@ class Served:
             connection.close()
 
     def close(self) -> None:
+        """Twice does no harm."""
         for member in self.members:
             member.close()
         self._open.close()
@@ -175,6 +177,20 @@ def test_status_says_who_is_there(serve: Callable[..., Served]) -> None:
     assert [(w["worker_id"], w["rank"], w["pid"], w["device"]) for w in status["workers"]] == [
         ("w0", 0, os.getpid(), "cpu")
     ]
+
+
+def test_a_run_directory_that_the_script_chose_gets_the_address(serve: Callable[..., Served], tmp_path: Path) -> None:
+    served = serve()
+    member = served.member("w0")
+    folder = tmp_path / "run"
+    member.send(RunDirectory(path=str(folder)))
+    heard_by_the_head(member)
+    known = json.loads((folder / "head.json").read_text())
+    assert (known["url"], known["run_id"], known["pid"]) == (served.url, "r1", os.getpid())
+    assert Path(known["token_file"]).read_text() == served.token
+    assert stat.S_IMODE(Path(known["token_file"]).stat().st_mode) == 0o600
+    served.close()
+    assert list(folder.iterdir()) == []
 
 
 def test_a_refused_worker_learns_it(serve: Callable[..., Served]) -> None:
