@@ -290,6 +290,14 @@ class Run:
             upcoming=ahead.upcoming,
         )
         folder = self._make_folder()
+
+        def current_folder() -> GradientFolder:
+            nonlocal folder
+            if [id(parameter) for _, parameter in self._tracked.trained()] != folder.identities:
+                folder.close()
+                folder = self._make_folder()
+            return folder
+
         base = self._steps_before - first
         clock = Clock()
         try:
@@ -298,10 +306,7 @@ class Run:
                 rounds.step = number
                 rounds.lines = self._journal.number
                 rounds.boundary()
-                if [id(p) for _, p in self._tracked.trained()] != folder.identities:
-                    folder.close()
-                    folder = self._make_folder()
-                context = StepContext(rounds, folder, fetcher, cursor, self.seed, base, ahead.note)
+                context = StepContext(rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note)
                 seed_place(self.seed, "step", base + number)
                 self._step = Step(context, number, clock)
                 point("step_head")
@@ -348,6 +353,9 @@ class Run:
 
     def _make_folder(self) -> GradientFolder:
         assert self._rounds is not None
+        for _, parameter in self._tracked.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None  # of when it was trained; an optimizer would apply it again
         folder = GradientFolder(self._tracked.trained(), self._tracked.buffers())
         self._rounds.use(folder.layout)
         return folder

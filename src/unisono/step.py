@@ -30,7 +30,8 @@ class StepContext:
     """What all steps of one ``run.steps`` share."""
 
     rounds: Rounds
-    folder: GradientFolder
+    folder: Callable[[], GradientFolder]
+    """What sums the gradients of what is trained now. Collective when that has changed."""
     fetcher: Fetcher
     cursor: Cursor
     seed: int
@@ -75,6 +76,7 @@ class Step:
         self._clock = clock
         self._place = context.first_number + number
         self._state = "new"
+        self._folder: GradientFolder | None = None
         self._leaf: int | None = None
         self._scale = 2.0 ** math.floor(math.log2(self._position.microbatch_size))
         self._loss = math.nan
@@ -112,7 +114,7 @@ class Step:
 
     @property
     def microbatch(self) -> int | None:
-        """The micro-batch that is being computed; None outside of one."""
+        """The micro-batch that is being loaded or computed; None outside of one."""
         return self._leaf
 
     def log(self, **values: float | Tensor) -> None:
@@ -135,7 +137,7 @@ class Step:
             weight: what the mean is over: samples (the default), tokens ... The step's gradient is
                 ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. A micro-batch with weight 0 does
                 not count. When a micro-batch calls this several times, all calls need the same weight.
-            scaler: a ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded without it.
+            scaler: a tracked ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded without it.
 
         Raises:
             LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense.
@@ -165,7 +167,8 @@ class Step:
         self._weight = share
         self._weighted_loss += share * value
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        self._context.folder.backward(loss, share * scale)
+        assert self._folder is not None
+        self._folder.backward(loss, share * scale)
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """The samples of one of this step's micro-batches."""
@@ -190,13 +193,15 @@ class Step:
 
     def _run(self) -> Iterator[Any]:
         self._state = "inside"
-        rounds, folder, num_leaves = self._context.rounds, self._context.folder, self._position.num_leaves
+        rounds, num_leaves = self._context.rounds, self._position.num_leaves
+        # Not before: user code may freeze and thaw at the head of the step.
+        folder = self._folder = self._context.folder()
         folder.start_step(num_leaves)
         plan = rounds.start("step", num_leaves)
         while True:
             try:
                 self._context.note_plan(self.number, plan)
-                yield from self._compute(plan)
+                yield from self._compute(plan, folder)
                 self._clock.switch("exchange")
                 rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
                 point("before_combine")
@@ -205,23 +210,23 @@ class Step:
             except LOST as lost:
                 self._clock.switch("exchange")
                 plan = rounds.recover(lost, folder.held)
-        self._finish(combined)
+        self._finish(combined, folder)
 
-    def _compute(self, plan: Plan) -> Iterator[Any]:
+    def _compute(self, plan: Plan, folder: GradientFolder) -> Iterator[Any]:
         """Yield this member's micro-batches, and fold what comes back."""
-        rounds, folder = self._context.rounds, self._context.folder
+        rounds = self._context.rounds
         todo = plan.ranges[rounds.team.rank]
         for place, leaf in enumerate(todo):
             rounds.team.check()
             rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
             self._clock.switch("data")
+            self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
             batch = self._context.fetcher.fetch(self.number, leaf)
             self._clock.switch("compute")
             point("before_backward", leaf)
             folder.start_leaf(leaf, rounds.team.exchange.slot)
             if place == len(todo) - 1:
-                self._offer_rows(plan)
-            self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
+                self._offer_rows(plan, folder)
             seed_place(self._context.seed, "microbatch", self._place, leaf)
             yield batch
             self._leaf = None
@@ -235,9 +240,9 @@ class Step:
             point("after_backward", leaf)
         self._clock.switch("exchange")
 
-    def _offer_rows(self, plan: Plan) -> None:
+    def _offer_rows(self, plan: Plan, folder: GradientFolder) -> None:
         """While the last backward runs, tell the exchange which rows of this member's nodes are complete."""
-        rounds, folder = self._context.rounds, self._context.folder
+        rounds = self._context.rounds
         node, slot = folder.target
         slots = {**{held: folder.held[held] for held in folder.held if held in plan.nodes[rounds.team.rank]}, node: slot}
         if set(slots) != set(plan.nodes[rounds.team.rank]):
@@ -253,8 +258,7 @@ class Step:
 
         folder.on_rows = on_rows
 
-    def _finish(self, combined: Combined) -> None:
-        folder = self._context.folder
+    def _finish(self, combined: Combined, folder: GradientFolder) -> None:
         weight, weighted_loss = combined.slot.scalars.tolist()
         self._combined = combined
         self._state = "done"

@@ -101,6 +101,10 @@ class Tracked:
                 )
         for name, module in self.modules.items():
             self._warn_of_untracked(name, module)
+        for value in self._objects.values():
+            if isinstance(value, torch.amp.GradScaler):
+                # It makes its scale when it first sees a loss, which a worker without a micro-batch never shows it.
+                value.scale(torch.ones((), device=device))
 
     def _warn_of_untracked(self, name: str, module: nn.Module) -> None:
         owned = {

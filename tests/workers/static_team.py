@@ -1,0 +1,137 @@
+"""Runs whose members are known from the start and stay: real exchanges between real processes, without a head.
+
+So a test of what a step computes needs no server and no start of an interpreter, and many runs fit one after the other
+into the same processes::
+
+    def body(seat: Seat, place: Place) -> str:
+        with place.run(seat, directory=None, seed=3) as run:
+            ...
+
+    results = train_on("shared", 3, body)      # by rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from tests.workers.processes import Seat, Team
+from unisono.exchange import Exchange
+from unisono.exchange.host import Board, Host
+from unisono.exchange.network import Network
+from unisono.exchange.shared import SharedMemory
+from unisono.exchange.two_level import TwoLevel
+from unisono.exchange.wire import Wire
+from unisono.member import Member
+from unisono.run import Run
+from unisono.team import AloneTeam, Report
+from unisono.team import Team as RunTeam
+
+__all__ = ["AloneRun", "Place", "StaticRun", "train_on"]
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 30.0
+
+
+class StaticTeam(AloneTeam):
+    """The members of an exchange; nobody comes and nobody goes."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.rank, self.size = exchange.rank, exchange.size
+        self.worker_ids = tuple(f"w{rank}" for rank in range(exchange.size))
+
+    def join(self, phase: int, report: Report) -> list[Report]:
+        return self.meet(report)
+
+    def meet(self, report: Report) -> list[Report]:
+        letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
+        return [msgspec.msgpack.decode(letter, type=Report) for letter in letters]
+
+
+class StaticRun(Run):
+    """A run with the members of ``exchange``."""
+
+    def __init__(self, exchange: Exchange, directory: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        super().__init__(directory, device="cpu", **options)
+        self._exchange = exchange
+
+    def _make_team(self, member: Member | None) -> RunTeam:
+        return StaticTeam(self._exchange)
+
+
+def AloneRun(directory: str | os.PathLike[str] | None = None, **options: Any) -> Run:  # noqa: N802 (stands for the class)
+    """A run as ``python script.py`` makes it, on the CPU also where there is a GPU."""
+    return Run(directory, device="cpu", **options)
+
+
+class Place:
+    """One process's access to the others: its shared memory for life, and a new exchange for every run."""
+
+    def __init__(self, seat: Seat, kind: str, port: int) -> None:
+        torch.set_num_threads(1)
+        self._seat, self._kind = seat, kind
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        self._board = Board.create()
+        self._store.set(f"board-{seat.rank}", self._board.address)
+        self._boards = [self._store.get(f"board-{rank}").decode() for rank in range(seat.size)]
+        self._generations = itertools.count(1)
+
+    def run(self, directory: str | os.PathLike[str] | None = None, **options: Any) -> Run:
+        """The next run of all members. Only rank 0 has a directory, as only it writes."""
+        return StaticRun(self.exchange(), directory if self._seat.rank == 0 else None, **options)
+
+    def exchange(self) -> Exchange:
+        """The next generation. With "two-level" the members are split over two hosts."""
+        rank, size, generation = self._seat.rank, self._seat.size, next(self._generations)
+        if self._kind == "gloo":
+            return Network(self._wire(f"{generation}", rank, size))
+        if self._kind == "shared":
+            return SharedMemory(self._board, self._boards, rank, generation=generation, timeout_s=TIMEOUT_S)
+        assert self._kind == "two-level"
+        hosts = [range(size // 2), range(size // 2, size)]
+        place = int(rank >= size // 2)
+        local, num_lanes = hosts[place].index(rank), min(map(len, hosts))
+        boards = [self._boards[peer] for peer in hosts[place]]
+        host = Host(self._board, boards, local, generation=generation, timeout_s=TIMEOUT_S)
+        lane = self._wire(f"{generation}-{local}", place, 2) if local < num_lanes else None
+        return TwoLevel(host, lane, num_lanes=num_lanes, hosts=hosts, rank=rank)
+
+    def _wire(self, name: str, rank: int, size: int) -> Wire:
+        store = dist.PrefixStore(name, self._store)
+        return Wire(store, rank, size, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=TIMEOUT_S)
+
+    def wait_for_all(self) -> None:
+        """Block until every member is here: nobody ends while another still needs its memory or its connection."""
+        self._store.add("here", 1)
+        self._store.set(f"here-{self._seat.rank}", "")
+        self._store.wait([f"here-{rank}" for rank in range(self._seat.size)], timedelta(seconds=TIMEOUT_S))
+
+
+def train_on(kind: str, size: int, body: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
+    """What ``body(seat, place, *arguments)`` returns in each of ``size`` processes, by rank."""
+    with _store() as port, Team(size, _in_place, kind, port, body, arguments, deadline_s=deadline_s) as team:
+        return team.results()
+
+
+def _in_place(seat: Seat, kind: str, port: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    place = Place(seat, kind, port)
+    result = body(seat, place, *arguments)
+    place.wait_for_all()
+    return result
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store

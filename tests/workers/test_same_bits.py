@@ -1,0 +1,81 @@
+"""The promise: the same bits on any number of workers, through every exchange, in everything that a training leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.models import RECIPES, Outcome
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.journal import compare
+
+pytestmark = pytest.mark.timeout(300)
+
+SEED = 3
+MICROBATCHES = (4, 6, 8)
+JOBS = [(name, microbatches) for microbatches in MICROBATCHES for name in RECIPES]
+UNEVEN = [(name, 6) for name in RECIPES]
+TEAMS = [
+    *[("shared", size, JOBS) for size in (1, 2, 3, 4, 5, 8)],
+    *[("gloo", size, UNEVEN) for size in (2, 3)],
+    *[("two-level", size, UNEVEN) for size in (3, 4)],
+]
+Jobs = list[tuple[str, int]]
+Outcomes = dict[tuple[str, int], Outcome]
+
+
+def place_of(folder: Path, name: str, microbatches: int) -> Path:
+    return folder / f"{name} {microbatches}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
+    """Every recipe as one process trains it, and where its journals are."""
+    folder, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    outcomes = {}
+    for name, microbatches in JOBS:
+        with AloneRun(place_of(folder, name, microbatches), seed=SEED) as run:
+            outcomes[name, microbatches] = RECIPES[name].train(run, microbatches)
+    yield folder, outcomes
+    torch.set_num_threads(before)
+
+
+def _train_all(seat: Seat, place: Place, jobs: Jobs, folder: Path) -> Outcomes:
+    outcomes = {}
+    for name, microbatches in jobs:
+        with place.run(place_of(folder, name, microbatches), seed=SEED) as run:
+            outcomes[name, microbatches] = RECIPES[name].train(run, microbatches)
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore:.* workers share .* micro-batches")
+@pytest.mark.parametrize(("kind", "size", "jobs"), TEAMS, ids=lambda value: None if isinstance(value, list) else value)
+def test_a_team_gives_the_bits_of_one_worker(
+    kind: str, size: int, jobs: Jobs, alone: tuple[Path, Outcomes], tmp_path: Path
+) -> None:
+    """Digests of all steps, losses, evaluation, and the final state of all that is tracked, on every member."""
+    folder, expected = alone
+    by_rank = train_on(kind, size, _train_all, jobs, tmp_path, deadline_s=200)
+    for rank, outcomes in enumerate(by_rank):
+        for job in jobs:
+            assert outcomes[job] == expected[job], f"{job} on rank {rank}"
+    for job in jobs:
+        assert compare(place_of(folder, *job), place_of(tmp_path, *job)).startswith("identical: ")
+
+
+def test_the_recipes_are_trainings(alone: tuple[Path, Outcomes]) -> None:
+    """What is compared would differ if anything did: M changes the bits of every recipe, and so does the recipe."""
+    _, outcomes = alone
+    for name in RECIPES:
+        assert len({outcomes[name, microbatches].final["model"] for microbatches in MICROBATCHES}) == 3, name
+    # A scale that is a power of two changes no bit, nor does computing activations again.
+    twins = {"scaler": "mlp", "checkpointed": "cnn"}
+    ends = {name: outcomes[name, 6].losses for name in RECIPES}
+    assert len(set(ends.values())) == len(ends) - len(twins)
+    for name, twin in twins.items():
+        assert outcomes[name, 6].final["model"] == outcomes[twin, 6].final["model"]
