@@ -922,7 +922,8 @@ class _Turn:
         for info in infos:
             if state.workers[info.worker_id].state is _S.READY:
                 self.worker(info.worker_id, state=_S.ADMITTED)
-        self.reasons.insert(0, reason)
+        if not any(known.startswith(reason) for known in self.reasons):
+            self.reasons.insert(0, reason)
         for worker_id in sorted(concerned, key=_number):
             if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING):
                 self.send(worker_id, notice)

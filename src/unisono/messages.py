@@ -118,7 +118,7 @@ class Beat(Message):
     progress: int
     """Grows whenever the main thread gets anywhere; the same value for long means that it hangs."""
     waiting: bool
-    """The main thread waits for others: no progress is no reproach."""
+    """The main thread waits for others: no progress is no reproach. Only while somebody waits can another be late."""
     seconds_at: float = 0.0
     """How long the main thread has been at this progress value."""
 

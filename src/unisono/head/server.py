@@ -183,7 +183,11 @@ class Head:
             "url": self._url,
             "run_dir": self._run_dir,
             "job": self._job,
-            "workers": [self._worker_status(worker) for worker in state.workers.values() if worker.info is not None],
+            "workers": [
+                self._worker_status(worker)
+                for worker in state.workers.values()
+                if worker.info is not None and worker.state not in (WorkerState.LEFT, WorkerState.LOST)
+            ],
         }
 
     def _worker_status(self, worker: Worker) -> dict[str, Any]:
