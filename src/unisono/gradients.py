@@ -106,6 +106,7 @@ class GradientFolder:
         self._in_order = len({entry.sum_dtype for entry in self.layout.gradients}) == 1
         self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
         self._calls_known = 0  # backward calls of one micro-batch; 0: not known yet
+        self._pending: dict[int, Tensor] = {}  # by parameter, the sum of the micro-batch's calls so far
         self._inside = self._in_backward = False
 
     @property
@@ -161,13 +162,14 @@ class GradientFolder:
         self._used = [0] * len(self._parameters)
         self._complete = len(self._parameters)  # parameters from here on are folded
         self._calls = 0
+        self._pending = {}
         self.on_rows = None
         self._inside = True
 
     def backward(self, loss: Tensor, seed: float) -> None:
         """Fold the gradients of ``seed * loss`` into the current leaf."""
         self._calls += 1
-        if self._calls_known and self._calls > self._calls_known and not self._opens:
+        if self._calls_known and self._calls > self._calls_known:
             raise StepError(
                 f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known} times for the first; "
                 "call it equally often for every micro-batch (at most as often as for the first), or add up the losses"
@@ -184,9 +186,9 @@ class GradientFolder:
         Returns:
             Slots of nodes that were merged into a larger one: free for use.
         """
-        for index, parameter in enumerate(self._parameters):
+        for index in range(len(self._parameters)):
             if not self._folded[index]:
-                self._fold(index, parameter.grad)
+                self._fold(index, self._pending.pop(index, None))
         self._calls_known = self._calls_known or self._calls
         tail = self._tail
         tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
@@ -222,8 +224,15 @@ class GradientFolder:
                 "inside `for ... in step` call step.backward(loss) instead"
             )
         gradient = parameter.grad
-        if gradient is None or self._calls != self._calls_known or self._folded[index]:
-            return  # folded when the micro-batch ends
+        if gradient is None:
+            return
+        # Out of the user's reach: zero_grad() at any place of the loop shall do no harm.
+        parameter.grad = None
+        if (before := self._pending.pop(index, None)) is not None:
+            gradient = before.add_(gradient)
+        if self._calls != self._calls_known:
+            self._pending[index] = gradient  # folded when the micro-batch ends
+            return
         self._fold(index, gradient)
         if self.on_rows is not None and self._in_order and index == self._complete - 1:
             while self._complete > 0 and self._folded[self._complete - 1]:
@@ -249,7 +258,6 @@ class GradientFolder:
                 )
             self._fold_dense(index, gradient)
             self._used[index] = 1
-            self._parameters[index].grad = None
         self._folded[index] = True
 
     def _fold_dense(self, index: int, gradient: Tensor) -> None:

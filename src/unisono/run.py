@@ -6,7 +6,8 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,6 +90,9 @@ class Run:
         self._phases = 0
         self._steps_before = 0
         self._step: Step | None = None
+        self._training: Generator[Step, None, None] | None = None
+        self._inside = False
+        self._end_step: Callable[[], None] = _nothing
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -111,12 +115,19 @@ class Run:
     ) -> None:
         try:
             if error is None:
+                try:
+                    self._leave_step()
+                except UsageError as left_early:
+                    self._append_failure(left_early)
+                    raise
                 self._append({"kind": "end", "ok": True, "reason": "", "digests": self._tracked.digests()})
             else:
                 self._note_place(error)
                 if self._joined and not isinstance(error, SystemExit):
-                    self._append({"kind": "end", "ok": False, "reason": f"{type(error).__name__}: {error}", "digests": {}})
+                    self._append_failure(error)
         finally:
+            if self._training is not None:
+                self._training.close()
             assert self._team is not None
             self._team.close()
             self._arithmetic.leave()
@@ -163,7 +174,7 @@ class Run:
         Raises:
             UsageError: an object has no ``state_dict``, or its name is taken.
         """
-        if self._step is not None:
+        if self._inside:
             raise UsageError("run.track was called inside of run.steps; track everything before the loop")
         self._tracked.add(objects)
 
@@ -214,7 +225,8 @@ class Run:
         num_steps = cursor.steps_per_epoch * epochs
         num_steps = num_steps if max_steps is None else min(num_steps, max_steps)
         # A generator would put the checks above off until the first step.
-        return self._train(cursor, dataset, num_steps, collate, loader_workers)
+        self._training = self._train(cursor, dataset, num_steps, collate, loader_workers)
+        return self._training
 
     def evaluate(
         self,
@@ -252,7 +264,9 @@ class Run:
             loader_workers=loader_workers,
             upcoming=lambda: ((0, batch) for batch in mine),
         )
-        modes = [(module, module.training) for tracked in self._tracked.modules.values() for module in tracked.modules()]
+        modes = [
+            (module, module.training) for tracked in self._tracked.modules.values() for module in tracked.modules()
+        ]
         for tracked in self._tracked.modules.values():
             tracked.eval()
         try:
@@ -263,6 +277,8 @@ class Run:
                 module.training = training
         shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
         self._append({"kind": "evaluation", "step": self._steps_before, "totals": shown})
+        # Every member has evaluated other batches, and what comes next may draw random numbers.
+        seed_place(self.seed, "after", self._journal.number)
         return totals
 
     # -- the outer loop ------------------------------------------------------------------------------
@@ -274,8 +290,13 @@ class Run:
         num_steps: int,
         collate: Callable[[list[Any]], Any] | None,
         loader_workers: int,
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         assert self._rounds is not None and self._team is not None
+        if self._inside:
+            raise UsageError(
+                "run.steps was called inside of another run.steps; finish the first, or train on both in one loop"
+            )
+        self._leave_step()
         rounds, team, phase = self._rounds, self._team, self._phases
         self._phases += 1
         first = self._join(phase, cursor)
@@ -300,6 +321,7 @@ class Run:
 
         base = self._steps_before - first
         clock = Clock()
+        self._inside = True
         try:
             for number in range(first, num_steps):
                 at_step(number)
@@ -308,14 +330,13 @@ class Run:
                 rounds.boundary()
                 context = StepContext(rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note)
                 seed_place(self.seed, "step", base + number)
-                self._step = Step(context, number, clock)
+                step = self._step = Step(context, number, clock)
+                self._end_step = partial(self._finish, step, clock, base + num_steps)
                 point("step_head")
-                yield self._step
-                self._step.close()
-                point("after_step")
-                self._steps_before += 1
-                self._finish(self._step, clock, base + num_steps)
+                yield step
+                self._leave_step()
         finally:
+            self._inside = False
             fetcher.close()
             folder.close()
         self._step = None
@@ -341,7 +362,12 @@ class Run:
                 }  # fmt: skip
                 describe(
                     self.directory,
-                    {"run_id": self._run_id, "started": time.time(), "recipe": recipe, "fingerprint": fingerprint(str(self.device))},
+                    {
+                        "run_id": self._run_id,
+                        "started": time.time(),
+                        "recipe": recipe,
+                        "fingerprint": fingerprint(str(self.device)),
+                    },
                 )
         if self._team.size > cursor.microbatches and self.is_main:
             warnings.warn(
@@ -360,9 +386,21 @@ class Run:
         self._rounds.use(folder.layout)
         return folder
 
+    def _leave_step(self) -> None:
+        """The loop goes on after the step that it got last, or was left there by ``break``.
+
+        Raises:
+            StepError: the step has no gradient.
+        """
+        end, self._end_step = self._end_step, _nothing
+        end()
+
     def _finish(self, step: Step, clock: Clock, num_steps: int) -> None:
         """The step is over: its line, for the journal and for who watches."""
         assert self._team is not None
+        step.close()
+        point("after_step")
+        self._steps_before += 1
         seconds = clock.reset()
         workers = {
             worker_id: [round(value, 6) for value in facts[:2]]
@@ -401,6 +439,9 @@ class Run:
             self._journal.start(writer=writes)
         self._journal.append(line, writer=writes)
 
+    def _append_failure(self, error: BaseException) -> None:
+        self._append({"kind": "end", "ok": False, "reason": f"{type(error).__name__}: {error}", "digests": {}})
+
     def _note_place(self, error: BaseException) -> None:
         """Say where in the data an error of the user's code came from."""
         if self._step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
@@ -411,6 +452,10 @@ class Run:
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
             error.add_note(f"(in step {self._step.number}, micro-batch {place}, samples {shown})")
             error.unisono_place = (self._step.number, place, samples)  # type: ignore[attr-defined]
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Ahead:
@@ -434,4 +479,3 @@ class _Ahead:
             plan = even_plan(self._team.size, self._cursor.position(number).num_leaves)
             for leaf in plan.ranges[self._team.rank] if self._team.rank < self._team.size else ():
                 yield number, leaf
-

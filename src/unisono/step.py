@@ -45,7 +45,9 @@ class StepContext:
 class Clock:
     """Where the wall time of a step goes, in seconds. One thing at a time, so the parts add up."""
 
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data", "compute", "exchange", "other"), 0.0))
+    parts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("data", "compute", "exchange", "other"), 0.0)
+    )
     _now: str = "other"
     _since: float = field(default_factory=time.perf_counter)
 
@@ -144,16 +146,19 @@ class Step:
             StepError: called outside of the inner loop.
         """
         if self._leaf is None:
-            raise StepError(f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}")
+            raise StepError(
+                f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}"
+            )
         where = f"step {self.number}, micro-batch {self._leaf}"
         value = self._check(loss, where)
         share = _weight(weight, len(self._position.leaf(self._leaf)), where) / self._scale
-        if self._calls and share != self._weight:
+        if self._calls and share != self._wanted_weight:
             raise LossError(
-                f"{where}: the losses of one micro-batch have weights {self._weight * self._scale:g} and {share * self._scale:g}; "
+                f"{where}: the losses of one micro-batch have weights {self._wanted_weight * self._scale:g} and {share * self._scale:g}; "
                 "one division by the total weight cannot serve both: give them the same weight and scale the loss itself"
             )
         self._calls += 1
+        self._wanted_weight = share
         if share == 0.0:
             self._weight = 0.0
             return
@@ -183,7 +188,9 @@ class Step:
             StepError: the step has no gradient.
         """
         if self._state == "new":
-            raise StepError(f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it")
+            raise StepError(
+                f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it"
+            )
         if self._state != "done":
             raise StepError(
                 f"the inner loop of step {self.number} was left before its end (break, return or an exception): the step has no gradient. "
@@ -244,7 +251,10 @@ class Step:
         """While the last backward runs, tell the exchange which rows of this member's nodes are complete."""
         rounds = self._context.rounds
         node, slot = folder.target
-        slots = {**{held: folder.held[held] for held in folder.held if held in plan.nodes[rounds.team.rank]}, node: slot}
+        slots = {
+            **{held: folder.held[held] for held in folder.held if held in plan.nodes[rounds.team.rank]},
+            node: slot,
+        }
         if set(slots) != set(plan.nodes[rounds.team.rank]):
             return
         share = Share(plan.num_leaves, plan.nodes, slots)

@@ -114,7 +114,11 @@ class Tracked:
             for options in value.param_groups
             for parameter in options["params"]
         }
-        lonely = owned and [path for path, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in owned]
+        lonely = owned and [
+            path
+            for path, parameter in module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in owned
+        ]
         if lonely and len(lonely) == sum(1 for _ in module.parameters()):
             warnings.warn(
                 f"no tracked optimizer has a parameter of {name!r}; was the optimizer made before model.to(run.device), "

@@ -1,0 +1,364 @@
+"""The result is what plain PyTorch computes over the whole global batch, in float64, to 1e-10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.utils.data import TensorDataset
+
+from tests.workers.models import Cnn, Images, Mlp, Rare, vectors
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.cursor import Cursor
+from unisono.journal import read
+from unisono.run import Run
+
+pytestmark = pytest.mark.timeout(120)
+
+SEED = 11
+EXACT = 1e-10
+"""Sums over another order of at most 1000 numbers of about 1 differ by some 1e-14; AdamW enlarges that where gradients are small."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def global_batches(num_samples: int, batch_size: int, microbatches: int, epochs: int) -> Iterator[list[list[int]]]:
+    """The samples of each step, by micro-batch: the order of the run, not its arithmetic."""
+    cursor = Cursor(num_samples=num_samples, batch_size=batch_size, microbatches=microbatches, seed=SEED)
+    for step in range(cursor.steps_per_epoch * epochs):
+        yield [cursor.indices(step, leaf) for leaf in range(cursor.position(step).num_leaves)]
+
+
+def copy_of(make: Callable[[], nn.Module]) -> nn.Module:
+    """As the run makes it, because of the seed."""
+    with AloneRun(seed=SEED):
+        return make()
+
+
+def assert_equal_parameters(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# -- against a plain loop ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 6, 24])
+def test_training_is_that_of_a_plain_loop(microbatches: int) -> None:
+    """AdamW over two epochs, each of which ends with a partial batch (56 = 24 + 24 + 8)."""
+    data, losses = vectors(dtype=torch.float64), []
+    with AloneRun(seed=SEED) as run:
+        model = Mlp().double()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(data, batch_size=24, microbatches=microbatches, epochs=2):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(step.loss)
+
+    reference, x, y = copy_of(lambda: Mlp().double()), *data.tensors
+    optimizer = AdamW(reference.parameters(), lr=0.01)
+    expected = []
+    for leaves in global_batches(56, 24, microbatches, epochs=2):
+        samples = [index for leaf in leaves for index in leaf]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(reference(x[samples]), y[samples])
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        expected.append(loss.item())
+
+    assert losses == pytest.approx(expected, rel=0, abs=EXACT)
+    assert_equal_parameters(model, reference)
+
+
+def tokens() -> TensorDataset:
+    """From 0 to 9 of 10 tokens of a sequence count."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 17, (40, 10), generator=generator)
+    wanted = torch.randint(0, 17, (40, 10), generator=generator)
+    counted = torch.randint(0, 10, (40, 1), generator=generator)
+    return TensorDataset(tokens, wanted.masked_fill(torch.arange(10) >= counted, -100))
+
+
+def language_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(17, 8), nn.Tanh(), nn.Linear(8, 17)).double()
+
+
+def token_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    inputs, wanted = batch
+    loss = F.cross_entropy(model(inputs).transpose(1, 2), wanted, ignore_index=-100)
+    return loss, int((wanted != -100).sum())
+
+
+def test_uneven_tokens_are_averaged_once_over_the_global_batch() -> None:
+    """The mean over all tokens, not the mean of the micro-batches' means (transformers issue 34191)."""
+    data, losses = tokens(), []
+    with AloneRun(seed=SEED) as run:
+        model = language_model()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(data, batch_size=16, microbatches=8, epochs=2):
+            for batch in step:
+                loss, weight = token_loss(model, batch)
+                step.backward(loss, weight=weight)
+            optimizer.step()
+            losses.append(step.loss)
+
+    right, wrong = copy_of(language_model), copy_of(language_model)
+    updates = {right: AdamW(right.parameters(), lr=0.01), wrong: AdamW(wrong.parameters(), lr=0.01)}
+    expected, mistaken = [], []
+    for leaves in global_batches(40, 16, 8, epochs=2):
+        loss, _ = token_loss(right, data[[index for leaf in leaves for index in leaf]])
+        expected.append(loss.item())
+        means = [(mean, weight) for mean, weight in (token_loss(wrong, data[leaf]) for leaf in leaves) if weight]
+        mean_of_means = torch.stack([mean for mean, _ in means]).mean()
+        mistaken.append(mean_of_means.item())
+        for model_loss, update in ((loss, updates[right]), (mean_of_means, updates[wrong])):
+            update.zero_grad()
+            model_loss.backward()
+            update.step()
+
+    assert losses == pytest.approx(expected, rel=0, abs=EXACT)
+    assert_equal_parameters(model, right)
+    assert max(abs(a - b) for a, b in zip(losses, mistaken, strict=True)) > 1e-3  # the test could tell
+
+
+def test_several_losses_of_a_micro_batch_are_added() -> None:
+    data = vectors(dtype=torch.float64)
+    with AloneRun(seed=SEED) as run:
+        model = Mlp().double()
+        run.track(model=model)
+        for step in run.steps(data, batch_size=24, microbatches=6, max_steps=1):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y), weight=0.1 * len(y))
+                step.backward(0.3 * model.first(x).square().mean(), weight=0.1 * len(y))
+    reference = copy_of(lambda: Mlp().double())
+    x, y = data[sum(next(global_batches(56, 24, 6, 1)), [])]
+    loss = F.cross_entropy(reference(x), y) + 0.3 * reference.first(x).square().mean()
+    loss.backward()
+    assert step.loss == pytest.approx(loss.item(), rel=0, abs=EXACT)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=EXACT)
+
+
+def test_weights_change_the_mean_and_not_its_size() -> None:
+    """A common factor of all weights changes nothing but the total."""
+    gradients = []
+    for factor in (1.0, 0.37, 1e6):
+        with AloneRun(seed=SEED) as run:
+            model = Mlp().double()
+            run.track(model=model)
+            for step in run.steps(vectors(dtype=torch.float64), batch_size=24, microbatches=6, max_steps=1):
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y), weight=factor * (y.sum() + 1).double())
+            gradients.append(model.first.weight.grad)
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=0, atol=EXACT)
+
+
+# -- which parameters have a gradient ----------------------------------------------------------------
+
+
+def test_a_parameter_that_nothing_used_keeps_no_gradient() -> None:
+    """And one that only some micro-batches used has the mean over all of them."""
+    data = vectors(dtype=torch.float64)
+    with AloneRun(seed=SEED) as run:
+        model = Rare().double()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(data, batch_size=24, microbatches=6, max_steps=2):
+            calls = 0
+            for x, y in step:
+                calls += bool(x[0, 0] > 0.5)
+                step.backward(F.cross_entropy(model(x), y))
+            assert model.unused.grad is None
+            assert 0 < calls < 6
+            reference = copy_of(lambda: Rare().double())
+            reference.load_state_dict(model.state_dict())
+            leaves = list(global_batches(56, 24, 6, 1))[step.number]
+            sum(F.cross_entropy(reference(data[leaf][0]), data[leaf][1]) / 6 for leaf in leaves).backward()
+            torch.testing.assert_close(model.rare.weight.grad, reference.rare.weight.grad, rtol=0, atol=EXACT)
+            optimizer.step()
+    assert torch.equal(model.unused, torch.ones(5, dtype=torch.float64))  # no weight decay either
+    assert model.unused not in optimizer.state
+
+
+def test_frozen_parameters_have_no_gradient_and_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = []
+    make = Run._make_folder
+    monkeypatch.setattr(Run, "_make_folder", lambda run: (layouts.append(folder := make(run)), folder)[1])
+    with AloneRun(seed=SEED) as run:
+        model = nn.Sequential(nn.Linear(12, 1000), nn.Linear(1000, 4))
+        model[0].requires_grad_(False)
+        optimizer = AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=2):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            assert model[0].weight.grad is None
+            optimizer.step()
+    (folder,) = layouts
+    assert [entry.name for entry in folder.layout.gradients] == ["model.1.weight", "model.1.bias"]
+    assert folder.layout.num_rows < 4 * 4004 / 512 + 10
+
+
+def test_what_was_frozen_in_mid_run_is_not_updated_any_more() -> None:
+    """Its last gradient is gone, so that no optimizer applies it again."""
+    with AloneRun(seed=SEED) as run:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=3):
+            if step.number == 1:
+                model.first.requires_grad_(False)
+                kept = model.first.weight.detach().clone()
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+    assert model.first.weight.grad is None
+    assert torch.equal(model.first.weight, kept)
+
+
+# -- what a loop may do ------------------------------------------------------------------------------
+
+
+def _gradient(disturb: Callable[[str, AdamW], None]) -> list[Tensor | None]:
+    with AloneRun(seed=SEED) as run:
+        model = Rare()
+        optimizer = AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=2):
+            disturb("head", optimizer)
+            for x, y in step:
+                disturb("before", optimizer)
+                loss = F.cross_entropy(model(x), y)
+                disturb("between", optimizer)
+                step.backward(loss)
+                disturb("twice", optimizer)
+                step.backward(model.first(x).square().mean())
+                disturb("after", optimizer)
+            gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.step()
+            disturb("end", optimizer)
+    return gradients
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("place", ["head", "before", "between", "twice", "after", "end"])
+def test_zero_grad_does_no_harm_anywhere(place: str, to_none: bool) -> None:
+    expected = _gradient(lambda _, optimizer: None)
+    found = _gradient(lambda now, optimizer: optimizer.zero_grad(set_to_none=to_none) if now == place else None)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def _clip_for_oneself(seat: Seat, place: Place) -> list[list[float]]:
+    """Rank 1 makes its gradients nonsense in place; another step follows."""
+    found = []
+    with place.run(seed=SEED) as run:
+        model = Mlp()
+        run.track(model=model)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=3):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            run._rounds.team.exchange.all_gather(b"")
+            if seat.rank == 1:
+                for parameter in model.parameters():
+                    parameter.grad.fill_(torch.nan)
+            run._rounds.team.exchange.all_gather(b"")
+            found.append([float(parameter.grad.sum()) for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("shared", 4), ("gloo", 2), ("two-level", 3)])
+def test_a_gradient_is_private(kind: str, size: int) -> None:
+    """What a worker does to its gradients in place (clipping, unscaling) reaches nobody else, and no later step."""
+    by_rank = train_on(kind, size, _clip_for_oneself)
+    assert all(value != value for step in by_rank[1] for value in step)
+    for rank in set(range(size)) - {1}:
+        assert by_rank[rank] == by_rank[0]
+        assert all(value == value for step in by_rank[rank] for value in step)
+
+
+def test_an_early_end_of_the_outer_loop_keeps_the_last_step(tmp_path: Path) -> None:
+    """`break` after the update (early stopping): its line is in the journal, and another loop may follow."""
+    with AloneRun(tmp_path, seed=SEED) as run:
+        model = Mlp()
+        optimizer = AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        for epochs in (1, 2):
+            for step in run.steps(vectors(), batch_size=24, microbatches=4, epochs=epochs):
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                if step.number == 1:
+                    break
+    lines = list(read(tmp_path))
+    assert [(line["kind"], line.get("step")) for line in lines[:-1]] == [("step", number) for number in range(4)]
+    assert lines[-1]["ok"]
+
+
+# -- buffers -----------------------------------------------------------------------------------------
+
+
+def test_running_statistics_are_the_mean_of_what_the_micro_batches_would_have_made() -> None:
+    data = TensorDataset(Images().images[:, :, :6, :6].double(), Images().labels)
+    with AloneRun(seed=SEED) as run:
+        model = Cnn().double()
+        run.track(model=model)
+        for step in run.steps(data, batch_size=24, microbatches=6, epochs=1):
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            for x, y in step:
+                for name, buffer in model.named_buffers():
+                    assert torch.equal(buffer, before[name]), "every micro-batch starts from the step's buffers"
+                step.backward(F.cross_entropy(model(x), y))
+            made, leaves = [], list(global_batches(56, 24, 6, 1))[step.number]
+            for leaf in leaves:
+                norm = nn.BatchNorm2d(5).double()
+                norm.load_state_dict(
+                    {**model.norm.state_dict(), **{n.removeprefix("norm."): b for n, b in before.items()}}
+                )
+                norm(model.conv(data[leaf][0]))
+                made.append(norm)
+            sizes = [len(leaf) for leaf in leaves]
+            for name in ("running_mean", "running_var"):
+                mean = sum(size * getattr(norm, name) for size, norm in zip(sizes, made, strict=True)) / sum(sizes)
+                torch.testing.assert_close(getattr(model.norm, name), mean, rtol=0, atol=EXACT)
+            assert model.norm.num_batches_tracked == before["norm.num_batches_tracked"] + len(leaves)
+
+
+# -- scaled losses -----------------------------------------------------------------------------------
+
+
+def test_a_scaler_finds_what_overflows_and_the_loss_is_recorded_without_it() -> None:
+    with AloneRun(seed=SEED) as run:
+        model = Mlp()
+        optimizer = AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        run.track(model=model, optimizer=optimizer, scaler=scaler)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=2):
+            before = model.first.weight.detach().clone()
+            for x, y in step:
+                step.backward(100 * F.cross_entropy(model(x), y), scaler=scaler)
+            assert 10 < step.loss < 1000
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(model.first.weight, before), "an overflow skips the update"
+    assert scaler.get_scale() == 2.0**125
