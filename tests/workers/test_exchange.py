@@ -27,7 +27,7 @@ from unisono.exchange.network import Network
 from unisono.exchange.reduce import Reduction
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
-from unisono.exchange.wire import Wire, release_abandoned
+from unisono.exchange.wire import SLICE_S, Wire, release_abandoned
 from unisono.flat import FlatLayout, Slot
 from unisono.plan import plan, replan
 from unisono.tree import Node, fold, leaf, schedule
@@ -64,6 +64,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """What a caught error remembers maps memory."""
+    yield
+    gc.collect()
 
 
 # -- a step, and what it has to give -----------------------------------------------------------------
@@ -429,7 +436,7 @@ def _hold_at(point: str, seat: Seat) -> None:
         Host.nodes = stop  # type: ignore[method-assign, assignment]
         Reduction.finish = stop  # type: ignore[method-assign, assignment]
     else:
-        Host.commit = stop  # type: ignore[method-assign, assignment]
+        Host.commit = stop  # type: ignore[method-assign]
         send, sent = Wire.all_gather, []
 
         def all_gather(wire: Wire, out: Tensor, data: Tensor) -> Any:
@@ -564,6 +571,24 @@ def test_after_a_commit_everybody_can_finish(tmp_path: pathlib.Path) -> None:
 # -- the subtle ones, in one process -----------------------------------------------------------------
 
 
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Results or errors, each from a thread of its own."""
+    outcomes: list[Any] = [None] * len(calls)
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = calls[rank]()
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
 class Pair:
     """Two workers of one host, in two threads."""
 
@@ -587,25 +612,8 @@ class Pair:
         self.members.clear()
         self.boards.clear()
 
-    def both(self, *calls: Callable[[], Any]) -> list[Any]:
-        """Results or errors, by rank."""
-        outcomes: list[Any] = [None, None]
-
-        def run(rank: int) -> None:
-            try:
-                outcomes[rank] = calls[rank]()
-            except Exception as error:
-                outcomes[rank] = error
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return outcomes
-
     def prepared(self, layout: FlatLayout) -> list[Share]:
-        self.both(*(lambda member=member: member.prepare(layout) for member in self.members))
+        together(*(lambda member=member: member.prepare(layout) for member in self.members))
         return [share_of(member, 1, 2) for member in self.members]
 
 
@@ -614,7 +622,6 @@ def pair() -> Iterator[Pair]:
     made = Pair()
     yield made
     made.close()
-    gc.collect()  # what pytest.raises remembers maps memory
 
 
 def test_a_member_that_leaves_while_its_nodes_are_read_spoils_no_commit(pair: Pair) -> None:
@@ -639,9 +646,96 @@ def test_a_member_that_leaves_while_its_nodes_are_read_spoils_no_commit(pair: Pa
         return read()
 
     other._host.nodes = read_late  # type: ignore[method-assign]
-    outcomes = pair.both(leave, lambda: other.combine(shares[1], facts_of(1, 1)))
+    outcomes = together(leave, lambda: other.combine(shares[1], facts_of(1, 1)))
     assert isinstance(outcomes[0], AlarmError)
     assert isinstance(outcomes[1], PeerLost)
+
+
+def test_changed_nodes_do_not_leave_a_host() -> None:
+    """With two levels a spoiled sum would be committed on the other host, where nobody has seen anyone leave."""
+    boards = [Board.create() for _ in range(3)]
+    addresses, hosts = [board.address for board in boards], [range(2), range(2, 3)]
+    store = dist.HashStore()
+    members = []
+    for rank, (place, local) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        local_boards = [addresses[other] for other in hosts[place]]
+        host = Host(boards[rank], local_boards, local, generation=1, timeout_s=10)
+        lane = None
+        if local == 0:
+            lane = Wire(store, place, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=2)
+        members.append(TwoLevel(host, lane, num_lanes=1, hosts=hosts, rank=rank))
+    together(*(lambda m=m: m.prepare(layouts()[0]) for m in members))
+    shares = [share_of(member, 1, 3) for member in members]
+    left, read = threading.Event(), members[0]._host.nodes
+
+    def leave() -> None:
+        when_blocked_in({"commit"}, lambda: members[1].interrupt(AlarmError()))
+        try:
+            members[1].combine(shares[1], facts_of(1, 1))
+        finally:
+            for slot in shares[1].slots.values():
+                slot.memory.fill_(1)
+            left.set()
+
+    def read_late() -> Mapping[Node, Any]:
+        left.wait()
+        return read()
+
+    def carry() -> None:
+        try:
+            members[0].combine(shares[0], facts_of(0, 1))
+        finally:
+            members[0].close()
+
+    members[0]._host.nodes = read_late  # type: ignore[method-assign]
+    outcomes = together(carry, leave, lambda: members[2].combine(shares[2], facts_of(2, 1)))
+    for member in members:
+        member.close()
+    for board in boards:
+        board.close()
+    assert [type(outcome) for outcome in outcomes] == [PeerLost, AlarmError, PeerLost]
+
+
+def test_a_member_that_leaves_ends_the_waits_of_the_others(pair: Pair) -> None:
+    """At once, not at the deadline: nobody has to tell them."""
+    pair.members[0].interrupt(AlarmError())
+
+    def leave() -> None:
+        pair.members[0].all_gather(b"")
+
+    def wait() -> None:
+        when_blocked_in(BLOCKING, lambda: blocked.set())
+        pair.members[1].prepare(layouts()[1])
+
+    def leave_late() -> None:
+        blocked.wait()
+        leave()
+
+    blocked = threading.Event()
+    started = time.perf_counter()
+    outcomes = together(leave_late, wait)
+    assert [type(outcome) for outcome in outcomes] == [AlarmError, PeerLost]
+    assert time.perf_counter() - started < 5.0  # of 10
+
+
+def _time_waits(seat: Seat, path: str) -> float:
+    exchange = Member("network", seat, path).enter(1, range(seat.size))
+    exchange.prepare(layouts()[0])
+    times = []
+    for step in range(21):
+        share = share_of(exchange, step, 2)
+        exchange.all_gather(b"")
+        started = time.perf_counter()
+        exchange.release(exchange.combine(share, facts_of(seat.rank, step)).slot)
+        times.append(time.perf_counter() - started)
+    exchange.close()
+    return sorted(times)[len(times) // 2]
+
+
+def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path) -> None:
+    """Not when the waiting thread happens to look again."""
+    with Team(2, _time_waits, str(tmp_path), deadline_s=30) as team:
+        assert max(team.results()) < SLICE_S / 2
 
 
 def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(pair: Pair) -> None:
@@ -654,7 +748,7 @@ def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(pair: Pa
         pair.members[1].interrupt(AlarmError())
 
     pair.members[1]._host.commit = commit_and_interrupt  # type: ignore[method-assign, assignment]
-    outcomes = pair.both(
+    outcomes = together(
         lambda: Outcome.of(pair.members[0].combine(shares[0], facts_of(0, 1))),
         lambda: Outcome.of(pair.members[1].combine(shares[1], facts_of(1, 1))),
     )
@@ -668,7 +762,7 @@ def test_members_skip_generations_and_are_not_mixed_up(pair: Pair) -> None:
     with pytest.raises(PeerLost, match="generation 2"):
         early.all_gather(b"")
     both = [pair.enter(rank, 5) for rank in range(2)]
-    outcomes = pair.both(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in both))
+    outcomes = together(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in both))
     assert outcomes == [[b"0", b"1"]] * 2
     with pytest.raises(ValueError, match="only grow"):
         pair.enter(0, 5)
@@ -681,7 +775,7 @@ def test_a_counter_may_pass_its_end(pair: Pair) -> None:
         host._num_letters = 2**32 - 2
         host._me.words["mailed"].value = host._me.words["opened"].value = 2**32 - 2
     for round_ in range(4):
-        outcomes = pair.both(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in pair.members))
+        outcomes = together(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in pair.members))
         assert outcomes == [[b"0", b"1"]] * 2, f"round {round_}"
 
 
