@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
@@ -50,6 +50,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.nursery import Birth, Born, Death
 from unisono.watch.terminal import Terminal, terminal
 
 __all__ = ["Job", "Service", "join", "machine_label", "run"]
@@ -59,6 +60,7 @@ FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
 TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
 LAST_WORDS_S: Final = 0.5
+SEND_TIMEOUT_S: Final = 5.0
 MAX_LINE_BYTES: Final = 65536
 
 
@@ -75,6 +77,8 @@ class Job:
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
     head_away_s: float = 60.0
+    start: str = "fork"
+    """fork: from a process that has imported torch; spawn: each by itself."""
     outcome: str = ""
     """Write how the run ended to this file (JSON) and do not print the traceback."""
 
@@ -115,19 +119,19 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Secr
         "job": {"arguments": job.arguments, "threads": job.threads, "folder": os.getcwd(), "run_dir": job.run_dir},
     }
     command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
-    head = _Child(
+    head = _spawn(
         "head",
         command,
         {**os.environ, "UNISONO_TOKEN_FILE": secret.path, PARENT: str(os.getpid())},
         (listener.fileno(), secret.descriptor),
     )
     screen = terminal()
-    head.on_line = lambda text, is_error: screen.worker_line("head", text, is_error=is_error)
+    head.output.on_line = lambda text, is_error: screen.worker_line("head", text, is_error=is_error)
     agent = _Agent(job, url, token, secret, screen, head)
     try:
         return await agent.run()
     finally:
-        head.popen.terminate()
+        os.kill(head.pid, signal.SIGTERM) if head.exit_code is None else None
         if not await head.ended_within(TERMINATE_S):
             head.kill()
             await head.ended_within(TERMINATE_S)
@@ -184,105 +188,79 @@ def _url(host: str, port: int) -> str:
     return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
 
 
-class _Child:
-    """A process of ours, its output and its end."""
+class _Output:
+    """The standard output and error of a process of ours, line by line."""
 
-    def __init__(
-        self, name: str, command: list[str], environment: Mapping[str, str], pass_fds: tuple[int, ...]
-    ) -> None:
-        self.name = name
+    def __init__(self, descriptors: tuple[int, int]) -> None:
         self.on_line: Callable[[str, bool], None] = lambda text, is_error: None
-        self.on_end: Callable[[_Child], None] = lambda child: None
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.popen = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
-        self.pid = self.popen.pid
-        self.exit_code: int | None = None
         self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
-        self._rest: dict[int, bytearray] = {}
-        self._pipes: list[IO[bytes]] = []
-        for pipe in (self.popen.stdout, self.popen.stderr):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self._rest[pipe.fileno()] = bytearray()
-            self._pipes.append(pipe)
-            self._loop.add_reader(pipe.fileno(), self._read, pipe)
-        self._watch()
+        self._out, self._error = descriptors
+        self._rest = {descriptor: bytearray() for descriptor in descriptors}
+        for descriptor in descriptors:
+            os.set_blocking(descriptor, False)
+            self._loop.add_reader(descriptor, self._read, descriptor)
 
-    def _watch(self) -> None:
-        try:
-            self._pidfd = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):
-            self._pidfd = -1
-            threading.Thread(target=self._wait, name=f"wait-{self.name}", daemon=True).start()
-            return
-        self._loop.add_reader(self._pidfd, self._end)
-
-    def _wait(self) -> None:
-        """Where the system has no descriptors of processes: a thread waits, and leaves the reaping to `_end`."""
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        """It has ended. Its group is ended before it is reaped: until then its number belongs to nobody else."""
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-        end_group(self.pid)
-        self.exit_code = self.popen.wait()
-        for pipe in self._pipes:
-            while self._read(pipe):
+    def drain(self) -> None:
+        """Read what is left, and close."""
+        for descriptor in list(self._rest):
+            while self._read(descriptor):
                 pass
-        self.on_end(self)
-        for pipe in self._pipes:
-            if not pipe.closed:
-                self._close(pipe)
-        self._ended.set()
+        for descriptor in list(self._rest):
+            self._close(descriptor)
 
-    def _read(self, pipe: IO[bytes]) -> bool:
-        if pipe.closed:
+    def _read(self, descriptor: int) -> bool:
+        if descriptor not in self._rest:
             return False
         try:
-            data = os.read(pipe.fileno(), MAX_LINE_BYTES)
+            data = os.read(descriptor, MAX_LINE_BYTES)
         except BlockingIOError:
             return False
         if not data:
-            self._close(pipe)
+            self._close(descriptor)
             return False
-        rest = self._rest[pipe.fileno()]
-        rest += data
-        *lines, tail = rest.split(b"\n")
+        *lines, tail = (self._rest[descriptor] + data).split(b"\n")
         if len(tail) > MAX_LINE_BYTES:
             lines.append(tail)
             tail = bytearray()
-        self._rest[pipe.fileno()] = bytearray(tail)
+        self._rest[descriptor] = bytearray(tail)
         for line in lines:
-            self._line(pipe, bytes(line))
+            self._line(descriptor, bytes(line))
         return True
 
-    def _line(self, pipe: IO[bytes], line: bytes) -> None:
+    def _line(self, descriptor: int, line: bytes) -> None:
         # Of a line that was drawn over and over ("\r") only the last state counts.
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-        is_error = pipe is self.popen.stderr
+        is_error = descriptor == self._error
         if is_error:
             self.last_lines.append(text)
         self.on_line(text, is_error)
 
-    def _close(self, pipe: IO[bytes]) -> None:
-        self._loop.remove_reader(pipe.fileno())
-        rest = self._rest.pop(pipe.fileno(), bytearray())
+    def _close(self, descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
+        rest = self._rest.pop(descriptor)
         if rest:
-            self._line(pipe, bytes(rest))
-        pipe.close()
+            self._line(descriptor, bytes(rest))
+        os.close(descriptor)
+
+
+class _Child:
+    """A process that leads a group of its own, its output and its end. Made by `_spawn` or by the `_Nursery`."""
+
+    def __init__(self, name: str, pid: int, output: _Output) -> None:
+        self.name = name
+        self.pid = pid
+        self.output = output
+        self.on_end: Callable[[_Child], None] = lambda child: None
+        self.exit_code: int | None = None
+        self._ended = asyncio.Event()
+
+    def end(self, exit_code: int) -> None:
+        """It has ended, and its group with it."""
+        self.exit_code = exit_code
+        self.output.drain()
+        self.on_end(self)
+        self._ended.set()
 
     def signal_group(self, number: signal.Signals) -> None:
         if self.exit_code is None:
@@ -298,6 +276,137 @@ class _Child:
         except TimeoutError:
             return False
         return True
+
+
+def _spawn(name: str, command: list[str], environment: Mapping[str, str], pass_fds: tuple[int, ...]) -> _Child:
+    """Start a process by its command."""
+    (out, out_end), (error, error_end) = os.pipe(), os.pipe()
+    try:
+        popen = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out_end,
+            stderr=error_end,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(out)
+        os.close(error)
+        raise
+    finally:
+        os.close(out_end)
+        os.close(error_end)
+    child = _Child(name, popen.pid, _Output((out, error)))
+    loop = asyncio.get_running_loop()
+
+    def reap() -> None:
+        # Its group is ended before it is reaped: until then its number belongs to nobody else.
+        end_group(popen.pid)
+        child.end(popen.wait())
+
+    try:
+        pidfd = os.pidfd_open(popen.pid)
+    except (AttributeError, OSError):
+
+        def wait() -> None:
+            os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(reap)
+
+        threading.Thread(target=wait, name=f"wait-{name}", daemon=True).start()
+        return child
+
+    def readable() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        reap()
+
+    loop.add_reader(pidfd, readable)
+    return child
+
+
+class _Nursery:
+    """The process that forks workers (`unisono.nursery`)."""
+
+    def __init__(self, environment: Mapping[str, str], secret: Secret, screen: Terminal) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        command = [sys.executable, "-P", "-m", "unisono.nursery", str(theirs.fileno())]
+        pass_fds = (theirs.fileno(), secret.descriptor)
+        try:
+            self.child = _spawn("nursery", command, environment, pass_fds)
+        finally:
+            theirs.close()
+        self.child.output.on_line = lambda text, is_error: screen.worker_line("nursery", text, is_error=is_error)
+        self._children: dict[int, _Child] = {}
+        self._unborn: dict[str, Callable[[Born], None]] = {}
+        self._loop.add_reader(self._channel.fileno(), self._hear)
+
+    @property
+    def alive(self) -> bool:
+        return self.child.exit_code is None
+
+    def bear(
+        self, name: str, arguments: list[str], environment: Mapping[str, str], on_born: Callable[[_Child | str], None]
+    ) -> None:
+        """Start a worker; ``on_born`` gets it, or the reason why there is none."""
+        (out, out_end), (error, error_end) = os.pipe(), os.pipe()
+
+        def born(message: Born) -> None:
+            if message.error:
+                os.close(out)
+                os.close(error)
+                on_born(message.error)
+                return
+            child = self._children[message.pid] = _Child(name, message.pid, _Output((out, error)))
+            on_born(child)
+
+        self._unborn[name] = born
+        birth = msgspec.msgpack.encode(Birth(name, arguments, dict(environment)))
+        try:
+            self._channel.setblocking(True)  # a few kilobytes, to a process that does nothing else
+            self._channel.settimeout(SEND_TIMEOUT_S)
+            socket.send_fds(self._channel, [birth], [out_end, error_end])
+        except OSError as failure:
+            self._unborn.pop(name)(Born(name, 0, f"the nursery does not answer: {failure}"))
+        finally:
+            self._channel.setblocking(False)
+            os.close(out_end)
+            os.close(error_end)
+
+    async def close(self) -> None:
+        """End it; its workers have ended before."""
+        self._loop.remove_reader(self._channel.fileno())
+        self._channel.close()
+        if not await self.child.ended_within(TERMINATE_S):
+            self.child.kill()
+            await self.child.ended_within(TERMINATE_S)
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                data = self._channel.recv(MAX_LINE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._loop.remove_reader(self._channel.fileno())
+                for name, born in list(self._unborn.items()):
+                    born(Born(name, 0, "the nursery has ended"))
+                self._unborn.clear()
+                for child in self._children.values():
+                    if child.exit_code is None:
+                        child.end(-signal.SIGKILL)  # they go with their parent
+                return
+            message = msgspec.msgpack.decode(data, type=Born | Death)
+            if isinstance(message, Death):
+                self._children.pop(message.pid).end(message.exit_code)
+            elif message.name:
+                self._unborn.pop(message.name)(message)
 
 
 class _Agent:
@@ -317,6 +426,7 @@ class _Agent:
         self._host = machine_label()
         self._workers: dict[str, _Child] = {}
         self._local_ranks: dict[str, int] = {}
+        self._nursery: _Nursery | None = None
         self._late: list[asyncio.TimerHandle] = []
         self._connection: ClientConnection | None = None
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -332,6 +442,8 @@ class _Agent:
             loop.add_signal_handler(number, self._signalled, number)
         if self._head is not None:
             self._head.on_end = self._head_ended
+        if self._job.start == "fork":
+            self._nursery = _Nursery(self._environment("nursery", 0), self._secret, self._screen)
         talk = asyncio.create_task(self._talk())
         try:
             ended = await self._over
@@ -340,6 +452,8 @@ class _Agent:
             for timer in self._late:
                 timer.cancel()
             await self._end_workers(self._over.result() if self._over.done() and not self._over.cancelled() else None)
+            if self._nursery is not None:
+                await self._nursery.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._outbox.join()  # the head hears of every end that this agent has seen
@@ -437,7 +551,7 @@ class _Agent:
 
     def _head_ended(self, head: _Child) -> None:
         if not self._is_leaving:
-            words = "".join(f"\n{line}" for line in head.last_lines)
+            words = "".join(f"\n{line}" for line in head.output.last_lines)
             reason = f"the head (pid {head.pid}) has ended with exit code {head.exit_code}{words}"
             self._finish(Ended(ok=False, reason=reason, exit_code=1))
 
@@ -446,18 +560,30 @@ class _Agent:
     def _start(self, worker_id: str) -> None:
         if self._is_leaving:
             return
-        taken = {self._local_ranks[i] for i, child in self._workers.items() if child.exit_code is None}
+        gone = {worker_id for worker_id, child in self._workers.items() if child.exit_code is not None}
+        taken = {rank for i, rank in self._local_ranks.items() if i not in gone}
         local_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
         self._local_ranks[worker_id] = local_rank
+        environment = self._environment(worker_id, local_rank)
+
+        def started(child: _Child | str) -> None:
+            if isinstance(child, str):  # no memory, no processes left
+                self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=child))
+                return
+            child.output.on_line = lambda text, is_error: self._screen.worker_line(worker_id, text, is_error=is_error)
+            child.on_end = self._worker_ended
+            self._workers[worker_id] = child
+            if self._is_leaving:
+                child.kill()
+
+        if self._nursery is not None and self._nursery.alive:
+            self._nursery.bear(worker_id, self._job.arguments, environment, started)
+            return
         command = [sys.executable, "-P", "-m", "unisono.worker", *self._job.arguments]
         try:
-            child = _Child(worker_id, command, self._environment(worker_id, local_rank), (self._secret.descriptor,))
-        except OSError as error:  # no memory, no processes left
-            self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=str(error)))
-            return
-        child.on_line = lambda text, is_error: self._screen.worker_line(worker_id, text, is_error=is_error)
-        child.on_end = self._worker_ended
-        self._workers[worker_id] = child
+            started(_spawn(worker_id, command, environment, (self._secret.descriptor,)))
+        except OSError as error:
+            started(str(error))
 
     def _environment(self, worker_id: str, local_rank: int) -> dict[str, str]:
         job = self._job
@@ -485,7 +611,7 @@ class _Agent:
 
     def _worker_ended(self, child: _Child) -> None:
         assert child.exit_code is not None
-        words = "\n".join(child.last_lines) if child.exit_code != 0 else ""
+        words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
         self._outbox.put_nowait(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
         if self._head is None and self._num_signals and all(c.exit_code is not None for c in self._workers.values()):
             self._finish(Ended(ok=True, reason="all workers of this machine have left"))

@@ -91,7 +91,8 @@ class Rounds:
         """Sum what this layout describes from now on. Collective."""
         self._layout = layout
         try:
-            self.team.exchange.prepare(layout)
+            with self.team.waiting():
+                self.team.exchange.prepare(layout)
         except LOST as lost:
             self._reports = self._settle_after(lost)
 
@@ -163,7 +164,8 @@ class Rounds:
             PeerLost, DeadlineExceeded: call `recover`.
         """
         self.team.check()
-        return self.team.exchange.all_gather(letter)
+        with self.team.waiting():
+            return self.team.exchange.all_gather(letter)
 
     def gathered(self, letter: bytes) -> None:
         """All parts are there; ``letter`` holds all of them, for those who have not seen it."""
@@ -189,7 +191,8 @@ class Rounds:
         self.number += 1
 
     def _combine(self, share: Share, facts: Sequence[float]) -> Combined:
-        combined = self.team.exchange.combine(share, [*facts, float(self.team.newest())])
+        with self.team.waiting():
+            combined = self.team.exchange.combine(share, [*facts, float(self.team.newest())])
         # Everybody has heard of the oldest of the newest notices: at the next boundary all can move to it.
         self._agreed = int(min(each[NUM_FACTS - 1] for each in combined.facts))
         return combined
@@ -229,7 +232,8 @@ class Rounds:
         if self._layout is None:
             return
         result = [] if self._result is None else [self._result]
-        brought = self.team.exchange.prepare(self._layout, [*self._held.values(), *result])
+        with self.team.waiting():
+            brought = self.team.exchange.prepare(self._layout, [*self._held.values(), *result])
         self._held.update(zip(self._held, brought, strict=False))
         self._result = brought[-1] if result else None
 
@@ -239,7 +243,8 @@ class Rounds:
         if behind.round != self.number - 1:
             raise StepError(f"a member is in round {behind.round}, this one in {self.number}: more than one apart")
         if behind.kind == "evaluation":
-            self.team.exchange.all_gather(self._last.letter)
+            with self.team.waiting():
+                self.team.exchange.all_gather(self._last.letter)
             return
         theirs = _replan(reports, behind.round, behind.num_leaves)
         combined = self._combine(Share(behind.num_leaves, theirs.nodes, {}), (0.0,) * (NUM_FACTS - 1))

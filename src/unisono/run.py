@@ -25,7 +25,7 @@ from unisono.faults import at_step, point
 from unisono.fingerprint import fingerprint
 from unisono.gradients import GradientFolder
 from unisono.journal import JOURNAL, Journal
-from unisono.messages import StepDone
+from unisono.messages import RunDirectory, StepDone
 from unisono.plan import Plan
 from unisono.plan import plan as even_plan
 from unisono.randomness import seed_place
@@ -116,6 +116,8 @@ class Run:
         try:
             if error is None:
                 try:
+                    if self._training is not None:
+                        self._training.close()
                     self._leave_step()
                 except UsageError as left_early:
                     self._append_failure(left_early)
@@ -355,6 +357,8 @@ class Run:
         self._steps_before = rounds.step
         if self._team.rank == 0 and self.directory is not None:
             claim(self.directory, self._run_id, overwrite=self._overwrite)
+            if (member := members.current()) is not None:
+                member.send(RunDirectory(path=str(self.directory.resolve())))
             if rounds.step == 0:
                 recipe = {
                     "num_samples": cursor.num_samples, "batch_size": cursor.batch_size, "microbatches": cursor.microbatches,
@@ -393,7 +397,8 @@ class Run:
             StepError: the step has no gradient.
         """
         end, self._end_step = self._end_step, _nothing
-        end()
+        if self._inside or (self._step is not None and self._step.has_begun):
+            end()
 
     def _finish(self, step: Step, clock: Clock, num_steps: int) -> None:
         """The step is over: its line, for the journal and for who watches."""

@@ -123,6 +123,11 @@ class Step:
         """Write numbers into this step's line of the journal (those of rank 0 count)."""
         self._logs.update({name: float(value) for name, value in values.items()})
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its inner loop was entered."""
+        return self._state != "new"
+
     # -- the inner loop ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
@@ -270,10 +275,10 @@ class Step:
 
     def _finish(self, combined: Combined, folder: GradientFolder) -> None:
         weight, weighted_loss = combined.slot.scalars.tolist()
-        self._combined = combined
-        self._state = "done"
         if weight == 0.0:
             raise StepError(f"all micro-batches of step {self.number} have weight 0: there is no mean gradient")
+        self._combined = combined
+        self._state = "done"
         self._weight_total, self._loss = weight * self._scale, weighted_loss / weight
         folder.show(combined.slot)
         self._clock.switch("other")

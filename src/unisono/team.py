@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -103,6 +104,10 @@ class Team(Protocol):
         """Note progress, for who asks."""
         ...
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """While in it, this worker waits for others: that it makes no progress is not its fault, and may be theirs."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -146,6 +151,9 @@ class AloneTeam:
 
     def at(self, *, phase: int, step: int, microbatch: int) -> None:
         pass
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         self.exchange.close()
@@ -210,7 +218,8 @@ class HeadTeam:
                 self._member.suspect(notice.generation, str(lost))
 
     def meet(self, report: Report) -> list[Report]:
-        letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
+        with self.waiting():
+            letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
         return [msgspec.msgpack.decode(letter, type=Report) for letter in letters]
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
@@ -275,6 +284,14 @@ class HeadTeam:
     def at(self, *, phase: int, step: int, microbatch: int) -> None:
         self._member.at(phase=phase, step=step, microbatch=microbatch)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._member.waiting(True)
+        try:
+            yield
+        finally:
+            self._member.waiting(False)
+
     def close(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -292,17 +309,13 @@ class HeadTeam:
 
     def _await(self, wanted: Callable[[Notice], bool]) -> Notice:
         """The newest notice after this generation that is wanted. Ends with it or with the run."""
-        self._member.waiting(True)
-        try:
-            with self._changed:
-                while True:
-                    self.check_ended()
-                    found = [n for n in self._notices.values() if n.generation > self.generation and wanted(n)]
-                    if found:
-                        return max(found, key=lambda n: n.generation)
-                    self._changed.wait(1.0)
-        finally:
-            self._member.waiting(False)
+        with self.waiting(), self._changed:
+            while True:
+                self.check_ended()
+                found = [n for n in self._notices.values() if n.generation > self.generation and wanted(n)]
+                if found:
+                    return max(found, key=lambda n: n.generation)
+                self._changed.wait(1.0)
 
     def _enter(self, notice: Notice) -> None:
         """Leave the old exchange and build that of a generation."""
@@ -337,16 +350,12 @@ class HeadTeam:
 
         threading.Thread(target=target, name="unisono-connect", daemon=True).start()
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        self._member.waiting(True)
-        try:
-            with self._changed:
-                while len(outcome) < 2:
-                    self.check()
-                    if time.monotonic() > deadline:
-                        raise DeadlineExceeded(f"connecting {self.size} members took longer than {CONNECT_TIMEOUT_S:.0f} s")
-                    self._changed.wait(0.2)
-        finally:
-            self._member.waiting(False)
+        with self.waiting(), self._changed:
+            while len(outcome) < 2:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(f"connecting {self.size} members took longer than {CONNECT_TIMEOUT_S:.0f} s")
+                self._changed.wait(0.2)
         ok, value = outcome
         if ok:
             result: T = value

@@ -43,6 +43,8 @@ __all__ = ["count_workers", "parse_workers", "run", "script_arguments"]
 @click.option("--late-s", default=3.0, show_default=True, help="Report a worker that others wait for after this time.")
 @click.option("--hang-s", default=60.0, show_default=True, help="End a worker that others wait for after this time.")
 @click.option("--head-away-s", default=60.0, show_default=True, help="How long workers go on without the head.")
+@click.option("--start", type=click.Choice(["fork", "spawn"]), default="fork" if sys.platform == "linux" else "spawn",
+              show_default=True, help="Workers: forked from a process that has imported torch, or each by itself.")  # fmt: skip
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--callable", "function", default="", hidden=True)
 @click.option("--result", default="", hidden=True)
@@ -66,6 +68,7 @@ def run(
     late_s: float,
     hang_s: float,
     head_away_s: float,
+    start: str,
     simulate_hosts: int,
     function: str,
     result: str,
@@ -95,13 +98,13 @@ def run(
         raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {port}")
     if simulate_hosts < 1:
         raise UsageError(f"there is at least 1 host, got --simulate-hosts {simulate_hosts}")
-    start, minimum, maximum, grows = parse_workers(workers, threads)
-    here = min(maximum, max(start, count_workers(threads))) if not grows else start
+    first, minimum, maximum, grows = parse_workers(workers, threads)
+    here = min(maximum, max(first, count_workers(threads))) if not grows else first
     if run_dir:
         run_dir = str(Path(run_dir).resolve())
         _check_directory(Path(run_dir))
     job, service = _render(
-        command=command, here=here, start=start, minimum=minimum, maximum=maximum, grows=grows, threads=threads,
+        command=command, here=here, start=start, first=first, minimum=minimum, maximum=maximum, grows=grows, threads=threads,
         run_dir=run_dir, overwrite=overwrite, exchange=exchange, bind=bind, port=port, max_restarts=max_restarts,
         strict=strict, heartbeat_s=heartbeat_s, heartbeat_timeout_s=heartbeat_timeout_s, timeout_s=timeout_s,
         late_s=late_s, hang_s=hang_s, head_away_s=head_away_s, simulate_hosts=simulate_hosts, outcome=outcome,
@@ -115,7 +118,8 @@ def _render(
     *,
     command: list[str],
     here: int,
-    start: int,
+    first: int,
+    start: str,
     minimum: int,
     maximum: int,
     grows: bool,
@@ -140,7 +144,7 @@ def _render(
     from unisono.membership import Policy
 
     policy = Policy(
-        start=start,
+        start=first,
         minimum=minimum,
         maximum=maximum,
         grows=grows,
@@ -158,6 +162,7 @@ def _render(
         overwrite=overwrite,
         simulate_hosts=simulate_hosts,
         head_away_s=head_away_s,
+        start=start,
         outcome=outcome,
     )
     options = {"exchange": exchange, "timeout_s": str(timeout_s)}

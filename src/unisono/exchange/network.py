@@ -13,6 +13,7 @@ from unisono.exchange import NUM_FACTS, Combined, Share
 from unisono.exchange.pool import Pool
 from unisono.exchange.reduce import Reduction, padded_rows
 from unisono.exchange.wire import Wire
+from unisono.faults import point
 from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 
 __all__ = ["Network", "broadcast_over"]
@@ -61,10 +62,12 @@ class Network:
         wire = self._wire
         wire.waiting_s = 0.0
         self.offer(share, self._layout.num_rows)
+        point("published")
         assert self._reduction is not None
         result = self.slot()
         part = self._reduction.finish(result.memory, self._multipliers)
         self._reduction = None
+        point("reduced")
         vote = torch.frombuffer(bytearray(_VOTE.pack(part, *facts)), dtype=torch.uint8).to(wire.device)
         votes = torch.empty(self.size * _VOTE.size, dtype=torch.uint8, device=wire.device)
         wire.all_gather(votes, vote).wait()

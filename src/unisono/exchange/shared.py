@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unisono.exchange import Combined, Share
 from unisono.exchange.host import Board, Host, split_rows
+from unisono.faults import point
 from unisono.flat import FlatLayout, Slot, fold_rows
 
 __all__ = ["SharedMemory"]
@@ -48,9 +49,11 @@ class SharedMemory:
         slots = list(share.slots.values()) or [host.slot()]
         with host.or_leave():
             host.publish(share.slots, facts)
+            point("published")
             everyones_facts = tuple(host.facts())
             digest = self._reduce(self._chunks[self.rank], share.num_leaves)
             host.verify()
+            point("reduced")
             host.commit(digest)
         digest = host.collect(self._chunks, host.total_weight(self._chunks), slots[0])
         for slot in slots[1:]:

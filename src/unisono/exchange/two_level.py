@@ -20,6 +20,7 @@ from unisono.exchange.host import MAX_TEAM, Host, split_rows
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.reduce import Reduction, padded_rows
 from unisono.exchange.wire import Wire
+from unisono.faults import point
 from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, fold_rows
 from unisono.tree import schedule
 
@@ -72,6 +73,7 @@ class TwoLevel:
         slots = list(share.slots.values()) or [host.slot()]
         with host.or_leave():
             host.publish(share.slots, facts)
+            point("published")
             if self._wire is None:
                 host.commit(0)
             else:
@@ -98,6 +100,7 @@ class TwoLevel:
         reduction = Reduction(wire, layout, lane, plan, num_leaves)
         reduction.send(own, len(lane))
         part = reduction.finish(self._host.result(lane.start).memory, layout.multipliers)
+        point("reduced")
         # The vote of this lane: all hosts hold its sums.
         votes = wire.all_gather_bytes(part.to_bytes(8, "little"))
         return sum(int.from_bytes(vote, "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF
