@@ -1,0 +1,531 @@
+"""Bad input gets an error that says what, the numbers and what to do, before any training where possible."""
+
+# ruff: noqa: PT012 (a whole loop is what raises)
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import unisono
+from tests.workers.models import Mlp, bits_of, vectors
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.errors import LossError, RecipeError, RunDirectoryError, StepError, UsageError
+from unisono.journal import read
+from unisono.step import Step
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def says(*parts: str) -> str:
+    """A pattern: all of these in this order, whatever is between."""
+    return "(?s)" + ".*".join(re.escape(part) for part in parts)
+
+
+class Loop:
+    """A model and its usual loop, to be spoilt in one place."""
+
+    def __init__(self, run: unisono.Run, model: nn.Module | None = None) -> None:
+        self.run, self.model = run, Mlp() if model is None else model
+        self.optimizer = AdamW(self.model.parameters(), lr=0.01)
+        self.start = bits_of(self.model.state_dict())
+        run.track(model=self.model, optimizer=self.optimizer)
+
+    def steps(self, data: Any = None, **options: Any) -> Iterator[Step]:
+        return self.run.steps(vectors() if data is None else data, **{"batch_size": 24, "microbatches": 4, **options})
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.model(x), y)
+
+    def train(self, backward: Callable[[Step, Any], object] | None = None, **options: Any) -> None:
+        for step in self.steps(**options):
+            for batch in step:
+                if backward is None:
+                    step.backward(self.loss(batch))
+                else:
+                    backward(step, batch)
+            self.optimizer.step()
+
+    @property
+    def untouched(self) -> bool:
+        return bits_of(self.model.state_dict()) == self.start
+
+
+class SpoiltError(Exception):
+    """Ends the run of a test: it has no gradient, and says so again if it ends well."""
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with contextlib.suppress(SpoiltError), AloneRun(seed=1) as run:
+        yield Loop(run)
+        raise SpoiltError
+
+
+# -- before any training -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"microbatches": 7}, ("24 samples", "7 equal", "24 % 7 = 3", "microbatches=2, 3, 4, 6 or 8", "batch_size=21")),
+        ({"microbatches": 0}, ("microbatches must be at least 1", "got 0")),
+        ({"batch_size": 0}, ("batch_size must be at least 1", "got 0")),
+        ({"batch_size": 96, "drop_last": True}, ("drop_last", "56 samples", "batch_size=96", "at most 56")),
+        ({"epochs": 0}, ("epochs must be at least 1", "got 0")),
+        ({"data": []}, ("dataset is empty", "length 0", "at least 1 sample")),
+    ],
+)
+def test_recipes_that_do_not_fit(loop: Loop, options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """Said by `run.steps` itself, not by its first step."""
+    with pytest.raises(UsageError, match=says(*parts)):
+        loop.steps(**options)
+    assert loop.untouched
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        (Stream(), ("Stream", "can only be iterated", "__getitem__")),
+        (iter(range(8)), ("range_iterator", "can only be iterated")),
+        (NoLength(), ("NoLength", "__len__")),
+        (DataLoader(vectors()), ("got a DataLoader", "loader.dataset", "batch_size=", "loader_workers=")),
+    ],
+)
+def test_datasets_that_cannot_be_indexed(loop: Loop, data: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError, match=says(*parts)):
+        loop.steps(data)
+    with pytest.raises(RecipeError, match=says(*parts[:2])):
+        loop.run.evaluate(data, lambda batch: {"samples": len(batch)}, batch_size=2)
+
+
+def test_nothing_is_tracked() -> None:
+    with AloneRun() as run:
+        with pytest.raises(UsageError, match=says("nothing to train", "run.track(model=model, optimizer=optimizer)")):
+            run.steps(vectors(), batch_size=24, microbatches=4)
+        run.track(model=Mlp().requires_grad_(False))
+        with pytest.raises(UsageError, match="nothing to train"):
+            run.steps(vectors(), batch_size=24, microbatches=4)
+
+
+@pytest.mark.parametrize("thing", [3, [torch.ones(1)], Mlp, torch.nn.Parameter(torch.ones(1))])
+def test_what_is_tracked_needs_a_state(thing: Any) -> None:
+    with AloneRun() as run:
+        with pytest.raises(UsageError, match=says("run.track(thing=...)", "without state_dict() and load_")):
+            run.track(thing=thing)
+
+
+def test_a_name_is_tracked_once(loop: Loop) -> None:
+    loop.run.track(model=loop.model)  # again, the same: a cell of a notebook was run twice
+    with pytest.raises(UsageError, match=says("run.track(model=...)", "another object", "another name")):
+        loop.run.track(model=Mlp())
+
+
+def test_tracking_within_the_loop(loop: Loop) -> None:
+    with pytest.raises(UsageError, match=says("run.track", "inside of run.steps", "before the loop")):
+        for _ in loop.steps():
+            loop.run.track(other=Mlp())
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    """As after `model.to(device)` of a model that makes new ones."""
+    with AloneRun() as run:
+        optimizer, model = AdamW(Mlp().parameters()), Mlp()
+        run.track(model=model, optimizer=optimizer)
+        told = says("no tracked optimizer has a parameter of 'model'", "model.to(run.device)")
+        with pytest.warns(UserWarning, match=told):
+            run.steps(vectors(), batch_size=24, microbatches=4)
+
+
+def test_parameters_on_another_device(loop: Loop) -> None:
+    loop.model.register_parameter("away", nn.Parameter(torch.empty(3, device="meta")))
+    with pytest.raises(UsageError, match=says("model.away is on meta", "this worker on cpu", "model.to(run.device)")):
+        loop.steps()
+
+
+def test_batch_norm_over_all_workers(loop: Loop) -> None:
+    loop.model.add_module("norm", nn.SyncBatchNorm(3))
+    with pytest.raises(UsageError, match=says("model.norm is a SyncBatchNorm", "BatchNorm", "GroupNorm")):
+        loop.steps()
+
+
+def test_a_run_that_is_not_entered() -> None:
+    run = AloneRun()
+    with pytest.raises(UsageError, match=says("run.steps works inside", "with unisono.Run(...) as run:")):
+        run.steps(vectors(), batch_size=24, microbatches=4)
+    with pytest.raises(UsageError, match=says("run.evaluate works inside")):
+        run.evaluate(vectors(), lambda batch: {}, batch_size=4)
+
+
+@pytest.mark.parametrize("threads", [0, -2])
+def test_threads(threads: int) -> None:
+    with pytest.raises(UsageError, match=f"threads must be at least 1, got {threads}"):
+        AloneRun(threads=threads)
+
+
+# -- losses ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (lambda loss: torch.stack([loss, loss]), ("the loss has shape (2,)", "scalar", "mean")),
+        (lambda loss: loss.detach(), ("the loss needs no gradient", "detached", "torch.no_grad()", "frozen")),
+        (lambda loss: loss.item(), ("needs the loss as a tensor", "got a float")),
+        (lambda loss: loss * torch.nan, ("is nan", "(samples [", "nothing was updated", "detect_anomaly")),
+        (lambda loss: loss + torch.inf, ("is inf", "nothing was updated")),
+    ],
+)
+def test_losses_that_cannot_be_trained_on(loop: Loop, spoil: Callable[[Tensor], Any], parts: tuple[str, ...]) -> None:
+    """Micro-batch 2 of the first step: both are named."""
+
+    def backward(step: Step, batch: Any) -> None:
+        loss = loop.loss(batch)
+        step.backward(spoil(loss) if step.microbatch == 2 else loss)
+
+    with pytest.raises(LossError, match="step 0, micro-batch 2") as caught:
+        loop.train(backward)
+    assert caught.match(says(*parts))
+    assert loop.untouched
+
+
+def test_a_loss_that_is_not_a_number_names_its_samples(loop: Loop) -> None:
+    with pytest.raises(LossError) as caught:
+        loop.train(lambda step, batch: step.backward(loop.loss(batch) * torch.nan))
+    first = loop.run._step.sample_indices(0)
+    assert len(first) == 6
+    assert f"(samples {first})" in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.tensor(-0.5)])
+def test_weights_that_are_none(loop: Loop, weight: Any) -> None:
+    with pytest.raises(LossError, match=says("step 0, micro-batch 0", "finite and at least 0", f"got {float(weight)}")):
+        loop.train(lambda step, batch: step.backward(loop.loss(batch), weight=weight))
+    assert loop.untouched
+
+
+def test_weights_that_are_all_zero(loop: Loop) -> None:
+    with pytest.raises(StepError, match=says("all micro-batches of step 0 have weight 0", "no mean gradient")):
+        loop.train(lambda step, batch: step.backward(loop.loss(batch) * torch.nan, weight=0))
+    assert loop.untouched
+
+
+def test_two_weights_for_one_micro_batch(loop: Loop) -> None:
+    def backward(step: Step, batch: Any) -> None:
+        step.backward(loop.loss(batch), weight=6)
+        step.backward(loop.loss(batch), weight=3)
+
+    with pytest.raises(LossError, match=says("step 0, micro-batch 0", "weights 6 and 3", "same weight")):
+        loop.train(backward)
+
+
+@pytest.mark.parametrize("weight", [0.1, 257, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_weights_are_equal_in_every_dtype(loop: Loop, weight: float, dtype: torch.dtype) -> None:
+    def backward(step: Step, batch: Any) -> None:
+        step.backward(loop.loss(batch).to(dtype), weight=weight)
+        step.backward(loop.loss(batch).to(dtype), weight=weight)
+
+    loop.train(backward, max_steps=1)
+    assert not loop.untouched
+
+
+@pytest.mark.parametrize("first_with_two", [1, 2])
+def test_more_losses_than_the_first_micro_batch_had(loop: Loop, first_with_two: int) -> None:
+    """Whether the micro-batch is the left or the right of its pair."""
+
+    def backward(step: Step, batch: Any) -> None:
+        step.backward(loop.loss(batch))
+        if step.microbatch == first_with_two:
+            step.backward(loop.loss(batch))
+
+    with pytest.raises(StepError, match=says("2 times for this micro-batch and 1 times", "equally often")):
+        loop.train(backward)
+    assert loop.untouched
+
+
+# -- the loops ---------------------------------------------------------------------------------------
+
+
+def test_leaving_the_inner_loop_early(loop: Loop, tmp_path: Path) -> None:
+    with pytest.raises(StepError, match=says("inner loop of step 0 was left before its end", "weight=0")):
+        for step in loop.steps():
+            for batch in step:
+                step.backward(loop.loss(batch))
+                break
+
+
+def test_leaving_both_loops_early(tmp_path: Path) -> None:
+    """Seen at the end of the run, which is not said to have gone well."""
+    with pytest.raises(StepError, match=says("inner loop of step 1 was left before its end")):
+        with AloneRun(tmp_path) as run:
+            loop = Loop(run)
+            for step in loop.steps():
+                for batch in step:
+                    step.backward(loop.loss(batch))
+                    if step.number == 1:
+                        break
+                if step.number == 1:
+                    break
+    lines = list(read(tmp_path))
+    assert [line["kind"] for line in lines] == ["step", "end"]
+    assert not lines[-1]["ok"]
+    assert "left before its end" in lines[-1]["reason"]
+
+
+def test_leaving_the_outer_loop_at_the_head_of_a_step(tmp_path: Path) -> None:
+    """The step was not begun, so nothing is missing."""
+    with AloneRun(tmp_path) as run:
+        loop = Loop(run)
+        for step in loop.steps():
+            if step.number == 1:
+                break
+            for batch in step:
+                step.backward(loop.loss(batch))
+    assert [(line["kind"], line.get("ok")) for line in read(tmp_path)] == [("step", None), ("end", True)]
+
+
+def test_iterating_a_step_twice(loop: Loop) -> None:
+    with pytest.raises(StepError, match=says("step 0 was iterated before", "once for each step")):
+        for step in loop.steps():
+            for _ in range(2):
+                for batch in step:
+                    step.backward(loop.loss(batch))
+
+
+def test_a_step_that_nobody_iterates(loop: Loop) -> None:
+    with pytest.raises(StepError, match=says("step 0 was not iterated", "for batch in step:", "step.backward(loss)")):
+        for _ in loop.steps():
+            loop.optimizer.step()
+
+
+def test_a_micro_batch_without_backward(loop: Loop) -> None:
+    with pytest.raises(StepError, match=says("micro-batch 0 of step 0 ended without step.backward", "weight=0")):
+        loop.train(lambda step, batch: loop.loss(batch))
+
+
+def test_backward_outside_of_the_loop(loop: Loop) -> None:
+    with pytest.raises(StepError, match=says("step.backward was called outside", "inner loop", "step 0")):
+        for step in loop.steps():
+            for batch in step:
+                step.backward(loop.loss(batch))
+            step.backward(loop.loss(batch))
+
+
+def test_torchs_own_backward_inside_of_the_loop(loop: Loop) -> None:
+    """It would add this worker's gradients to nobody's."""
+    with pytest.raises(StepError, match=says("computed by loss.backward()", "call step.backward(loss) instead")):
+        loop.train(lambda step, batch: loop.loss(batch).backward())
+    assert loop.untouched
+
+
+def test_the_loss_of_a_step_before_its_end(loop: Loop) -> None:
+    with pytest.raises(StepError, match=says("step.loss of step 0", "after the inner loop")):
+        loop.train(lambda step, batch: step.loss)
+
+
+def test_loops_within_loops(loop: Loop) -> None:
+    with pytest.raises(UsageError, match=says("run.steps was called inside of another run.steps")):
+        for _ in loop.steps():
+            for _ in loop.steps():
+                pass
+
+
+def test_sparse_gradients() -> None:
+    with pytest.raises(StepError, match=says("gradient of 'model.0.weight' is sparse", "sparse=False")):
+        with AloneRun() as run:
+            model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
+            run.track(model=model)
+            for step in run.steps(list(range(10)), batch_size=4, microbatches=2):
+                for batch in step:
+                    step.backward(model(batch).mean())
+
+
+def test_an_error_of_user_code_says_where_it_came_from(loop: Loop) -> None:
+    """The traceback is the user's own; a note names the place in the data."""
+
+    def backward(step: Step, batch: Any) -> None:
+        if step.microbatch == 1:
+            raise KeyError("of the user")
+        step.backward(loop.loss(batch))
+
+    with pytest.raises(KeyError, match="of the user") as caught:
+        with AloneRun(seed=1) as run:
+            loop = Loop(run)
+            loop.train(backward)
+    (note,) = caught.value.__notes__
+    samples = ", ".join(map(str, run._step.sample_indices(1)))
+    assert note == f"(in step 0, micro-batch 1, samples {samples})"
+
+
+def test_after_an_error_everything_is_as_before(tmp_path: Path) -> None:
+    """The settings of torch, and the model: plain PyTorch goes on with it, as it does in a notebook."""
+    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    with pytest.raises(LossError), AloneRun(tmp_path) as run:
+        loop = Loop(run)
+        steps = loop.steps()  # held by a name, so it does not end by itself
+        for step in steps:
+            for batch in step:
+                step.backward(loop.loss(batch) * torch.nan)
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+    loop.loss(vectors()[:4]).backward()
+    assert loop.model.first.weight.grad is not None
+    assert json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[-1])["ok"] is False
+
+
+# -- directories -------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_holds_another_run(tmp_path: Path) -> None:
+    with AloneRun(tmp_path / "run") as run:
+        Loop(run).train(max_steps=1)
+    kept = (tmp_path / "run" / "journal.jsonl").read_bytes()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    told = says(f"{tmp_path}/run", "holds another run", "overwrite=True", "--overwrite")
+    with pytest.raises(RunDirectoryError, match=told):
+        AloneRun(tmp_path / "run").__enter__()
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == kept
+
+    with AloneRun(tmp_path / "run", overwrite=True) as run:
+        Loop(run).train(max_steps=2)
+    assert [line["kind"] for line in read(tmp_path / "run")] == ["step", "step", "end"]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=says(f"{tmp_path}/file/run", "cannot be made", "Not a directory")):
+        AloneRun(tmp_path / "file" / "run").__enter__()
+    (tmp_path / "run" / ".run.json.new").mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match=says(f"{tmp_path}/run", "cannot be written", "Is a directory")):
+        AloneRun(tmp_path / "run").__enter__()
+
+
+# -- evaluation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (lambda batch: 3, ("must return totals by name", "got a int")),
+        (lambda batch: {"name": "x"}, ("numbers and tensors", "'name' is a str")),
+        (lambda batch: {"a": 1} if len(batch[1]) == 10 else {"b": 1}, ("['a'] for batch 0", "['b'] for batch 5")),
+    ],
+)
+def test_evaluations_that_add_up_to_nothing(loop: Loop, function: Callable[[Any], Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=says(*parts)):
+        loop.run.evaluate(vectors(), function, batch_size=10)
+
+
+@pytest.mark.parametrize(
+    ("data", "batch_size", "parts"),
+    [([], 4, ("empty dataset", "length 0")), ([1], 0, ("batch_size must be at least 1", "got 0"))],
+)
+def test_evaluations_of_nothing(loop: Loop, data: Any, batch_size: int, parts: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError, match=says(*parts)):
+        loop.run.evaluate(data, lambda batch: {"n": 1}, batch_size=batch_size)
+
+
+# -- teams -------------------------------------------------------------------------------------------
+
+
+def _warnings_of_a_start(
+    seat: Seat, place: Place, spoil: Callable[[int, Mlp], None], microbatches: int
+) -> tuple[list[str], str]:
+    with place.run(seed=1) as run, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Mlp()
+        spoil(seat.rank, model)
+        loop = Loop(run, model)
+        loop.train(microbatches=microbatches, max_steps=2)
+    return [str(warning.message) for warning in caught], bits_of(model.state_dict())
+
+
+def _nothing(rank: int, model: Mlp) -> None:
+    pass
+
+
+def _other_parameters(rank: int, model: Mlp) -> None:
+    if rank == 1:
+        with torch.no_grad():
+            model.first.bias.add_(1.0)
+            model.last.weight.mul_(2.0)
+
+
+def _other_shapes(rank: int, model: Mlp) -> None:
+    if rank == 1:
+        model.last = nn.Linear(33, 5)
+
+
+def test_workers_that_start_with_other_parameters() -> None:
+    """Those of rank 0 are taken, and whose were not is told which was the first."""
+    right = train_on("shared", 1, _warnings_of_a_start, _nothing, 4)[0][1]
+    for kind in ("shared", "gloo"):
+        by_rank = train_on(kind, 3, _warnings_of_a_start, _other_parameters, 4)
+        assert [bits for _, bits in by_rank] == [right] * 3
+        assert [len(told) for told, _ in by_rank] == [0, 1, 0]
+        (told,) = by_rank[1][0]
+        assert "w1 starts with another state than w0, whose is taken" in told
+        assert "2 tensors, the first is tracked['objects']['model']['first.bias']" in told
+        assert "Set the seed" in told
+
+
+def _error_of_a_start(seat: Seat, place: Place) -> str:
+    with pytest.raises(UsageError) as caught:
+        _warnings_of_a_start(seat, place, _other_shapes, 4)
+    return str(caught.value)
+
+
+def test_workers_that_build_other_models() -> None:
+    for said in train_on("shared", 3, _error_of_a_start):
+        assert "w1 tracks" in said
+        assert "shapes are not those" in said
+        assert "of w0; all workers must build the same model" in said
+
+
+def test_more_workers_than_micro_batches() -> None:
+    """They idle, the result is right, and one of them says so."""
+    right = train_on("shared", 1, _warnings_of_a_start, _nothing, 2)[0][1]
+    by_rank = train_on("shared", 3, _warnings_of_a_start, _nothing, 2)
+    assert [bits for _, bits in by_rank] == [right] * 3
+    assert [len(told) for told, _ in by_rank] == [1, 0, 0]
+    (told,) = by_rank[0][0]
+    assert "3 workers share 2 micro-batches: 1 of them have nothing to compute" in told
+    assert "more micro-batches or fewer workers" in told
+
+
+def _zero_weights(seat: Seat, place: Place) -> str:
+    with pytest.raises(StepError) as caught, place.run(seed=1) as run:
+        loop = Loop(run)
+        loop.train(lambda step, batch: step.backward(loop.loss(batch), weight=0))
+    assert loop.untouched
+    return str(caught.value)
+
+
+def test_all_workers_refuse_a_step_without_weight() -> None:
+    (said,) = set(train_on("shared", 3, _zero_weights))
+    assert said == "all micro-batches of step 0 have weight 0: there is no mean gradient"
