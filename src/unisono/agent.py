@@ -330,24 +330,33 @@ def _spawn(name: str, command: list[str], environment: Mapping[str, str], pass_f
 class _Nursery:
     """The process that forks workers (`unisono.nursery`)."""
 
-    def __init__(self, environment: Mapping[str, str], secret: Secret, screen: Terminal) -> None:
+    def __init__(self, environment: Mapping[str, str], secret: Secret, screen: Terminal, standing: str) -> None:
         self._loop = asyncio.get_running_loop()
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._secret = secret
+        self._child: _Child | None = None
+        if standing:
+            self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                self._channel.connect(standing)
+            except OSError as error:
+                raise UsageError(f"no nursery answers at UNISONO_NURSERY={standing}: {error.strerror}") from error
+        else:
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-P", "-m", "unisono.nursery", str(theirs.fileno())]
+            try:
+                self._child = _spawn("nursery", command, environment, (theirs.fileno(),))
+            finally:
+                theirs.close()
+            self._child.output.on_line = lambda text, is_error: screen.worker_line("nursery", text, is_error=is_error)
         self._channel.setblocking(False)
-        command = [sys.executable, "-P", "-m", "unisono.nursery", str(theirs.fileno())]
-        pass_fds = (theirs.fileno(), secret.descriptor)
-        try:
-            self.child = _spawn("nursery", command, environment, pass_fds)
-        finally:
-            theirs.close()
-        self.child.output.on_line = lambda text, is_error: screen.worker_line("nursery", text, is_error=is_error)
+        self._alive = True
         self._children: dict[int, _Child] = {}
         self._unborn: dict[str, Callable[[Born], None]] = {}
         self._loop.add_reader(self._channel.fileno(), self._hear)
 
     @property
     def alive(self) -> bool:
-        return self.child.exit_code is None
+        return self._alive
 
     def bear(
         self, name: str, arguments: list[str], environment: Mapping[str, str], on_born: Callable[[_Child | str], None]
@@ -365,11 +374,11 @@ class _Nursery:
             on_born(child)
 
         self._unborn[name] = born
-        birth = msgspec.msgpack.encode(Birth(name, arguments, dict(environment)))
+        birth = msgspec.msgpack.encode(Birth(name, arguments, dict(environment), os.getcwd()))
         try:
-            self._channel.setblocking(True)  # a few kilobytes, to a process that does nothing else
+            # A few kilobytes, to a process that does nothing else.
             self._channel.settimeout(SEND_TIMEOUT_S)
-            socket.send_fds(self._channel, [birth], [out_end, error_end])
+            socket.send_fds(self._channel, [birth], [out_end, error_end, self._secret.descriptor])
         except OSError as failure:
             self._unborn.pop(name)(Born(name, 0, f"the nursery does not answer: {failure}"))
         finally:
@@ -381,9 +390,9 @@ class _Nursery:
         """End it; its workers have ended before."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-        if not await self.child.ended_within(TERMINATE_S):
-            self.child.kill()
-            await self.child.ended_within(TERMINATE_S)
+        if self._child is not None and not await self._child.ended_within(TERMINATE_S):
+            self._child.kill()
+            await self._child.ended_within(TERMINATE_S)
 
     def _hear(self) -> None:
         while True:
@@ -394,6 +403,7 @@ class _Nursery:
             except OSError:
                 data = b""
             if not data:
+                self._alive = False
                 self._loop.remove_reader(self._channel.fileno())
                 for name, born in list(self._unborn.items()):
                     born(Born(name, 0, "the nursery has ended"))
@@ -443,7 +453,8 @@ class _Agent:
         if self._head is not None:
             self._head.on_end = self._head_ended
         if self._job.start == "fork":
-            self._nursery = _Nursery(self._environment("nursery", 0), self._secret, self._screen)
+            standing = os.environ.get("UNISONO_NURSERY", "")
+            self._nursery = _Nursery(self._environment("nursery", 0), self._secret, self._screen, standing)
         talk = asyncio.create_task(self._talk())
         try:
             ended = await self._over

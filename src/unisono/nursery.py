@@ -4,8 +4,12 @@ Importing torch takes a second or two of a core. Done once for all workers of a 
 replacement starts in milliseconds, and what was imported is shared memory. The nursery itself never computes
 and has no thread of its own, so a fork copies a quiet process.
 
-The agent starts it and speaks to it over a pair of sockets: `Birth` with the worker's output pipes attached, and back `Born` and
-`Death`. It ends when its agent does, and its workers with it.
+An agent starts one for itself and speaks to it over a pair of sockets: `Birth` with the worker's output pipes and the token
+attached, and back `Born` and `Death`. When the agent ends, its workers are ended. A nursery can also stand by itself and serve
+many runs, one after the other or at once::
+
+    python -m unisono.nursery --listen /run/user/1000/nursery &
+    UNISONO_NURSERY=/run/user/1000/nursery unisono run train.py
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ MAX_BYTES: Final = 1 << 20
 
 
 class Birth(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker. Its standard output and error are attached."""
+    """Start a worker. Its standard output, its standard error, and the token are attached."""
 
     name: str
     arguments: list[str]
     """As after ``python -m unisono.worker``."""
     environment: dict[str, str]
+    folder: str
+    """The working directory."""
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):
@@ -56,8 +62,7 @@ class Death(msgspec.Struct, frozen=True, tag=True):
 def main() -> int:
     """Be a nursery. In a child, be a worker. Returns the exit code of the process."""
     bind_to_parent(signal.SIGKILL)
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
     # What every worker needs; the script's own imports find it there.
     import unisono.run
@@ -65,65 +70,108 @@ def main() -> int:
 
     gc.collect()
     gc.freeze()
-    awake, waker = os.pipe()
-    os.set_blocking(waker, False)
-    os.set_blocking(awake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    channel.sendall(msgspec.msgpack.encode(Born("", os.getpid())))
-    while True:
-        ready, _, _ = select.select([channel, awake], [], [])
-        if awake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(awake, 4096)
-            _reap(channel)
-        if channel in ready:
-            data, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, 4)
-            if not data:
-                return 0
-            birth = msgspec.msgpack.decode(data, type=Birth)
-            try:
-                pid = os.fork()
-            except OSError as error:
-                channel.sendall(msgspec.msgpack.encode(Born(birth.name, 0, str(error))))
-                pid = -1
-            if pid == 0:
-                channel.close()
-                os.close(awake)
-                signal.set_wakeup_fd(-1)
-                os.close(waker)
-                return _be_worker(birth, descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if pid > 0:
-                channel.sendall(msgspec.msgpack.encode(Born(birth.name, pid)))
+    if sys.argv[1] == "--listen":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(sys.argv[2])
+            listener.listen(64)
+            return _Nursery(listener, None).serve()
+    return _Nursery(None, socket.socket(fileno=int(sys.argv[1]))).serve()
 
 
-def _reap(channel: socket.socket) -> None:
-    while True:
+class _Nursery:
+    """Serves one agent (``channel``), or all that connect to ``listener``."""
+
+    def __init__(self, listener: socket.socket | None, channel: socket.socket | None) -> None:
+        self._listener = listener
+        self._agents = [channel] if channel is not None else []
+        self._children: dict[int, socket.socket] = {}
+        self._awake, self._waker = os.pipe()
+        for descriptor in (self._awake, self._waker):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+
+    def serve(self) -> int:
+        """Fork workers until the agent ends. Returns the exit code: of the nursery, or, in a child, of the worker."""
+        while self._agents or self._listener is not None:
+            sources = [self._awake, *self._agents, *([self._listener] if self._listener is not None else [])]
+            ready, _, _ = select.select(sources, [], [])
+            for source in ready:
+                if source is self._listener:
+                    self._agents.append(self._listener.accept()[0])
+                elif isinstance(source, socket.socket):
+                    worker = self._hear(source)
+                    if worker is not None:
+                        return _be_worker(*worker)
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._awake, 4096)
+                    self._reap()
+        return 0
+
+    def _hear(self, agent: socket.socket) -> tuple[Birth, list[int]] | None:
+        """What an agent says. In the child that it asked for, returns what that child shall be."""
         try:
+            data, descriptors, _, _ = socket.recv_fds(agent, MAX_BYTES, 4)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self._agents.remove(agent)
+            agent.close()
+            for pid, owner in self._children.items():
+                if owner is agent:
+                    end_group(pid)
+            return None
+        birth = msgspec.msgpack.decode(data, type=Birth)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _say(agent, Born(birth.name, 0, str(error)))
+        else:
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for descriptor in (self._awake, self._waker):
+                    os.close(descriptor)
+                for channel in (*self._agents, *([self._listener] if self._listener is not None else [])):
+                    channel.close()
+                return birth, descriptors
+            self._children[pid] = agent
+            _say(agent, Born(birth.name, pid))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+    def _reap(self) -> None:
+        while self._children:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if ended is None:
-            return
-        end_group(ended.si_pid)  # before its number can belong to somebody else
-        _, status = os.waitpid(ended.si_pid, 0)
-        channel.sendall(msgspec.msgpack.encode(Death(ended.si_pid, os.waitstatus_to_exitcode(status))))
+            if ended is None:
+                return
+            end_group(ended.si_pid)  # before its number can belong to somebody else
+            _, status = os.waitpid(ended.si_pid, 0)
+            _say(self._children.pop(ended.si_pid), Death(ended.si_pid, os.waitstatus_to_exitcode(status)))
+
+
+def _say(agent: socket.socket, message: Born | Death) -> None:
+    with contextlib.suppress(OSError):  # it has ended; that is heard as well
+        agent.sendall(msgspec.msgpack.encode(message))
 
 
 def _be_worker(birth: Birth, descriptors: list[int]) -> int:
     """In the forked child: look like ``python -m unisono.worker ARGUMENTS`` that was just started."""
     nursery = os.getppid()
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    for target, descriptor in zip((1, 2), descriptors, strict=True):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    out, error, token = descriptors
+    for target, descriptor in ((1, out), (2, error)):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    os.chdir(birth.folder)
     os.environ.clear()
     os.environ.update(birth.environment)
     os.environ[PARENT] = str(nursery)
+    os.environ["UNISONO_TOKEN_FILE"] = f"/proc/self/fd/{token}"
     sys.argv = ["unisono.worker", *birth.arguments]
     from unisono.worker import main as work
 
