@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import (
     DeadlineExceeded,
+    LaunchError,
     LossError,
     PeerLost,
     ProtocolError,
@@ -23,7 +24,7 @@ from unisono.errors import (
 )
 
 if TYPE_CHECKING:
-    from unisono.launch import launch as launch
+    from unisono.launcher import launch as launch
     from unisono.run import Run as Run
     from unisono.step import Step as Step
 
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeadlineExceeded",
+    "LaunchError",
     "LossError",
     "PeerLost",
     "ProtocolError",
@@ -46,7 +48,7 @@ __all__ = [
 ]
 
 # The command line and the head import this package too, and have no use for torch.
-_LATER = {"Run": "unisono.run", "Step": "unisono.step", "launch": "unisono.launch"}
+_LATER = {"Run": "unisono.run", "Step": "unisono.step", "launch": "unisono.launcher"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@
     |   +-- RunDirectoryError the directory belongs to another run
     +-- PeerLost              a member is gone; nothing was applied; call again in the next generation
     +-- RunStopped            somebody ended the run; leave, there is nothing to repair
+    +-- LaunchError           the workers of `unisono.launch` failed; the message has the worker's traceback
     +-- ProtocolError         the other side of a connection speaks another language
     +-- DeadlineExceeded      a wait took longer than its deadline
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 __all__ = [
     "DeadlineExceeded",
+    "LaunchError",
     "LossError",
     "PeerLost",
     "ProtocolError",
@@ -60,6 +62,16 @@ class PeerLost(UnisonoError):
 
 class RunStopped(UnisonoError):
     """The run was ended from outside; the reason is the message."""
+
+
+class LaunchError(UnisonoError):
+    """The workers of `unisono.launch` failed. The message holds the reason and the worker's traceback."""
+
+    def __init__(self, reason: str, traceback: str, exit_code: int) -> None:
+        super().__init__(f"{reason}\n\n{traceback}" if traceback else reason)
+        self.reason = reason
+        self.traceback = traceback
+        self.exit_code = exit_code
 
 
 class ProtocolError(UnisonoError):

@@ -52,7 +52,7 @@ FLOORS = {
     "agent": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
-    "launch": 5,
+    "launcher": 5,
     "cli": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.

@@ -18,7 +18,7 @@ from tests.workers.conftest import Unisono
 from unisono import cli
 from unisono.cli.run import count_workers, parse_workers
 from unisono.errors import UsageError
-from unisono.launch import LaunchError, launch
+from unisono import LaunchError, launch
 from unisono.messages import Ended, StepDone
 from unisono.watch.terminal import PLAIN_EVERY_S, Plain
 

@@ -10,27 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from unisono.errors import UnisonoError
+from unisono.errors import LaunchError
 
-__all__ = ["LaunchError", "launch"]
+__all__ = ["launch"]
 
 T = TypeVar("T")
 STOP_S: Final = 15.0
-
-
-class LaunchError(UnisonoError):
-    """The workers of a `launch` failed. The message holds the reason and the worker's traceback."""
-
-    def __init__(self, reason: str, traceback: str, exit_code: int) -> None:
-        super().__init__(f"{reason}\n\n{traceback}" if traceback else reason)
-        self.reason = reason
-        self.traceback = traceback
-        self.exit_code = exit_code
 
 
 def launch(
@@ -71,16 +60,6 @@ def launch(
             raise LaunchError(f"the run ended before the function had returned: {known['reason']}", "", exit_code)
         value: T = cloudpickle.loads(result.read_bytes())
         return value
-
-
-class _CallableModule(types.ModuleType):
-    """Importing this module puts it in the place of the facade's function of that name, so it must be one as well."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return launch(*args, **options)
-
-
-sys.modules[__name__].__class__ = _CallableModule
 
 
 def _arguments(options: dict[str, Any]) -> list[str]:
