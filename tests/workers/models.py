@@ -213,6 +213,10 @@ def autocast_losses(model: nn.Module, batch: Any) -> Losses:
         yield from classify(model, batch)
 
 
+def adamw(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=0.01)
+
+
 # -- recipes -----------------------------------------------------------------------------------------
 
 
@@ -233,7 +237,7 @@ class Recipe:
     model: Callable[[], nn.Module]
     data: Callable[[], Dataset[Any]] = vectors
     losses: Callable[[nn.Module, Any], Losses] = classify
-    optimizer: Callable[[Any], torch.optim.Optimizer] = partial(AdamW, lr=0.01)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     scheduler: Callable[[Any], Any] | None = None
     clip: float | None = 1.0
     with_ema: bool = False

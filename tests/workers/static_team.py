@@ -17,7 +17,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec

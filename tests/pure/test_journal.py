@@ -1,0 +1,225 @@
+"""The journal: appended, never rewritten, readable whoever wrote it and whoever died while writing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.journal import JOURNAL, KEPT_LINES, Difference, Journal, compare, read, summary
+
+Line = dict[str, Any]
+
+
+def step(number: int, **changes: Any) -> Line:
+    line = {
+        "kind": "step", "step": number, "epoch": number // 3, "loss": 0.5 / (number + 1), "weight": 24.0, "samples": 24,
+        "digest": f"{number:016x}", "num_steps": 9, "generation": 1, "seconds": {"compute": 0.1}, "workers": {}, "logs": {},
+    }  # fmt: skip
+    return {**line, **changes}
+
+
+def end(ok: bool = True, **changes: Any) -> Line:
+    return {"kind": "end", "ok": ok, "reason": "", "digests": {"model": "5f3a"} if ok else {}, **changes}
+
+
+def evaluation(number: int, **totals: Any) -> Line:
+    return {"kind": "evaluation", "step": number, "totals": totals}
+
+
+def run_with(folder: Path, *lines: Line) -> Path:
+    folder.mkdir()
+    journal = Journal(folder / JOURNAL)
+    journal.start(writer=True)
+    for line in lines:
+        journal.append(line, writer=True)
+    return folder
+
+
+def numbers(folder: Path) -> list[int]:
+    return [line["line"] for line in read(folder)]
+
+
+# -- writing and reading -----------------------------------------------------------------------------
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "run", step(0), evaluation(1, correct=93), end())
+    assert list(read(folder)) == [
+        {"line": n, **line} for n, line in enumerate([step(0), evaluation(1, correct=93), end()])
+    ]
+    assert list(read(folder / JOURNAL)) == list(read(folder))
+
+
+def test_numbers_that_json_has_not_stay_readable(tmp_path: Path) -> None:
+    """By every reader of JSON, not only by Python's."""
+    folder = run_with(tmp_path / "run", step(0, loss=math.nan, logs={"a": math.inf, "b": [-math.inf, 1.5]}))
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    (line,) = (folder / JOURNAL).read_text().splitlines()
+    parsed = json.loads(line, parse_constant=refuse)
+    assert parsed["loss"] == "nan"
+    assert parsed["logs"] == {"a": "inf", "b": ["-inf", 1.5]}
+
+
+def test_every_float_comes_back_to_the_bit(tmp_path: Path) -> None:
+    losses = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 2.0**60 + 512]
+    folder = run_with(tmp_path / "run", *[step(n, loss=loss) for n, loss in enumerate(losses)])
+    assert [line["loss"].hex() for line in read(folder)] == [loss.hex() for loss in losses]
+
+
+def test_a_journal_without_a_path_keeps_nothing(tmp_path: Path) -> None:
+    journal = Journal(None)
+    journal.start(writer=True)
+    journal.append(step(0), writer=True)
+    assert journal.number == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "run", step(0), step(1))
+    whole = (folder / JOURNAL).read_bytes()
+    for cut in range(1, whole.index(b"\n") + 1):
+        (folder / JOURNAL).write_bytes(whole[:-cut])
+        assert numbers(folder) == [0]
+
+
+# -- writers that change -----------------------------------------------------------------------------
+
+
+def test_only_the_writer_writes(tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "run", step(0))
+    other = Journal(folder / JOURNAL)
+    other.start(writer=False)
+    other.append(step(0), writer=False)
+    other.append(step(1), writer=False)
+    assert numbers(folder) == [0]
+
+
+@pytest.mark.parametrize("missing", range(KEPT_LINES + 1))
+@pytest.mark.parametrize("torn", [False, True])
+def test_the_next_writer_writes_what_the_last_one_did_not(missing: int, torn: bool, tmp_path: Path) -> None:
+    """Rank 0 died after a commit and before its line, or in the middle of it: no line is missing and none is twice."""
+    first, second = Journal(tmp_path / JOURNAL), Journal(tmp_path / JOURNAL)
+    first.start(writer=True)
+    second.start(writer=False)
+    total = 6
+    for number in range(total):
+        second.append(step(number), writer=False)
+        if number < total - missing:
+            first.append(step(number), writer=True)
+    if torn and missing:
+        with (tmp_path / JOURNAL).open("a") as file:
+            file.write('{"line": 5, "kind": "st')
+
+    second.start(writer=True)
+    second.append(step(total), writer=True)
+    assert numbers(tmp_path) == list(range(total + 1))
+    assert [line["step"] for line in read(tmp_path)] == list(range(total + 1))
+
+
+def test_a_writer_that_is_none_any_more_and_is_again(tmp_path: Path) -> None:
+    one, other = Journal(tmp_path / JOURNAL), Journal(tmp_path / JOURNAL)
+    for writer in (one, other, one):
+        for journal in (one, other):
+            journal.start(writer=journal is writer)
+        for _ in range(3):
+            for journal in (one, other):
+                journal.append(step(journal.number), writer=journal is writer)
+    assert numbers(tmp_path) == list(range(9))
+
+
+def test_a_newcomer_goes_on_at_the_line_of_the_others(tmp_path: Path) -> None:
+    """What it had said before it joined (an evaluation of the start) was theirs long ago."""
+    run_with(tmp_path / "run", *[step(number) for number in range(7)])
+    newcomer = Journal(tmp_path / "run" / JOURNAL)
+    newcomer.append(evaluation(0, correct=1), writer=False)
+    newcomer.go_on_at(7)
+    newcomer.start(writer=True)
+    newcomer.append(step(7), writer=True)
+    assert numbers(tmp_path / "run") == list(range(8))
+    assert {line["kind"] for line in read(tmp_path / "run")} == {"step"}
+
+
+# -- comparing ---------------------------------------------------------------------------------------
+
+
+def test_equal_runs_are_called_identical(tmp_path: Path) -> None:
+    """Whatever the workers, the generations and the times were."""
+    a = run_with(tmp_path / "a", step(0), evaluation(1, correct=3), step(1), end())
+    b = run_with(
+        tmp_path / "b",
+        step(0, generation=4, seconds={"compute": 9.0}, workers={"w0": [1.0, 2.0]}),
+        evaluation(1, correct=3),
+        step(1, logs={"lr": 1.0}),
+        end(reason="finished"),
+    )
+    assert compare(a, b) == "identical: 2 steps, model 5f3a"
+
+
+def test_runs_that_have_not_ended(tmp_path: Path) -> None:
+    a, b = (run_with(tmp_path / name, step(0), step(1)) for name in "ab")
+    assert compare(a, b) == "identical so far: 2 steps, neither has ended"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ([step(0), step(1, digest="beef"), step(2), end()], "step 1 is the first to differ: digest is 0000000000000001 in {a}, beef in {b}"),
+        ([step(0), step(1, loss=0.25 + 2**-54)], "step 1 is the first to differ: loss is 0.25 in {a}, 0.25000000000000006 in {b}"),
+        ([step(0), step(1, weight=23.0)], "step 1 is the first to differ: weight is 24.0 in {a}, 23.0 in {b}"),
+        ([step(0), step(1), step(2)], "equal for 3 steps; then {b} ends, where {a} has the end"),
+        ([step(0), step(1)], "equal for 2 steps; then {b} ends, where {a} has step 2"),
+        ([step(0), step(1), step(2), step(3)], "after 3 equal steps: {a} has the end, {b} has step 3"),
+        ([step(0), evaluation(1, n=1)], "after 1 equal steps: {a} has step 1, {b} has the evaluation after step 1"),
+        (
+            [step(0), step(1), step(2), end(digests={"model": "5f3b"})],
+            "the end is the first to differ: digests is {{'model': '5f3a'}} in {a}, {{'model': '5f3b'}} in {b}",
+        ),
+        ([], "equal for 0 steps; then {b} ends, where {a} has step 0"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_named(theirs: list[Line], said: str, tmp_path: Path) -> None:
+    a, b = run_with(tmp_path / "a", step(0), step(1), step(2), end()), run_with(tmp_path / "b", *theirs)
+    if not theirs:
+        (b / JOURNAL).touch()
+    with pytest.raises(Difference) as caught:
+        compare(a, b)
+    assert str(caught.value) == said.format(a=a, b=b)
+
+
+def test_evaluations_are_compared(tmp_path: Path) -> None:
+    a, b = (run_with(tmp_path / name, step(0), evaluation(1, correct=count)) for name, count in (("a", 93), ("b", 94)))
+    with pytest.raises(Difference) as caught:
+        compare(a, b)
+    assert "the evaluation after step 1 is the first to differ: totals is {'correct': 93}" in str(caught.value)
+
+
+def test_a_run_that_failed_is_not_identical_to_one_that_did_not(tmp_path: Path) -> None:
+    a, b = (run_with(tmp_path / name, step(0), end(ok)) for name, ok in (("a", True), ("b", False)))
+    with pytest.raises(Difference, match="the end is the first to differ"):
+        compare(a, b)
+
+
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    a = run_with(tmp_path / "a", step(0))
+    with pytest.raises(OSError, match="nowhere"):
+        compare(a, tmp_path / "nowhere")
+
+
+# -- summary -----------------------------------------------------------------------------------------
+
+
+def test_a_summary_says_where_the_run_stands(tmp_path: Path) -> None:
+    assert summary(tmp_path)["state"] == "unknown"
+    stopped = summary(run_with(tmp_path / "stopped", step(0), step(1), evaluation(2, n=1)))
+    assert (stopped["state"], stopped["step"], stopped["num_steps"], stopped["loss"]) == ("stopped", 1, 9, 0.25)
+    finished = summary(run_with(tmp_path / "finished", step(0), end()))
+    assert (finished["state"], finished["digests"]) == ("finished", {"model": "5f3a"})
+    failed = summary(run_with(tmp_path / "failed", step(0), end(False, reason="KeyError: 3")))
+    assert (failed["state"], failed["reason"]) == ("failed", "KeyError: 3")

@@ -1,0 +1,83 @@
+"""A directory belongs to one run, and nothing in it is lost by accident."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import RunDirectoryError
+from unisono.journal import JOURNAL
+from unisono.rundir import RUN_FILE, claim, describe, holder
+
+
+def test_a_directory_is_made_and_claimed(tmp_path: Path) -> None:
+    claim(tmp_path / "a" / "b", "r1", overwrite=False)
+    assert holder(tmp_path / "a" / "b") == "r1"
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [RUN_FILE]
+
+
+def test_the_same_run_may_claim_again(tmp_path: Path) -> None:
+    """As every new rank 0 does; what is there stays."""
+    claim(tmp_path, "r1", overwrite=False)
+    describe(tmp_path, {"run_id": "r1", "recipe": {"seed": 3}})
+    (tmp_path / JOURNAL).write_text("{}\n")
+    for overwrite in (False, True):
+        claim(tmp_path, "r1", overwrite=overwrite)
+    assert json.loads((tmp_path / RUN_FILE).read_text())["recipe"] == {"seed": 3}
+    assert (tmp_path / JOURNAL).read_text() == "{}\n"
+
+
+def test_files_of_others_do_not_disturb(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    claim(tmp_path, "r1", overwrite=False)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({RUN_FILE: '{"run_id": "r0"}'}, "r0"),
+        ({RUN_FILE: "half a fi"}, "unreadable run.json"),
+        ({RUN_FILE: "[]"}, "unreadable run.json"),
+        ({RUN_FILE: '{"id": 1}'}, "unreadable run.json"),
+        ({JOURNAL: "{}\n"}, "unknown, only a journal is left"),
+    ],
+)
+def test_another_run_is_refused_and_kept(content: dict[str, str], named: str, tmp_path: Path) -> None:
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RunDirectoryError) as caught:
+        claim(tmp_path, "r1", overwrite=False)
+    assert str(caught.value).startswith(f"{tmp_path} holds another run ({named}); choose another directory")
+    assert "--overwrite" in str(caught.value)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == content
+
+
+def test_overwriting_removes_what_is_ours_only(tmp_path: Path) -> None:
+    claim(tmp_path, "r0", overwrite=False)
+    (tmp_path / JOURNAL).write_text("{}\n")
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "figures").mkdir()
+    claim(tmp_path, "r1", overwrite=True)
+    assert holder(tmp_path) == "r1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures", "notes.txt", RUN_FILE]
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match="cannot be made: Not a directory"):
+        claim(tmp_path / "file" / "run", "r1", overwrite=False)
+
+
+def test_a_description_is_replaced_whole(tmp_path: Path) -> None:
+    """Who reads meanwhile sees the old one or the new one; a failure leaves the old one."""
+    claim(tmp_path, "r1", overwrite=False)
+    describe(tmp_path, {"run_id": "r1", "started": 1.5})
+    assert json.loads((tmp_path / RUN_FILE).read_text()) == {"run_id": "r1", "started": 1.5}
+    (tmp_path / f".{RUN_FILE}.new").mkdir()
+    with pytest.raises(RunDirectoryError, match="cannot be written: Is a directory"):
+        describe(tmp_path, {"run_id": "r2"})
+    assert holder(tmp_path) == "r1"
