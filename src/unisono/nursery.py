@@ -94,10 +94,10 @@ class _Nursery:
     def serve(self) -> int:
         """Fork workers until the agent ends. Returns the exit code: of the nursery, or, in a child, of the worker."""
         while self._agents or self._listener is not None:
-            sources = [self._awake, *self._agents, *([self._listener] if self._listener is not None else [])]
+            sources: list[int | socket.socket] = [self._awake, *self._agents, *([self._listener] if self._listener is not None else [])]
             ready, _, _ = select.select(sources, [], [])
             for source in ready:
-                if source is self._listener:
+                if source is self._listener and self._listener is not None:
                     self._agents.append(self._listener.accept()[0])
                 elif isinstance(source, socket.socket):
                     worker = self._hear(source)

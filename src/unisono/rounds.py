@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -305,7 +306,7 @@ class Rounds:
                 )
             self.tracked.load(state)
 
-    def _transfer(self, source: int, packed: Packed | None) -> object:
+    def _transfer(self, source: int, packed: Packed | None) -> dict[str, Any]:
         """The state of rank ``source``. Collective."""
         exchange = self.team.exchange
         own = msgspec.msgpack.encode(_head(packed)) if packed is not None and self.team.rank == source else b""
@@ -321,7 +322,8 @@ class Rounds:
             point("in_admission")
             exchange.broadcast(tensor, source)
             tensors.append(tensor)
-        return unpack(head.skeleton, tensors)
+        state: dict[str, Any] = unpack(head.skeleton, tensors)
+        return state
 
 
 def _head(packed: Packed, *, digests: bool = False) -> _Head:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import torch
 
 from unisono.errors import DeadlineExceeded, PeerLost, RunStopped
 from unisono.exchange import Exchange
@@ -62,7 +63,11 @@ class Team(Protocol):
     size: int
     generation: int
     worker_ids: tuple[str, ...]
-    exchange: Exchange
+
+    @property
+    def exchange(self) -> Exchange:
+        """That of the generation."""
+        ...
 
     def join(self, phase: int, report: Report) -> list[Report]:
         """Get into the run: wait to be admitted, and meet the others. Returns their reports, by rank."""
@@ -117,7 +122,7 @@ class AloneTeam:
     rank = 0
     size = 1
     generation = 1
-    worker_ids = ("w0",)
+    worker_ids: tuple[str, ...] = ("w0",)
 
     def __init__(self, device: torch.device) -> None:
         self.exchange: Exchange = Alone(device)

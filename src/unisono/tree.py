@@ -29,7 +29,7 @@ class Node(NamedTuple):
     """An aligned subtree: covers leaves ``[index << level, (index + 1) << level)`` that exist."""
 
     level: int
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's own `index` is of no use here
 
 
 class Merge(NamedTuple):

@@ -13,6 +13,7 @@ from tests.house.rooms import ROOT, modules
 
 PUBLIC = [
     "DeadlineExceeded",
+    "LaunchError",
     "LossError",
     "PeerLost",
     "ProtocolError",
