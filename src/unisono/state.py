@@ -57,7 +57,9 @@ def unpack(skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
 def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
     # Containers become [tag, content], so that nothing of the user's can be mistaken for a tag.
     if isinstance(value, Tensor):
-        found.append((path, value.detach()))
+        if value.layout is not torch.strided or value.is_meta:
+            raise _refusal(path, f"{str(value.layout).removeprefix('torch.')} tensor on {value.device}")
+        found.append((path, value.detach().resolve_conj().resolve_neg()))
         return ["tensor", len(found) - 1]
     if type(value) in _PLAIN:
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
@@ -81,9 +83,13 @@ def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
         return ["numpy", [value.dtype.str, value.tobytes()]]
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         return ["array", [value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]]
-    raise UsageError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a tracked object's state_dict() may hold tensors, "
-        f"numbers, strings, bytes, None, numpy arrays, and dicts, lists, tuples and sets of them"
+    raise _refusal(path, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _refusal(path: str, kind: str) -> UsageError:
+    return UsageError(
+        f"{path} is a {kind}; a tracked object's state_dict() may hold tensors (strided, with data), numbers, "
+        "strings, bytes, None, numpy arrays, and dicts, lists, tuples and sets of them"
     )
 
 

@@ -17,7 +17,8 @@ Line = dict[str, Any]
 def step(number: int, **changes: Any) -> Line:
     line = {
         "kind": "step", "step": number, "epoch": number // 3, "loss": 0.5 / (number + 1), "weight": 24.0, "samples": 24,
-        "digest": f"{number:016x}", "num_steps": 9, "generation": 1, "seconds": {"compute": 0.1}, "workers": {}, "logs": {},
+        "digest": f"{number:016x}", "num_steps": 9, "generation": 1, "seconds": {"compute": 0.1},
+        "workers": {}, "logs": {},
     }  # fmt: skip
     return {**line, **changes}
 
@@ -170,8 +171,14 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
-        ([step(0), step(1, digest="beef"), step(2), end()], "step 1 is the first to differ: digest is 0000000000000001 in {a}, beef in {b}"),
-        ([step(0), step(1, loss=0.25 + 2**-54)], "step 1 is the first to differ: loss is 0.25 in {a}, 0.25000000000000006 in {b}"),
+        (
+            [step(0), step(1, digest="beef"), step(2), end()],
+            "step 1 is the first to differ: digest is 0000000000000001 in {a}, beef in {b}",
+        ),
+        (
+            [step(0), step(1, loss=0.25 + 2**-54)],
+            "step 1 is the first to differ: loss is 0.25 in {a}, 0.25000000000000006 in {b}",
+        ),
         ([step(0), step(1, weight=23.0)], "step 1 is the first to differ: weight is 24.0 in {a}, 23.0 in {b}"),
         ([step(0), step(1), step(2)], "equal for 3 steps; then {b} ends, where {a} has the end"),
         ([step(0), step(1)], "equal for 2 steps; then {b} ends, where {a} has step 2"),
@@ -183,7 +190,7 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
         ),
         ([], "equal for 0 steps; then {b} ends, where {a} has step 0"),
     ],
-)  # fmt: skip
+)
 def test_the_first_difference_is_named(theirs: list[Line], said: str, tmp_path: Path) -> None:
     a, b = run_with(tmp_path / "a", step(0), step(1), step(2), end()), run_with(tmp_path / "b", *theirs)
     if not theirs:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 SEED = 11
 EXACT = 1e-10
-"""Sums of a thousand numbers of about 1 in another order differ by some 1e-14; AdamW enlarges that for small gradients."""
+"""Sums of a thousand numbers of about 1 in another order differ by some 1e-14; AdamW enlarges that."""
 
 
 @pytest.fixture(autouse=True, scope="module")
