@@ -1,0 +1,168 @@
+"""The processes that are measured: the same training with Unisono, with DistributedDataParallel, and as a plain loop.
+
+``python -m benchmarks.sides SIDE CASE ...`` is started by `benchmarks.step_time`, which says over a socket whose turn
+it is. A side that is not measured waits in a blocking read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from multiprocessing.connection import Client
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import unisono
+from benchmarks.models import CASES, Case
+from unisono.lifetime import bind_to_parent
+
+__all__ = ["SIDES"]
+
+BATCHES = 16  # of the data set; then it begins again in another order
+
+
+class Control:
+    """The other end of `benchmarks.step_time`: says how many steps to do, and hears how long each took."""
+
+    def __init__(self, path: str) -> None:
+        self._pipe = Client(path, family="AF_UNIX")
+        self._times: list[float] = []
+        self._left = 0
+        self._since = 0.0
+
+    def hello(self, rank: int) -> None:
+        self._pipe.send({"rank": rank, "pid": os.getpid()})
+
+    def go_on(self) -> bool:
+        """At the head of every step; blocks while it is the turn of others. False: this was the last step.
+
+        A step counts from its head to that of the next one, so nothing of it is left out.
+        """
+        now = time.perf_counter()
+        if self._left:
+            self._times.append(now - self._since)
+            self._left -= 1
+        if self._left == 0:
+            if self._times:
+                used = resource.getrusage(resource.RUSAGE_SELF)
+                self._pipe.send({"times": self._times, "cpu_s": used.ru_utime + used.ru_stime})
+            self._times = []
+            self._left = self._pipe.recv()
+            if self._left == 0:
+                return False
+            now = time.perf_counter()
+        self._since = now
+        return True
+
+
+def with_unisono(case: Case, microbatches: int, control: Control, *, directory: str) -> None:
+    """The library as its users use it: alone, or one of the workers of ``unisono run``."""
+    with unisono.Run(directory or None, seed=1) as run:
+        model = case.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        run.track(model=model, optimizer=optimizer)
+        batch_size = case.microbatch_size * microbatches
+        dataset = case.data(batch_size * BATCHES)
+        for step in run.steps(dataset, batch_size=batch_size, microbatches=microbatches, epochs=1 << 20):
+            if step.number == 0:
+                control.hello(run.rank)
+            if not control.go_on():
+                break
+            for inputs, labels in step:
+                step.backward(case.loss(model, inputs, labels), weight=len(labels))
+            optimizer.step()
+
+
+def with_ddp(case: Case, microbatches: int, control: Control, *, rank: int, size: int, meeting: str) -> None:
+    """DistributedDataParallel, one replica."""
+    _prepare()
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size)
+    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
+    control.hello(rank)
+    _loop(model, case, microbatches, control, rank=rank, size=size)
+    dist.destroy_process_group()
+
+
+def with_plain_loop(case: Case, microbatches: int, control: Control) -> None:
+    """One process, accumulating gradients as PyTorch does."""
+    _prepare()
+    control.hello(0)
+    _loop(case.model(), case, microbatches, control, rank=0, size=1)
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    # What the library does by default, here for all sides.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(1)
+
+
+def _loop(model: nn.Module, case: Case, microbatches: int, control: Control, *, rank: int, size: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    own = microbatches // size
+    batches = _batches(case.data(case.microbatch_size * microbatches * BATCHES), case.microbatch_size)
+    while control.go_on():
+        optimizer.zero_grad()
+        everyones = [next(batches) for _ in range(microbatches)]
+        for place, fetch in enumerate(everyones[rank * own : (rank + 1) * own]):
+            inputs, labels = fetch()
+            is_last = place == own - 1
+            with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+                (case.loss(model, inputs, labels) / own).backward()
+        optimizer.step()
+
+
+class _Fetch:
+    """One micro-batch, not fetched yet."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], index: Tensor) -> None:
+        self._tensors, self._index = tensors, index
+
+    def __call__(self) -> list[Tensor]:
+        return [tensor[self._index] for tensor in self._tensors]
+
+
+def _batches(dataset: TensorDataset, size: int) -> Iterator[_Fetch]:
+    draw = torch.Generator().manual_seed(2)
+    while True:
+        for index in torch.randperm(len(dataset), generator=draw).split(size):
+            yield _Fetch(dataset.tensors, index)
+
+
+SIDES = ("unisono", "ddp", "plain")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="one process of a measurement; started by benchmarks.step_time")
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--microbatches", type=int, required=True, help="of a global batch, over all workers")
+    parser.add_argument("--control", required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--meeting", default="", help="file at which the DDP processes meet")
+    parser.add_argument("--directory", default="", help="run directory")
+    arguments = parser.parse_args()
+    bind_to_parent(signal.SIGKILL)
+    case, microbatches = CASES[arguments.case], arguments.microbatches
+    control = Control(arguments.control)
+    if arguments.side == "unisono":
+        with_unisono(case, microbatches, control, directory=arguments.directory)
+    elif arguments.side == "ddp":
+        with_ddp(case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting)
+    else:
+        with_plain_loop(case, microbatches, control)
+
+
+if __name__ == "__main__":
+    main()

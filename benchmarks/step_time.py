@@ -1,0 +1,335 @@
+"""The time of a step, the memory of a worker and its CPU seconds, against DistributedDataParallel and a plain loop.
+
+python -m benchmarks.step_time                                  # everything
+python -m benchmarks.step_time --quick --json step_time.json    # under five minutes
+python -m benchmarks.step_time --cases mlp --workers 2 --microbatches 2
+
+All sides train the same model on the same data with the same optimizer, one thread a worker. They are started together
+and take turns, a block of steps each; who is not on turn waits without using the processor. So what else happens on the
+machine hits all sides alike, and each ratio is taken between neighbours in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models import CASES
+from benchmarks.report import median_interval, print_table, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK_S = 0.6
+"""About how long a block takes; at least `LEAST_STEPS`."""
+LEAST_STEPS = 3
+START_S = 120.0
+MEMORY_S = 1.5
+LIMIT_S = {"quick": 8.0, "full": 45.0}
+"""How long the sides of one comparison take turns, together."""
+
+
+@dataclass
+class Block:
+    """Some steps of one side."""
+
+    step_s: float
+    """The median."""
+    cpu_s: float
+    """Of all its processes, per step."""
+
+
+@dataclass
+class Team:
+    """The processes of one side."""
+
+    name: str
+    processes: list[subprocess.Popen[bytes]]
+    pipes: list[Connection] = field(default_factory=list)  # by rank
+    pids: list[int] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    peak_bytes: float = 0.0
+
+    def steps(self, number: int) -> list[float]:
+        """Let all workers do steps; the times of rank 0."""
+        for pipe in self.pipes:
+            pipe.send(number)
+        replies = [_receive(pipe, self) for pipe in self.pipes]
+        times: list[float] = replies[0]["times"]
+        return times
+
+    def measure(self, number: int) -> None:
+        before = self._cpu_s()
+        times = self.steps(number + 1)[1:]  # the first finds cold caches: the others' turn is over
+        self.blocks.append(Block(statistics.median(times), (self._cpu_s() - before) / (number + 1)))
+
+    def measure_memory(self, seconds: float) -> None:
+        """The largest proportional set size of a worker, looked at again and again while it trains."""
+        over = threading.Event()
+        number = max(3, round(seconds / self.blocks[-1].step_s))
+
+        def train() -> None:
+            self.steps(number)
+            over.set()
+
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        while not over.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, *(_pss(pid) for pid in self.pids))
+        thread.join()
+
+    def finish(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(0)
+        for process in self.processes:
+            if process.wait(60) != 0:
+                raise RuntimeError(f"{self.name}: process {process.pid} ended with exit code {process.returncode}")
+
+    def end(self) -> None:
+        """Whatever happened: nothing is left."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for pipe in self.pipes:
+            pipe.close()
+
+    def _cpu_s(self) -> float:
+        return sum(_cpu_s(pid) for process in self.processes for pid in _tree(process.pid))
+
+
+def _receive(pipe: Connection, team: Team) -> dict[str, Any]:
+    while not pipe.poll(1.0):
+        for process in team.processes:
+            if process.poll() is not None:
+                raise RuntimeError(f"{team.name}: process {process.pid} ended with exit code {process.returncode}")
+    message: dict[str, Any] = pipe.recv()
+    return message
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """A process and all its descendants."""
+    yield pid
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError:
+        return
+    for child in children:
+        yield from _tree(child)
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, to the nanosecond."""
+    try:
+        return time.clock_gettime(((~pid) << 3) | 2)  # the kernel's number for that clock (clock_getcpuclockid)
+    except OSError:
+        return 0.0
+
+
+def _pss(pid: int) -> float:
+    """Bytes, where a page that n processes share counts 1/n."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return float(line.split()[1]) * 1024
+    return 0.0
+
+
+@contextmanager
+def teams(case: str, microbatches: int, workers: int) -> Iterator[list[Team]]:
+    """All sides of one comparison, started and ready for their first step."""
+    folder = Path(tempfile.mkdtemp(prefix="unisono-step-time-"))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "UNISONO_PARENT": str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    started: list[Team] = []
+    try:
+        with ExitStack() as doors:
+            waiting = []
+            for name in ["unisono", "ddp"] if workers > 1 else ["unisono", "plain", "ddp"]:
+                waiting.append(doors.enter_context(Listener(str(folder / f"{name}.socket"), family="AF_UNIX")))
+                started.append(team := Team(name, []))
+                log = doors.enter_context((folder / f"{name}.log").open("ab"))
+                for command in _commands(name, case, microbatches, workers, folder):
+                    team.processes.append(
+                        subprocess.Popen(
+                            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                        )
+                    )
+            for team, listener in zip(started, waiting, strict=True):
+                _connect(team, listener, workers)
+        yield started
+    except BaseException as error:
+        for written in sorted(folder.glob("*.log")):
+            error.add_note(f"{written.stem}:\n{written.read_text(errors='replace')[-4000:]}")
+        raise
+    finally:
+        for team in started:
+            team.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _commands(side: str, case: str, microbatches: int, workers: int, folder: Path) -> list[list[str]]:
+    shared = [case, "--microbatches", str(microbatches), "--control", str(folder / f"{side}.socket")]
+    this = [sys.executable, "-m", "benchmarks.sides", side, *shared]
+    if side == "unisono" and workers > 1:
+        head = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.sides", "--workers", str(workers)]
+        return [[*head, "--run-dir", str(folder / "run"), "--", side, *shared]]
+    if side == "unisono":
+        return [[*this, "--directory", str(folder / "run")]]
+    if side == "ddp":
+        meeting = ["--workers", str(workers), "--meeting", str(folder / "meeting")]
+        return [[*this, *meeting, "--rank", str(rank)] for rank in range(workers)]
+    return [this]
+
+
+def _connect(team: Team, listener: Listener, workers: int) -> None:
+    """Wait for all workers of a side; the processes that wait for their turn are those that have said hello."""
+    deadline = time.monotonic() + START_S
+    # The listener's own accept would wait for ever.
+    listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+    found: dict[int, tuple[Connection, int]] = {}
+    waiting: list[Connection] = []
+    while len(found) < workers:
+        if time.monotonic() > deadline or any(process.poll() is not None for process in team.processes):
+            raise RuntimeError(
+                f"{team.name}: {len(found)} of {workers} workers came within {START_S:.0f} s, or one has ended"
+            )
+        with suppress(TimeoutError):
+            waiting.append(listener.accept())
+        for pipe in list(waiting):
+            if pipe.poll(0.2):
+                hello = pipe.recv()
+                found[hello["rank"]] = (pipe, hello["pid"])
+                waiting.remove(pipe)
+    team.pipes = [found[rank][0] for rank in range(workers)]
+    team.pids = [found[rank][1] for rank in range(workers)]
+
+
+def compare(case: str, microbatches: int, workers: int, limit_s: float) -> dict[str, Any]:
+    """Let the sides take turns for a while."""
+    with teams(case, microbatches, workers) as sides:
+        for team in sides:
+            team.measure(LEAST_STEPS)  # buffers are made, DDP has rebuilt its buckets
+            team.measure(LEAST_STEPS)
+        number = max(LEAST_STEPS, round(BLOCK_S / min(team.blocks[-1].step_s for team in sides)))
+        for team in sides:
+            team.blocks.clear()
+        start, turn = time.monotonic(), 0
+        while turn < 5 or time.monotonic() - start < limit_s:
+            for team in sides if turn % 2 == 0 else reversed(sides):
+                team.measure(number)
+            turn += 1
+        for team in sides:
+            team.measure_memory(MEMORY_S)
+        for team in sides:
+            team.finish()
+        return {
+            "case": case,
+            "microbatches": microbatches,
+            "workers": workers,
+            "steps_per_block": number,
+            "step_ms": {team.name: [round(1000 * block.step_s, 3) for block in team.blocks] for team in sides},
+            "cpu_ms": {team.name: [round(1000 * block.cpu_s, 3) for block in team.blocks] for team in sides},
+            "peak_mib": {team.name: round(team.peak_bytes / 2**20, 1) for team in sides},
+        }
+
+
+def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]]]:
+    """The named figures of one comparison, and its rows for the table."""
+    name = result["case"] + ("" if result["microbatches"] == 2 else f"_m{result['microbatches']}")
+    workers, step, cpu, memory = result["workers"], result["step_ms"], result["cpu_ms"], result["peak_mib"]
+    figures: dict[str, float] = {}
+    rows = []
+    for other in step:
+        if other == "unisono":
+            continue
+        ratio = median_interval([a / b for a, b in zip(step["unisono"], step[other], strict=True)])
+        cpu_ratio = statistics.median(a / b for a, b in zip(cpu["unisono"], cpu[other], strict=True))
+        place = f"{name}.{workers}" if other == "ddp" else name
+        figures[f"ratio_to_{other}.{place}"] = ratio.median
+        figures[f"ratio_to_{other}_low.{place}"] = ratio.low
+        figures[f"ratio_to_{other}_high.{place}"] = ratio.high
+        figures[f"memory_to_{other}.{place}"] = memory["unisono"] / memory[other]
+        figures[f"cpu_to_{other}.{place}"] = cpu_ratio
+        rows.append(
+            [
+                name,
+                str(workers),
+                other,
+                f"{statistics.median(step['unisono']):.1f}",
+                f"{statistics.median(step[other]):.1f}",
+                str(ratio),
+                f"{statistics.median(cpu['unisono']):.0f} / {statistics.median(cpu[other]):.0f}",
+                f"{memory['unisono']:.0f} / {memory[other]:.0f}",
+            ]
+        )
+    return figures, rows
+
+
+HEADER = ("case", "workers", "against", "step ms", "theirs", "ratio (95%)", "CPU ms a step", "peak MiB a worker")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer turns")
+    parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and all turns")
+    parser.add_argument("--cases", default=",".join(CASES), metavar="A,B")
+    parser.add_argument("--workers", type=_numbers, default=[1, 2], metavar="N,N")
+    parser.add_argument("--microbatches", type=_numbers, default=[2, 8], metavar="M,M", help="cuts of a global batch")
+    parser.add_argument("--seconds", type=float, help="how long the sides of one comparison take turns")
+    options = parser.parse_args(arguments)
+    unknown = set(options.cases.split(",")) - set(CASES)
+    if unknown:
+        parser.error(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    limit_s = options.seconds or LIMIT_S["quick" if options.quick else "full"]
+    runs, figures, rows = [], {}, []
+    for case in options.cases.split(","):
+        for workers in options.workers:
+            for microbatches in options.microbatches:
+                if microbatches % workers:
+                    parser.error(
+                        f"{microbatches} micro-batches cannot be shared evenly by {workers} workers, which DDP needs"
+                    )
+                result = compare(case, microbatches, workers, limit_s)
+                found, lines = figures_of(result)
+                runs.append(result)
+                figures.update(found)
+                rows += lines
+                for line in lines:
+                    print("  ".join(line), file=sys.stderr, flush=True)
+    print_table(HEADER, rows)
+    if options.json:
+        write_json(options.json, figures, runs)
+
+
+if __name__ == "__main__":
+    main()
