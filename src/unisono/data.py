@@ -90,7 +90,7 @@ class Fetcher:
         self._device = device
         self._collate = collate or default_collate
         # Nothing random happens in one: whole batches can be indexed.
-        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and self._collate is default_collate else None
         self._ahead: _Ahead | None = None
         if loader_workers > 0 and self._tensors is None:
             assert upcoming is not None
