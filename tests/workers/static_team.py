@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch._inductor  # what torch imports with the first optimizer: once, before the processes are made
 import torch.distributed as dist
 
 from tests.workers.processes import Seat, Team
