@@ -74,6 +74,7 @@ def main() -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(sys.argv[2])
             listener.listen(64)
+            print(f"the nursery listens at {sys.argv[2]}", flush=True)
             return _Nursery(listener, None).serve()
     return _Nursery(None, socket.socket(fileno=int(sys.argv[1]))).serve()
 

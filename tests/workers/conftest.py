@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from unisono.lifetime import PARENT
+
 MARK = "UNISONO_TEST"
 END_S = 5.0  # how long after the command its last process may live
 
@@ -47,6 +49,19 @@ def wait_until_gone(pids: set[int], deadline: float) -> None:
                 os.close(descriptor)
 
 
+_nursery: list[int] = []  # its process, once a test has asked for it
+
+
+def forked() -> dict[int, str]:
+    """The workers that the standing nursery has forked, which do not carry the mark: pid and command."""
+    found = {}
+    for pid in _nursery:
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                found[int(child)] = "a worker of the standing nursery"
+    return found
+
+
 def own_descriptors() -> set[str]:
     """What this process has open that the library may have opened: sockets that listen, memory, its files."""
     found = set()
@@ -72,7 +87,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     threads_before = {thread for thread in threading.enumerate() if thread.name.startswith("unisono")}
     yield value
     deadline = time.monotonic() + END_S
-    while (left := marked(value)) and time.monotonic() < deadline:
+    while (left := marked(value) | forked()) and time.monotonic() < deadline:
         wait_until_gone(set(left), deadline)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
@@ -84,6 +99,27 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     for thread in threads:
         thread.join(END_S)
     assert not [thread.name for thread in threads if thread.is_alive()], "threads are left"
+
+
+@pytest.fixture(scope="session")
+def standing_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A process that has imported torch and forks the workers of all runs of this session; where it listens."""
+    path = tmp_path_factory.mktemp("nursery") / "socket"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
+    command = [sys.executable, "-P", "-m", "unisono.nursery", "--listen", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout is not None
+        assert "listens" in process.stdout.readline()
+        _nursery.append(process.pid)
+        yield str(path)
+        _nursery.remove(process.pid)
+        process.kill()
+
+
+@pytest.fixture
+def nursery(standing_nursery: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of this test do not import torch each by itself."""
+    monkeypatch.setenv("UNISONO_NURSERY", standing_nursery)
 
 
 class Command:
@@ -138,8 +174,8 @@ class Command:
 
     def _give_up(self, why: str) -> None:
         """Ask everybody for its Python stack, and fail with all that was said."""
-        for pid, command in marked(self._mark).items():
-            if "unisono" in command:
+        for pid, command in (marked(self._mark) | forked()).items():
+            if "unisono" in command or pid in forked():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
         with self._changed:

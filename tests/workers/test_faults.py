@@ -1,0 +1,169 @@
+"""A worker that is lost at any point of a step changes no bit: every fault point x rank x number of workers x exchange.
+
+The checks run all points and ranks with 3 workers over shared memory, and of the others a sample in which every point, and every
+number of workers and exchange, comes up. UNISONO_TEST_ALL=1 runs all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workers.small_training import BATCH_SIZE, NUM_SAMPLES
+from unisono.faults import POINTS
+from unisono.testing import Faults, Outcome, run_workers
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+
+SCRIPT = Path(__file__).with_name("small_training.py")
+STEPS = 8
+STEP = 3
+"""The step in which something happens; evaluations are part of the step before it."""
+EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
+NO_STATE = "no worker that holds the run's state is left"
+
+Case = tuple[str, int, str, int]
+"""Exchange, number of workers, point, rank: who is killed where."""
+
+
+def all_cases() -> Iterator[Case]:
+    for exchange in EXCHANGES:
+        for workers in (2, 3, 4):
+            for at in POINTS:
+                # In an admission there is one more, the newcomer: it comes in the place of the one that was lost before.
+                for rank in range(workers + (at == "in_admission")):
+                    yield exchange, workers, at, rank
+
+
+def representative() -> list[Case]:
+    """All of 3 workers over shared memory; and for each other combination, a few points, each time others."""
+    chosen, points = [], list(POINTS)
+    for place, (exchange, workers) in enumerate((e, w) for e in EXCHANGES for w in (2, 3, 4)):
+        for number, at in enumerate(points):
+            if (exchange, workers) == ("shared", 3):
+                ranks = range(workers + (at == "in_admission"))
+            elif number % 3 == place % 3 or at in ("in_recovery", "in_admission"):
+                ranks = range((place + number) % workers, (place + number) % workers + 1)
+            else:
+                continue
+            chosen += [(exchange, workers, at, rank) for rank in ranks]
+    return chosen
+
+
+CASES = list(all_cases()) if os.environ.get("UNISONO_TEST_ALL") else representative()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One worker to which nothing happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run")
+    assert outcome.exit_code == 0, outcome.output
+    assert len(set(outcome.digests)) == STEPS
+    return outcome
+
+
+def assert_same_bits(hurt: Outcome, calm: Outcome) -> None:
+    """Gradients, state and evaluations are those of the calm run, and every sample was seen once in each epoch."""
+    assert hurt.exit_code == 0, hurt.output
+    assert hurt.digests == calm.digests, hurt.output
+    assert hurt.final == calm.final, hurt.output
+    assert hurt.evaluations == calm.evaluations, hurt.output
+    assert [line["line"] for line in hurt.lines] == list(range(len(calm.lines))), "a line is missing, or there twice"
+    samples = [line["samples"] for line in hurt.lines if line["kind"] == "step"]
+    per_epoch = -(-NUM_SAMPLES // BATCH_SIZE)
+    for epoch in range(STEPS // per_epoch):
+        assert sum(samples[epoch * per_epoch : (epoch + 1) * per_epoch]) == NUM_SAMPLES
+
+
+def step_of(at: str) -> int:
+    return STEP - 1 if at in ("in_evaluation", "evaluated") else STEP
+
+
+@pytest.mark.parametrize(("exchange", "workers", "at", "rank"), CASES)
+def test_a_kill_changes_no_bit(
+    exchange: str, workers: int, at: str, rank: int, calm: Outcome, tmp_path: Path
+) -> None:
+    """Whoever is killed, wherever it is: the others finish the step, and all that follows, with the same result."""
+    options = ["--exchange", *EXCHANGES[exchange]]
+    count: int | str = workers
+    if at in ("in_recovery", "in_admission"):
+        # Something to recover from, and somebody to admit. At least as many workers as at the start: so the others wait for the newcomer.
+        first = (rank + 1) % workers
+        faults = Faults().kill(f"w{first}", step=STEP, at="after_backward").kill(f"w{rank}", at=at)
+        count = f"{workers}:{workers}" if at == "in_admission" else workers
+        num_lost = 2
+    else:
+        faults = Faults().kill(f"w{rank}", step=step_of(at), at=at)
+        num_lost = 1
+    hurt = run_workers(SCRIPT, count, directory=tmp_path / "run", options=options, faults=faults, timeout_s=60)
+    assert hurt.output.count("SIGKILL") >= num_lost, f"nobody was killed there:\n{hurt.output}"
+    if num_lost == workers and rank < workers:
+        assert hurt.exit_code != 0, hurt.output
+        assert NO_STATE in hurt.output
+        return
+    assert_same_bits(hurt, calm)
+    assert max(hurt.generations) > 1
+
+
+def test_down_to_the_last_worker(calm: Outcome, tmp_path: Path) -> None:
+    """One after the other is lost and not replaced; the last one finishes the training."""
+    faults = (
+        Faults()
+        .kill("w0", step=1, at="published")
+        .kill("w3", step=3, at="after_backward")
+        .kill("w1", step=5, at="committed")
+    )
+    hurt = run_workers(SCRIPT, 4, directory=tmp_path / "run", options=["--max-restarts", "0"], faults=faults)
+    assert_same_bits(hurt, calm)
+    sizes = [len(line["workers"]) for line in hurt.lines if line["kind"] == "step"]
+    assert (sizes[0], sizes[2], sizes[-1]) == (4, 3, 1)
+
+
+@pytest.mark.parametrize("at", ["after_backward", "published", "reduced", "committed", "after_step"])
+def test_all_but_one_at_the_same_point(at: str, calm: Outcome, tmp_path: Path) -> None:
+    """Three of four workers are killed in the same step, at the same point."""
+    faults = Faults().kill("w0", step=STEP, at=at).kill("w1", step=STEP, at=at).kill("w3", step=STEP, at=at)
+    hurt = run_workers(SCRIPT, 4, directory=tmp_path / "run", options=["--max-restarts", "0"], faults=faults)
+    assert_same_bits(hurt, calm)
+    assert list(hurt.lines[-2].get("workers", ["w2"])) == ["w2"]
+
+
+@pytest.mark.parametrize("exchange", ["shared", "gloo"])
+def test_a_stopped_worker_is_noticed_within_the_heartbeat_timeout(exchange: str, calm: Outcome, tmp_path: Path) -> None:
+    """SIGSTOP: the process is there, its connections are open, and nothing comes from it."""
+    options = ["--exchange", exchange, "--heartbeat-s", "0.2", "--heartbeat-timeout-s", "1"]
+    faults = Faults().stop("w1", step=STEP, at="after_backward")
+    hurt = run_workers(SCRIPT, 3, directory=tmp_path / "run", options=options, faults=faults, timeout_s=40)
+    assert_same_bits(hurt, calm)
+    silent = re.search(r"worker w1 .* has been silent for ([0-9.]+) s", hurt.output)
+    assert silent is not None, hurt.output
+    assert 1.0 <= float(silent[1]) < 1.5
+
+
+def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
+    """A micro-batch that raises on one worker only makes that worker the suspect, and costs no bit."""
+    faults = Faults().fail("w1", step=STEP, at="before_backward")
+    hurt = run_workers(SCRIPT, 3, directory=tmp_path / "run", faults=faults)
+    assert_same_bits(hurt, calm)
+    assert "worker w1" in hurt.output
+    assert "is suspect: micro-batch" in hurt.output
+    assert "another worker tries it" in hurt.output
+
+
+def test_an_error_that_comes_again(tmp_path: Path) -> None:
+    """A micro-batch that raises on two workers is a bug: the run ends and says where, the traceback last and once."""
+    faults = Faults().fail("", step=STEP, microbatch=2, at="before_backward")
+    hurt = run_workers(SCRIPT, 3, directory=tmp_path / "run", faults=faults)
+    assert hurt.exit_code == 1
+    assert re.search(r"failed at step 3, micro-batch 2 \(samples [0-9, .]+\).*as before on worker w", hurt.output)
+    assert hurt.output.count("Traceback (most recent call last)") == 1
+    last = hurt.output.strip().splitlines()[-2:]
+    assert last[0].startswith("unisono.faults.FaultInjected: the fault that was asked for")
+    assert re.fullmatch(r"\(in step 3, micro-batch 2, samples [0-9, .]+\)", last[1])
+    assert len(hurt.digests) == STEP, "what was done before stays in the journal"
