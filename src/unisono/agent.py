@@ -18,29 +18,31 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
-import threading
+import tempfile
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
+from unisono.children import Child, Nursery, spawn
 from unisono.errors import UsageError
-from unisono.lifetime import PARENT, Secret, bind_to_parent, end_group
-from unisono.membership import Policy
+from unisono.lifetime import PARENT, Secret, bind_to_parent
+from unisono.membership import Policy, exit_words
 from unisono.messages import (
     AgentHello,
     Drain,
     Ended,
     Evict,
     Message,
+    Snapshot,
     Start,
     StepDone,
     Told,
@@ -50,18 +52,17 @@ from unisono.messages import (
     decode,
     encode,
 )
-from unisono.nursery import Birth, Born, Death
 from unisono.watch.terminal import Terminal, terminal
 
 __all__ = ["Job", "Service", "join", "machine_label", "run"]
 
-LAST_LINES: Final = 20
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
 TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
 LAST_WORDS_S: Final = 0.5
-SEND_TIMEOUT_S: Final = 5.0
-MAX_LINE_BYTES: Final = 65536
+MAX_HEADS: Final = 4
+HEADS_WITHIN_S: Final = 30.0
+RETRY_S: Final = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,23 +119,47 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Secr
         "run_dir": job.run_dir,
         "job": {"arguments": job.arguments, "threads": job.threads, "folder": os.getcwd(), "run_dir": job.run_dir},
     }
-    command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
-    head = _spawn(
-        "head",
-        command,
-        {**os.environ, "UNISONO_TOKEN_FILE": secret.path, PARENT: str(os.getpid())},
-        (listener.fileno(), secret.descriptor),
-    )
-    screen = terminal()
-    head.output.on_line = lambda text, is_error: screen.worker_line("head", text, is_error=is_error)
-    agent = _Agent(job, url, token, secret, screen, head)
+    head = _Head(settings, listener, secret)
+    agent = _Agent(job, url, token, secret, terminal(), head)
     try:
         return await agent.run()
     finally:
-        os.kill(head.pid, signal.SIGTERM) if head.exit_code is None else None
-        if not await head.ended_within(TERMINATE_S):
-            head.kill()
-            await head.ended_within(TERMINATE_S)
+        await head.end()
+
+
+class _Head:
+    """The head's process, and its memory: a head that dies is followed by another that knows what it had decided."""
+
+    def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Secret) -> None:
+        self._settings = settings
+        self._descriptors = (listener.fileno(), secret.descriptor)
+        self._environment = {**os.environ, "UNISONO_TOKEN_FILE": secret.path, PARENT: str(os.getpid())}
+        self._starts: deque[float] = deque(maxlen=MAX_HEADS)
+        self.snapshot = b""
+        """What the head last said of itself (`Snapshot`)."""
+
+    def start(self, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]) -> None:
+        """Start one, where the last one was: the socket that listens is the agent's, so whoever calls only waits."""
+        self._starts.append(time.monotonic())
+        with tempfile.TemporaryFile() as memory:
+            memory.write(self.snapshot)
+            memory.seek(0)
+            settings = {**self._settings, "snapshot": memory.fileno() if self.snapshot else -1}
+            command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
+            self.child = spawn("head", command, self._environment, (*self._descriptors, memory.fileno()))
+        self.child.output.on_line = on_line
+        self.child.on_end = on_end
+
+    def may_start_again(self) -> bool:
+        """Not when the last ones died one after the other: then its state is what kills it."""
+        return len(self._starts) < MAX_HEADS or time.monotonic() - self._starts[0] > HEADS_WITHIN_S
+
+    async def end(self) -> None:
+        if self.child.exit_code is None:
+            os.kill(self.child.pid, signal.SIGTERM)
+        if not await self.child.ended_within(TERMINATE_S):
+            self.child.kill()
+            await self.child.ended_within(TERMINATE_S)
 
 
 def join(job: Job, url: str, token: str) -> int:
@@ -188,245 +213,14 @@ def _url(host: str, port: int) -> str:
     return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
 
 
-class _Output:
-    """The standard output and error of a process of ours, line by line."""
-
-    def __init__(self, descriptors: tuple[int, int]) -> None:
-        self.on_line: Callable[[str, bool], None] = lambda text, is_error: None
-        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._loop = asyncio.get_running_loop()
-        self._out, self._error = descriptors
-        self._rest = {descriptor: bytearray() for descriptor in descriptors}
-        for descriptor in descriptors:
-            os.set_blocking(descriptor, False)
-            self._loop.add_reader(descriptor, self._read, descriptor)
-
-    def drain(self) -> None:
-        """Read what is left, and close."""
-        for descriptor in list(self._rest):
-            while self._read(descriptor):
-                pass
-        for descriptor in list(self._rest):
-            self._close(descriptor)
-
-    def _read(self, descriptor: int) -> bool:
-        if descriptor not in self._rest:
-            return False
-        try:
-            data = os.read(descriptor, MAX_LINE_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._close(descriptor)
-            return False
-        *lines, tail = (self._rest[descriptor] + data).split(b"\n")
-        if len(tail) > MAX_LINE_BYTES:
-            lines.append(tail)
-            tail = bytearray()
-        self._rest[descriptor] = bytearray(tail)
-        for line in lines:
-            self._line(descriptor, bytes(line))
-        return True
-
-    def _line(self, descriptor: int, line: bytes) -> None:
-        # Of a line that was drawn over and over ("\r") only the last state counts.
-        text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-        is_error = descriptor == self._error
-        if is_error:
-            self.last_lines.append(text)
-        self.on_line(text, is_error)
-
-    def _close(self, descriptor: int) -> None:
-        self._loop.remove_reader(descriptor)
-        rest = self._rest.pop(descriptor)
-        if rest:
-            self._line(descriptor, bytes(rest))
-        os.close(descriptor)
-
-
-class _Child:
-    """A process that leads a group of its own, its output and its end. Made by `_spawn` or by the `_Nursery`."""
-
-    def __init__(self, name: str, pid: int, output: _Output) -> None:
-        self.name = name
-        self.pid = pid
-        self.output = output
-        self.on_end: Callable[[_Child], None] = lambda child: None
-        self.exit_code: int | None = None
-        self._ended = asyncio.Event()
-
-    def end(self, exit_code: int) -> None:
-        """It has ended, and its group with it."""
-        self.exit_code = exit_code
-        self.output.drain()
-        self.on_end(self)
-        self._ended.set()
-
-    def signal_group(self, number: signal.Signals) -> None:
-        if self.exit_code is None:
-            end_group(self.pid, number)
-
-    def kill(self) -> None:
-        self.signal_group(signal.SIGKILL)
-
-    async def ended_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
-
-
-def _spawn(name: str, command: list[str], environment: Mapping[str, str], pass_fds: tuple[int, ...]) -> _Child:
-    """Start a process by its command."""
-    (out, out_end), (error, error_end) = os.pipe(), os.pipe()
-    try:
-        popen = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out_end,
-            stderr=error_end,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
-    except OSError:
-        os.close(out)
-        os.close(error)
-        raise
-    finally:
-        os.close(out_end)
-        os.close(error_end)
-    child = _Child(name, popen.pid, _Output((out, error)))
-    loop = asyncio.get_running_loop()
-
-    def reap() -> None:
-        # Its group is ended before it is reaped: until then its number belongs to nobody else.
-        end_group(popen.pid)
-        child.end(popen.wait())
-
-    try:
-        pidfd = os.pidfd_open(popen.pid)
-    except (AttributeError, OSError):
-
-        def wait() -> None:
-            os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(reap)
-
-        threading.Thread(target=wait, name=f"wait-{name}", daemon=True).start()
-        return child
-
-    def readable() -> None:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-        reap()
-
-    loop.add_reader(pidfd, readable)
-    return child
-
-
-class _Nursery:
-    """The process that forks workers (`unisono.nursery`)."""
-
-    def __init__(self, environment: Mapping[str, str], secret: Secret, screen: Terminal, standing: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._secret = secret
-        self._child: _Child | None = None
-        if standing:
-            self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                self._channel.connect(standing)
-            except OSError as error:
-                raise UsageError(f"no nursery answers at UNISONO_NURSERY={standing}: {error.strerror}") from error
-        else:
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-P", "-m", "unisono.nursery", str(theirs.fileno())]
-            try:
-                self._child = _spawn("nursery", command, environment, (theirs.fileno(),))
-            finally:
-                theirs.close()
-            self._child.output.on_line = lambda text, is_error: screen.worker_line("nursery", text, is_error=is_error)
-        self._channel.setblocking(False)
-        self._alive = True
-        self._children: dict[int, _Child] = {}
-        self._unborn: dict[str, Callable[[Born], None]] = {}
-        self._loop.add_reader(self._channel.fileno(), self._hear)
-
-    @property
-    def alive(self) -> bool:
-        return self._alive
-
-    def bear(
-        self, name: str, arguments: list[str], environment: Mapping[str, str], on_born: Callable[[_Child | str], None]
-    ) -> None:
-        """Start a worker; ``on_born`` gets it, or the reason why there is none."""
-        (out, out_end), (error, error_end) = os.pipe(), os.pipe()
-
-        def born(message: Born) -> None:
-            if message.error:
-                os.close(out)
-                os.close(error)
-                on_born(message.error)
-                return
-            child = self._children[message.pid] = _Child(name, message.pid, _Output((out, error)))
-            on_born(child)
-
-        self._unborn[name] = born
-        birth = msgspec.msgpack.encode(Birth(name, arguments, dict(environment), os.getcwd()))
-        try:
-            # A few kilobytes, to a process that does nothing else.
-            self._channel.settimeout(SEND_TIMEOUT_S)
-            socket.send_fds(self._channel, [birth], [out_end, error_end, self._secret.descriptor])
-        except OSError as failure:
-            self._unborn.pop(name)(Born(name, 0, f"the nursery does not answer: {failure}"))
-        finally:
-            self._channel.setblocking(False)
-            os.close(out_end)
-            os.close(error_end)
-
-    async def close(self) -> None:
-        """End it; its workers have ended before."""
-        self._loop.remove_reader(self._channel.fileno())
-        self._channel.close()
-        if self._child is not None and not await self._child.ended_within(TERMINATE_S):
-            self._child.kill()
-            await self._child.ended_within(TERMINATE_S)
-
-    def _hear(self) -> None:
-        while True:
-            try:
-                data = self._channel.recv(MAX_LINE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._alive = False
-                self._loop.remove_reader(self._channel.fileno())
-                for name, born in list(self._unborn.items()):
-                    born(Born(name, 0, "the nursery has ended"))
-                self._unborn.clear()
-                for child in self._children.values():
-                    if child.exit_code is None:
-                        child.end(-signal.SIGKILL)  # they go with their parent
-                return
-            message = msgspec.msgpack.decode(data, type=Born | Death)
-            if isinstance(message, Death):
-                self._children.pop(message.pid).end(message.exit_code)
-            elif message.name:
-                self._unborn.pop(message.name)(message)
-
-
 class _Agent:
     """The workers of this machine.
 
     Args:
-        head: the head's process where this agent has started it; None in ``unisono join``.
+        head: the head where this agent starts it; None in ``unisono join``.
     """
 
-    def __init__(self, job: Job, url: str, token: str, secret: Secret, screen: Terminal, head: _Child | None) -> None:
+    def __init__(self, job: Job, url: str, token: str, secret: Secret, screen: Terminal, head: _Head | None) -> None:
         self._job = job
         self._url = url
         self._token = token
@@ -434,12 +228,13 @@ class _Agent:
         self._screen = screen
         self._head = head
         self._host = machine_label()
-        self._workers: dict[str, _Child] = {}
+        self._workers: dict[str, Child] = {}
         self._local_ranks: dict[str, int] = {}
-        self._nursery: _Nursery | None = None
+        self._nursery: Nursery | None = None
         self._late: list[asyncio.TimerHandle] = []
-        self._connection: ClientConnection | None = None
+        self._agent_id = ""
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._unsent: Message | None = None
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._is_leaving = False
         self._num_signals = 0
@@ -451,10 +246,12 @@ class _Agent:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled, number)
         if self._head is not None:
-            self._head.on_end = self._head_ended
+            self._head.start(self._printer("head"), self._head_ended)
         if self._job.start == "fork":
             standing = os.environ.get("UNISONO_NURSERY", "")
-            self._nursery = _Nursery(self._environment("nursery", 0), self._secret, self._screen, standing)
+            self._nursery = Nursery(self._environment("nursery", 0), self._secret, standing)
+            if self._nursery.child is not None:
+                self._nursery.child.output.on_line = self._printer("nursery")
         talk = asyncio.create_task(self._talk())
         try:
             ended = await self._over
@@ -476,63 +273,72 @@ class _Agent:
     # -- the head ------------------------------------------------------------------------------------
 
     async def _talk(self) -> None:
-        """The connection to the head."""
-        try:
-            async with connect(
-                self._url,
-                additional_headers={"Authorization": f"Bearer {self._token}"},
-                compression=None,
-                ping_interval=None,
-                open_timeout=30.0,
-                close_timeout=1.0,
-                max_size=None,
-                proxy=None,
-            ) as connection:
-                await connection.send(
-                    encode(
-                        AgentHello(
-                            host=self._host,
-                            pid=os.getpid(),
-                            num_workers=self._job.num_workers,
-                            primary=self._head is not None,
-                        )
-                    )
-                )
-                sender = asyncio.create_task(self._send(connection))
-                try:
-                    async for data in connection:
-                        self._hear(decode(data if isinstance(data, bytes) else data.encode()))
-                finally:
-                    sender.cancel()
-            why = "the connection to the head has closed"
-        except InvalidStatus as error:
-            why = f"the head at {self._url} refuses this machine with HTTP {error.response.status_code}"
-        except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
-            why = f"the connection to the head at {self._url} broke: {error}"
-        except Exception as error:
-            self._finish(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
-            raise
-        if self._head is not None and not self._over.done():
-            await self._head.ended_within(TERMINATE_S)  # `_head_ended` knows more about it
-        elif self._workers and not self._over.done():
-            # The workers go on without the head for a while, and end by themselves when it stays away.
-            self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
-            self._is_leaving = True
-            await asyncio.gather(
-                *(child.ended_within(self._job.head_away_s + TERMINATE_S) for child in self._workers.values())
+        """The connection to the head; made again while the head is away."""
+        away_since = None
+        while not self._over.done():
+            try:
+                why = await self._connect()
+                away_since = None
+            except InvalidStatus as error:
+                why = f"the head at {self._url} refuses this machine with HTTP {error.response.status_code}"
+                self._finish(Ended(ok=False, reason=why, exit_code=1))
+            except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
+                why = f"the connection to the head at {self._url} broke: {error}"
+            except Exception as error:
+                self._finish(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
+                raise
+            now = time.monotonic()
+            if away_since is None:
+                away_since = now
+                if not self._over.done() and self._head is None:
+                    self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
+            if now - away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
+                self._finish(Ended(ok=False, reason=why, exit_code=1))
+            await asyncio.sleep(RETRY_S)
+
+    async def _connect(self) -> str:
+        async with connect(
+            self._url,
+            additional_headers={"Authorization": f"Bearer {self._token}"},
+            compression=None,
+            ping_interval=None,
+            open_timeout=30.0,
+            close_timeout=1.0,
+            max_size=None,
+            proxy=None,
+        ) as connection:
+            hello = AgentHello(
+                host=self._host,
+                pid=os.getpid(),
+                num_workers=self._job.num_workers,
+                primary=self._head is not None,
+                agent_id=self._agent_id,
             )
-        self._finish(Ended(ok=False, reason=why, exit_code=1))
+            await connection.send(encode(hello))
+            sender = asyncio.create_task(self._send(connection))
+            try:
+                async for data in connection:
+                    self._hear(decode(data if isinstance(data, bytes) else data.encode()))
+            finally:
+                sender.cancel()
+        return "the connection to the head has closed"
 
     async def _send(self, connection: ClientConnection) -> None:
         with contextlib.suppress(ConnectionClosed):
             while True:
-                await connection.send(encode(await self._outbox.get()))
+                # What could not be sent is the first thing that is sent over the next connection.
+                if self._unsent is None:
+                    self._unsent = await self._outbox.get()
+                await connection.send(encode(self._unsent))
+                self._unsent = None
                 self._outbox.task_done()
 
     def _hear(self, message: Message) -> None:
         match message:
             case Start():
                 for worker_id in message.worker_ids:
+                    if worker_id in self._workers:
+                        continue  # a head that has died had ordered it already
                     if message.delay_s > 0:
                         loop = asyncio.get_running_loop()
                         self._late.append(loop.call_later(message.delay_s, self._start, worker_id))
@@ -554,17 +360,28 @@ class _Agent:
             case Ended():
                 self._finish(message)
             case Welcome():
-                pass
+                self._agent_id = message.agent_id
+            case Snapshot():
+                if self._head is not None:
+                    self._head.snapshot = message.state
 
     def _finish(self, ended: Ended) -> None:
         if not self._over.done():
             self._over.set_result(ended)
 
-    def _head_ended(self, head: _Child) -> None:
-        if not self._is_leaving:
-            words = "".join(f"\n{line}" for line in head.output.last_lines)
-            reason = f"the head (pid {head.pid}) has ended with exit code {head.exit_code}{words}"
-            self._finish(Ended(ok=False, reason=reason, exit_code=1))
+    def _head_ended(self, child: Child) -> None:
+        if self._is_leaving or self._head is None:
+            return
+        words = "".join(f"\n{line}" for line in child.output.last_lines)
+        reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{words}"
+        if self._head.may_start_again():
+            self._screen.say(f"{reason}; another one takes over, the workers go on")
+            self._head.start(self._printer("head"), self._head_ended)
+        else:
+            self._finish(Ended(ok=False, reason=f"{reason}; {MAX_HEADS} heads in a row have ended", exit_code=1))
+
+    def _printer(self, name: str) -> Callable[[str, bool], None]:
+        return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
 
     # -- workers -------------------------------------------------------------------------------------
 
@@ -577,11 +394,11 @@ class _Agent:
         self._local_ranks[worker_id] = local_rank
         environment = self._environment(worker_id, local_rank)
 
-        def started(child: _Child | str) -> None:
+        def started(child: Child | str) -> None:
             if isinstance(child, str):  # no memory, no processes left
                 self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=child))
                 return
-            child.output.on_line = lambda text, is_error: self._screen.worker_line(worker_id, text, is_error=is_error)
+            child.output.on_line = self._printer(worker_id)
             child.on_end = self._worker_ended
             self._workers[worker_id] = child
             if self._is_leaving:
@@ -592,7 +409,7 @@ class _Agent:
             return
         command = [sys.executable, "-P", "-m", "unisono.worker", *self._job.arguments]
         try:
-            started(_spawn(worker_id, command, environment, (self._secret.descriptor,)))
+            started(spawn(worker_id, command, environment, (self._secret.descriptor,)))
         except OSError as error:
             started(str(error))
 
@@ -620,7 +437,7 @@ class _Agent:
             "UNISONO_HEAD_AWAY_S": str(job.head_away_s),
         }
 
-    def _worker_ended(self, child: _Child) -> None:
+    def _worker_ended(self, child: Child) -> None:
         assert child.exit_code is not None
         words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
         self._outbox.put_nowait(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))

@@ -62,6 +62,7 @@ from unisono.messages import (
 )
 
 __all__ = [
+    "ALIVE",
     "TRANSITIONS",
     "Action",
     "Agent",
@@ -74,7 +75,9 @@ __all__ = [
     "Worker",
     "WorkerState",
     "differences",
+    "exit_words",
     "next_deadline",
+    "resumed",
     "step",
 ]
 
@@ -365,7 +368,8 @@ def _silent_at(state: State, worker: Worker) -> float | None:
     return worker.heard_at + (max(policy.hang_s, policy.heartbeat_timeout_s) if patient else policy.heartbeat_timeout_s)
 
 
-def _exit_words(exit_code: int) -> str:
+def exit_words(exit_code: int) -> str:
+    """How a process has ended, to follow its name."""
     if exit_code < 0:
         try:
             name = f" ({signal.Signals(-exit_code).name})"
@@ -373,6 +377,15 @@ def _exit_words(exit_code: int) -> str:
             name = ""
         return f"was killed by signal {-exit_code}{name}"
     return f"ended with exit code {exit_code} and without a word"
+
+
+def resumed(state: State, now: float) -> State:
+    """The state as a head takes it over from one that has died: everybody has yet to come back."""
+    workers = {
+        worker_id: dataclasses.replace(worker, heard_at=now, closed_at=None, beat=None, late_at=-1)
+        for worker_id, worker in state.workers.items()
+    }
+    return dataclasses.replace(state, workers=workers, suspected_at=None)
 
 
 def _count(number: int, noun: str) -> str:
@@ -535,7 +548,9 @@ class _Turn:
     def agent_joins(self, agent_id: str, hello: AgentHello) -> None:
         state = self.state
         if agent_id in state.agents:
-            raise ProtocolError(f"agent {agent_id} has said hello twice")
+            if hello.agent_id != agent_id:
+                raise ProtocolError(f"agent {agent_id} has said hello twice")
+            return  # it is back, after the head was away
         agent = Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
         self.put(agents={**state.agents, agent_id: agent})
         if not hello.primary:
@@ -571,7 +586,7 @@ class _Turn:
         worker = self.state.workers.get(message.worker_id)
         if worker is None or worker.state not in ALIVE:
             return
-        words = f"{worker.name} {_exit_words(message.exit_code)}"
+        words = f"{worker.name} {exit_words(message.exit_code)}"
         killed = message.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
         if self.state.notice is None and not killed:
             # Nothing has been trained, and most likely no other process would fare better.

@@ -45,6 +45,7 @@ __all__ = [
     "Ready",
     "RunDirectory",
     "Scale",
+    "Snapshot",
     "Start",
     "StepDone",
     "Stop",
@@ -199,6 +200,8 @@ class Welcome(Message):
     heartbeat_s: float
     warnings: list[str] = []
     """E.g. how this worker's fingerprint differs from the first one's."""
+    agent_id: str = ""
+    """To an agent: what it is called here."""
     options: dict[str, str] = {}
     """Settings that all members share: exchange, timeout_s, ..."""
 
@@ -251,6 +254,8 @@ class AgentHello(Message):
     num_workers: int
     primary: bool = False
     """It started the head: when it goes, the run ends."""
+    agent_id: str = ""
+    """What a `Welcome` has called it: it comes back after the head was away."""
     protocol: int = PROTOCOL
 
 
@@ -277,6 +282,12 @@ class Evict(Message):
 
     worker_id: str
     reason: str
+
+
+class Snapshot(Message):
+    """The head's memory after a decision. The agent that started the head keeps it, for the head that may follow."""
+
+    state: bytes
 
 
 class WorkerLate(Message):
@@ -322,7 +333,7 @@ class Lost(Message):
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Finished | Left | RunDirectory | StoreCall
     | Welcome | Notice | StoreAnswer | Ended
-    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Told
+    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Told | Snapshot
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

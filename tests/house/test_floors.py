@@ -50,6 +50,7 @@ FLOORS = {
     "worker": 4,
     "nursery": 4,
     "agent": 4,
+    "children": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
     "launcher": 5,
@@ -64,14 +65,15 @@ NEIGHBOURS = {
     # Rooms of one floor do not know each other, except:
     "messages": {"errors"},
     "plan": {"tree"},
-    "exchange": {"flat"},
+    "exchange": {"faults", "flat"},
     "data": {"lifetime", "randomness"},
     "member": {"lifetime"},
     "store": {"member"},
     "rundir": {"journal"},
     "tracked": {"gradients"},
     "__main__": {"cli"},
-    "agent": {"watch"},  # what its workers say goes to the screen
+    "agent": {"children", "watch"},  # what its workers say goes to the screen
+    "children": {"nursery"},  # what is said between the two
     "nursery": {"run", "worker"},  # it imports them before it forks
     "testing": {"faults"},
     "rounds": {"team"},

@@ -19,7 +19,7 @@ EVERY = [cls for cls in Message.__subclasses__() if cls not in (MemberInfo, Lost
 
 def example(cls: type[Message]) -> Message:
     """A message of this class with its optional fields left out."""
-    samples = {int: 3, str: "text", float: 1.5, bool: True, MemberInfo: INFO}
+    samples = {int: 3, str: "text", bytes: b"bits", float: 1.5, bool: True, MemberInfo: INFO}
     hints = typing.get_type_hints(cls)
     fields = {
         field.name: samples.get(hints[field.name], {} if "dict" in str(hints[field.name]) else [])

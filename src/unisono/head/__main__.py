@@ -33,11 +33,17 @@ class Settings:
     heartbeat_s: float = 0.5
     options: dict[str, str] = field(default_factory=dict)
     run_dir: str = ""
+    snapshot: int = -1
+    """File descriptor of the memory of a head that has died; -1: this is the first."""
     job: dict[str, Any] = field(default_factory=dict)
     """What the workers run: arguments, threads, folder."""
 
 
 async def _serve(settings: Settings, token: str) -> int:
+    snapshot = b""
+    if settings.snapshot >= 0:
+        with os.fdopen(settings.snapshot, "rb") as memory:
+            snapshot = memory.read()
     head = Head(
         settings.policy,
         token=token,
@@ -47,6 +53,7 @@ async def _serve(settings: Settings, token: str) -> int:
         url=settings.url,
         run_dir=settings.run_dir,
         job=settings.job,
+        snapshot=snapshot,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import http
 import json
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
@@ -23,6 +25,7 @@ from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
 from unisono.lifetime import end_group
 from unisono.membership import (
+    ALIVE,
     Event,
     Hangup,
     Policy,
@@ -33,16 +36,20 @@ from unisono.membership import (
     WorkerState,
     differences,
     next_deadline,
+    resumed,
     step,
 )
 from unisono.messages import (
     AgentHello,
+    Beat,
     Ended,
+    Failed,
     Hello,
     Lost,
     Message,
     RunDirectory,
     Scale,
+    Snapshot,
     StepDone,
     Stop,
     StoreCall,
@@ -102,22 +109,26 @@ class Head:
         url: str = "",
         run_dir: str = "",
         job: dict[str, Any] | None = None,
+        snapshot: bytes = b"",
     ) -> None:
-        self._state = State(policy=policy)
+        self._state = resumed(_decode_state(snapshot), time.monotonic()) if snapshot else State(policy=policy)
         self._token = token
         self._run_id = run_id
         self._heartbeat_s = heartbeat_s
         self._options = options
         self._run_dir = run_dir
         self._lines: dict[str, _Line] = {}
-        self._num_agents = 0
+        self._num_agents = len(self._state.agents)
         self._keys = Keys()
         self._reason = "starting"
         self._last: StepDone | None = None
         self._started = time.time()
         self._timer: asyncio.TimerHandle | None = None
         self._written: list[Path] = []
-        self._here: dict[str, int] = {}  # pids of workers of this machine whose end nobody has reported
+        # The pids of workers of this machine whose end nobody has reported.
+        self._here: dict[str, int] = {}
+        for worker in self._state.workers.values():
+            self._note_place(worker)
         self._url = url
         self._job = job or {}
         self.over = asyncio.Event()
@@ -251,14 +262,20 @@ class Head:
             if self._state.fingerprint is not None:
                 warnings = differences(self._state.fingerprint, first.fingerprint)
         elif isinstance(first, AgentHello):
-            name = f"agent{self._num_agents}"
-            self._num_agents += 1
+            name = first.agent_id
+            if name not in self._state.agents or name in self._lines:
+                name = f"agent{self._num_agents}"
+                self._num_agents += 1
         else:
             raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
         before = self._lines.get(name)
         self._lines[name] = line
         welcome = Welcome(
-            run_id=self._run_id, heartbeat_s=self._heartbeat_s, warnings=warnings, options=dict(self._options)
+            run_id=self._run_id,
+            heartbeat_s=self._heartbeat_s,
+            warnings=warnings,
+            options=dict(self._options),
+            agent_id=name if isinstance(first, AgentHello) else "",
         )
         line.put(encode(welcome))
         if self._state.ended is not None:
@@ -291,9 +308,7 @@ class Head:
         """One event through the table, and what follows from it."""
         self._state, actions, reason = step(self._state, Event(source, message), time.monotonic())
         if isinstance(message, Hello):
-            agent = self._state.agents.get(self._state.workers[source].agent)
-            if agent is not None and agent.primary:
-                self._here[source] = message.info.pid
+            self._note_place(self._state.workers[source])
         elif isinstance(message, WorkerExit):
             self._here.pop(message.worker_id, None)
         elif isinstance(message, StepDone):
@@ -312,7 +327,22 @@ class Head:
             self._reason = reason
             if self._state.ended is None:
                 self._tell_agents(Told(text=reason))
+        if not isinstance(message, Beat | StepDone):
+            self._remember()
         self._set_timer()
+
+    def _note_place(self, worker: Worker) -> None:
+        agent = self._state.agents.get(worker.agent)
+        if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
+            self._here[worker.worker_id] = worker.info.pid
+
+    def _remember(self) -> None:
+        """Give the agent that would start another head what that head has to know."""
+        keepers = [i for i, agent in self._state.agents.items() if agent.primary and i in self._lines]
+        if keepers:
+            data = encode(Snapshot(state=_encode_state(self._state)))
+            for agent_id in keepers:
+                self._lines[agent_id].put(data)
 
     def _tell_agents(self, message: Message) -> None:
         data = encode(message)
@@ -357,6 +387,19 @@ class Head:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         self._written.clear()
+
+
+def _encode_state(state: State) -> bytes:
+    # Tuples are no keys in MessagePack.
+    tried = [(key, value) for key, value in state.tried.items()]
+    return msgspec.msgpack.encode((dataclasses.replace(state, tried={}), tried))
+
+
+def _decode_state(data: bytes) -> State:
+    kind = tuple[State, list[tuple[tuple[int, int], tuple[str, Failed]]]]
+    decoded: tuple[State, list[Any]] = msgspec.msgpack.decode(data, type=kind)
+    state, tried = decoded
+    return dataclasses.replace(state, tried=dict(tried))
 
 
 def _binary(data: str | bytes) -> bytes:
