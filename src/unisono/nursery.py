@@ -1,12 +1,12 @@
 """A process that has imported torch, and forks workers from there.
 
-Importing torch takes a second or two of a core. Done once for all workers of a machine, four workers start in the time of one, a
-replacement starts in milliseconds, and what was imported is shared memory. The nursery itself never computes
-and has no thread of its own, so a fork copies a quiet process.
+Importing torch takes two or three seconds of a core. Done once for all workers of a machine, four workers start in the time
+of one, a replacement starts in milliseconds, and what was imported is shared memory. The nursery itself never computes
+and starts no thread, so a fork copies a quiet process.
 
-An agent starts one for itself and speaks to it over a pair of sockets: `Birth` with the worker's output pipes and the token
-attached, and back `Born` and `Death`. When the agent ends, its workers are ended. A nursery can also stand by itself and serve
-many runs, one after the other or at once::
+An agent starts one for itself and speaks to it over a pair of sockets: `Birth` with the worker's output pipes and the
+token attached, and back `Born` and `Death`. When the agent ends, its workers are ended. A nursery can also stand by
+itself and serve many runs, one after the other or at once::
 
     python -m unisono.nursery --listen /run/user/1000/nursery &
     UNISONO_NURSERY=/run/user/1000/nursery unisono run train.py
@@ -65,6 +65,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
     # What every worker needs; the script's own imports find it there.
+    import torch._dynamo  # noqa: F401 - a second's import, which the first optimizer would do
+
     import unisono.run
     import unisono.worker  # noqa: F401
 
@@ -95,7 +97,9 @@ class _Nursery:
     def serve(self) -> int:
         """Fork workers until the agent ends. Returns the exit code: of the nursery, or, in a child, of the worker."""
         while self._agents or self._listener is not None:
-            sources: list[int | socket.socket] = [self._awake, *self._agents, *([self._listener] if self._listener is not None else [])]
+            sources: list[int | socket.socket] = [self._awake, *self._agents]
+            if self._listener is not None:
+                sources.append(self._listener)
             ready, _, _ = select.select(sources, [], [])
             for source in ready:
                 if source is self._listener and self._listener is not None:
