@@ -8,6 +8,7 @@ A worker goes through::
     ORDERED --Hello--> STARTING --Ready--> READY --notice--> ADMITTED --Holding--> HOLDING --Finished--> FINISHED
                                              ^                   |                    |
                                              +--loss of another--+                    +--Left--> LEFT, or LOST
+                                                                                      +--hangs-> ASIDE -> LOST
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
 
@@ -102,8 +103,10 @@ class Policy:
     """A member that says nothing for this long is lost."""
     late_s: float = 3.0
     """A member that others wait for and that gets nowhere for this long is reported."""
+    aside_s: float = 10.0
+    """A member that others wait for and that gets nowhere for this long is left out: they compute its micro-batches."""
     hang_s: float = 60.0
-    """A member that others wait for and that gets nowhere for this long is ended."""
+    """... and for this long is ended."""
     grace_s: float = 0.05
     """How long a closed connection may be without an agent that watches the process."""
     reconnect_s: float = 1.0
@@ -119,7 +122,7 @@ class Policy:
             )
         if self.max_restarts < 0:
             raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
-        for name in ("heartbeat_timeout_s", "late_s", "hang_s"):
+        for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is a time in seconds above 0, got {getattr(self, name)}")
 
@@ -137,13 +140,15 @@ class WorkerState(enum.Enum):
     """It is in the newest generation and does not hold the run's state yet."""
     HOLDING = "training"
     """It holds the run's state: it can go on when others are lost."""
+    ASIDE = "aside"
+    """It hangs: the others go on without it. It may still wake up, and then ends to join again."""
     FINISHED = "finished"
     LEFT = "left"
     LOST = "lost"
 
 
 _S = WorkerState
-ALIVE: Final = frozenset({_S.ORDERED, _S.STARTING, _S.READY, _S.ADMITTED, _S.HOLDING})
+ALIVE: Final = frozenset({_S.ORDERED, _S.STARTING, _S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE})
 _GONE: Final = frozenset({_S.FINISHED, _S.LEFT, _S.LOST})
 
 STAY: Final = None
@@ -194,6 +199,8 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Finished: _S.FINISHED,
         Left: _S.LEFT,
     },
+    # Whatever it had under way when the others left it behind counts no more.
+    _S.ASIDE: dict.fromkeys((Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Finished, Left), STAY),
     _S.FINISHED: {Hello: STAY},
     _S.LEFT: {},
     _S.LOST: {},
@@ -517,6 +524,8 @@ class _Turn:
     def heard(self, worker: Worker, message: Message) -> None:
         """What a worker may say by the table, and has said."""
         worker_id = worker.worker_id
+        if worker.state is _S.ASIDE and not isinstance(message, (Hello, Beat)):
+            return
         match message:
             case Hello():
                 self.hello(worker, message)
@@ -632,6 +641,10 @@ class _Turn:
     def watch(self, worker: Worker, beat: Beat) -> None:
         """Is this worker late, or hanging? Only where others wait for it: a slow team has no one to blame."""
         state, policy = self.state, self.state.policy
+        if worker.state is _S.ASIDE and beat.seconds_at > max(policy.hang_s, 10 * state.step_seconds):
+            why = f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended"
+            self.evict(worker, why)
+            self.lose(worker.worker_id, why)
         if worker.state is not _S.HOLDING or beat.waiting:
             return
         if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
@@ -641,6 +654,9 @@ class _Turn:
             why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
+        elif beat.seconds_at > max(policy.aside_s, 10 * state.step_seconds):
+            self.worker(worker.worker_id, state=_S.ASIDE)
+            self.broken.append(f"{worker.name} gets nowhere for {beat.seconds_at:.0f} s at {where} and is left aside")
         elif beat.seconds_at > max(policy.late_s, 5 * state.step_seconds) and worker.late_at != beat.progress:
             self.worker(worker.worker_id, late_at=beat.progress)
             self.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
@@ -718,7 +734,7 @@ class _Turn:
         late = self.workers(_S.ORDERED, _S.STARTING, _S.READY)
         if not self.moved():
             late += [w for w in self.workers(_S.ADMITTED) if w.worker_id not in state.before]
-        for newcomer in late:
+        for newcomer in late + self.workers(_S.ASIDE):
             self.dismiss(newcomer, "the run has finished its training")
 
     def dismiss(self, worker: Worker, reason: str) -> None:
@@ -940,7 +956,7 @@ class _Turn:
         if not any(known.startswith(reason) for known in self.reasons):
             self.reasons.insert(0, reason)
         for worker_id in sorted(concerned, key=_number):
-            if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING):
+            if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE):
                 self.send(worker_id, notice)
 
 

@@ -857,6 +857,43 @@ def test_a_worker_that_hangs_is_ended_and_replaced() -> None:
     assert "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2" in story.reason
 
 
+def test_the_others_go_on_without_a_worker_that_hangs_and_may_wake_up() -> None:
+    story = training(3, aside_s=10.0, hang_s=60.0)
+    story.beat("w0", waiting=True)
+    story.beat("w1", seconds_at=11.0)
+    assert story.state.members == ("w0", "w2")
+    assert story.state.workers["w1"].state is WorkerState.ASIDE
+    assert story.sent("w1", Notice)[-1].generation == 2  # it learns that it was left behind when it wakes up
+    assert not story.sent(AGENT, Evict)
+    assert "w1 (pid 1001) gets nowhere for 11 s at step 4, micro-batch 2 and is left aside" in story.reason
+
+
+def test_a_worker_aside_that_ends_is_replaced_and_one_that_stays_is_ended() -> None:
+    woken = training(2, aside_s=10.0)
+    woken.beat("w0", waiting=True)
+    woken.beat("w1", seconds_at=11.0)
+    woken.says(AGENT, WorkerExit(worker_id="w1", exit_code=1))
+    assert woken.sent(AGENT, Start)
+
+    stuck = training(2, aside_s=10.0, hang_s=60.0)
+    stuck.beat("w0", waiting=True)
+    stuck.beat("w1", seconds_at=11.0)
+    stuck.beat("w1", seconds_at=61.0)
+    assert stuck.sent(AGENT, Evict)[0].worker_id == "w1"
+    assert stuck.sent(AGENT, Start)
+
+
+def test_nothing_that_a_worker_aside_says_counts() -> None:
+    story = training(2, aside_s=10.0)
+    story.beat("w0", waiting=True)
+    story.beat("w1", seconds_at=11.0)
+    before = story.state.members
+    for message in (Holding(generation=1), Suspect(generation=2, reason="late"), Left()):
+        story.says("w1", message)
+    assert story.state.members == before
+    assert story.state.workers["w1"].state is WorkerState.ASIDE
+
+
 def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:
     story = training(3)
     story.says("w1", Suspect(generation=1, reason="timed out"))

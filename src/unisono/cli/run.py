@@ -41,6 +41,7 @@ __all__ = ["count_workers", "parse_workers", "run", "script_arguments"]
 @click.option("--heartbeat-timeout-s", default=5.0, show_default=True, help="Silent for this long, a worker is lost.")
 @click.option("--timeout-s", default=300.0, show_default=True, help="How long one exchange may take.")
 @click.option("--late-s", default=3.0, show_default=True, help="Report a worker that others wait for after this time.")
+@click.option("--aside-s", default=10.0, show_default=True, help="Go on without a worker that others wait for after this time.")
 @click.option("--hang-s", default=60.0, show_default=True, help="End a worker that others wait for after this time.")
 @click.option("--head-away-s", default=60.0, show_default=True, help="How long workers go on without the head.")
 @click.option("--start", type=click.Choice(["fork", "spawn"]), default="fork" if sys.platform == "linux" else "spawn",
@@ -66,6 +67,7 @@ def run(
     heartbeat_timeout_s: float,
     timeout_s: float,
     late_s: float,
+    aside_s: float,
     hang_s: float,
     head_away_s: float,
     start: str,
@@ -107,7 +109,7 @@ def run(
         command=command, here=here, start=start, first=first, minimum=minimum, maximum=maximum, grows=grows, threads=threads,
         run_dir=run_dir, overwrite=overwrite, exchange=exchange, bind=bind, port=port, max_restarts=max_restarts,
         strict=strict, heartbeat_s=heartbeat_s, heartbeat_timeout_s=heartbeat_timeout_s, timeout_s=timeout_s,
-        late_s=late_s, hang_s=hang_s, head_away_s=head_away_s, simulate_hosts=simulate_hosts, outcome=outcome,
+        late_s=late_s, aside_s=aside_s, hang_s=hang_s, head_away_s=head_away_s, simulate_hosts=simulate_hosts, outcome=outcome,
     )  # fmt: skip
     from unisono import agent
 
@@ -135,6 +137,7 @@ def _render(
     heartbeat_timeout_s: float,
     timeout_s: float,
     late_s: float,
+    aside_s: float,
     hang_s: float,
     head_away_s: float,
     simulate_hosts: int,
@@ -152,6 +155,7 @@ def _render(
         strict=strict,
         heartbeat_timeout_s=heartbeat_timeout_s,
         late_s=late_s,
+        aside_s=aside_s,
         hang_s=hang_s,
     )
     job = Job(
