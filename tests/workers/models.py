@@ -1,13 +1,16 @@
 """Small models and the ways to train them: between them they use what PyTorch users use.
 
-A `Recipe` is a whole training. It runs alone, in a team without a head, and as a script::
+A `Recipe` is a whole training. It runs alone, in a team without a head, and as a script of two lines::
 
-    python -m tests.workers.models cnn 6 RUN_DIRECTORY
+    from tests.workers.models import main
+
+    main()      # python script.py cnn 6 RUN_DIRECTORY
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -355,11 +358,12 @@ RECIPES = {
 }
 
 
+def train_in(directory: str | os.PathLike[str], name: str, microbatches: int) -> Outcome:
+    """A run as a script or a launched function makes it."""
+    with unisono.Run(directory, seed=3, device="cpu") as run:
+        return RECIPES[name].train(run, microbatches)
+
+
 def main() -> None:
     name, microbatches, directory = sys.argv[1:]
-    with unisono.Run(directory, seed=3, device="cpu") as run:
-        RECIPES[name].train(run, int(microbatches))
-
-
-if __name__ == "__main__":
-    main()
+    train_in(directory, name, int(microbatches))

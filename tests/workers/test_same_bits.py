@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import unisono
+from tests.workers import models
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
@@ -79,3 +84,49 @@ def test_the_recipes_are_trainings(alone: tuple[Path, Outcomes]) -> None:
     assert len(set(ends.values())) == len(ends) - len(twins)
     for name, twin in twins.items():
         assert outcomes[name, 6].final["model"] == outcomes[twin, 6].final["model"]
+
+
+# -- the real command --------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe as a script of its own: ``script.py RECIPE M DIRECTORY``."""
+    path = tmp_path / "script.py"
+    path.write_text("from tests.workers.models import main\n\nmain()\n")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return path
+
+
+def call(*arguments: object) -> None:
+    done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer", "two phases"])
+def test_the_command_gives_the_bits_of_the_script_alone(name: str, script: Path, tmp_path: Path) -> None:
+    """``python script.py`` against ``unisono run script.py``: processes of their own, a head, and every exchange."""
+    call(sys.executable, script, name, 6, tmp_path / "alone")
+    teams = {
+        "cnn": [("--workers", 2), ("--workers", 3, "--exchange", "gloo")],
+        "transformer": [("--workers", 3), ("--workers", 3, "--exchange", "two-level", "--simulate-hosts", 2)],
+        "two phases": [("--workers", 2, "--exchange", "gloo", "--simulate-hosts", 2)],
+    }
+    for number, options in enumerate(teams[name]):
+        directory = tmp_path / f"team-{number}"
+        command = [sys.executable, "-P", "-m", "unisono", "run", script, *options, "--run-dir", directory]
+        call(*command, "--", name, 6, tmp_path / "alone")
+        assert compare(tmp_path / "alone", directory).startswith("identical: ")
+
+
+def test_a_launched_function_gives_the_bits_of_one_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: tuple[Path, Outcomes]
+) -> None:
+    """`unisono.launch`, as a notebook calls it; what rank 0 returns comes back."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder, expected = alone
+    outcome = unisono.launch(functools.partial(models.train_in, tmp_path / "run", "rare", 8), workers=2)
+    assert outcome == expected["rare", 8]
+    assert compare(place_of(folder, "rare", 8), tmp_path / "run").startswith("identical: ")
