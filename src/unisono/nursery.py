@@ -1,8 +1,8 @@
 """A process that has imported torch, and forks workers from there.
 
-Importing torch takes two or three seconds of a core. Done once for all workers of a machine, four workers start in the time
-of one, a replacement starts in milliseconds, and what was imported is shared memory. The nursery itself never computes
-and starts no thread, so a fork copies a quiet process.
+Importing torch takes two or three seconds of a core. Done once for all workers of a machine, four workers start in the
+time of one, a replacement starts in milliseconds, and what was imported is shared memory. The nursery itself never
+computes and starts no thread, so a fork copies a quiet process.
 
 An agent starts one for itself and speaks to it over a pair of sockets: `Birth` with the worker's output pipes and the
 token attached, and back `Born` and `Death`. When the agent ends, its workers are ended. A nursery can also stand by
