@@ -146,7 +146,7 @@ class _Ahead:
         self._kept: dict[tuple[int, int], Any] = {}
         loader: DataLoader[Any] = DataLoader(
             _Seeded(fetcher._dataset),  # type: ignore[arg-type]
-            batch_sampler=_Sampler(self._requests),  # type: ignore[arg-type]
+            batch_sampler=_Sampler(self._requests),
             num_workers=num_processes,
             collate_fn=fetcher._collate,
             pin_memory=pin,

@@ -23,8 +23,10 @@ from typing import Any
 import msgspec
 import torch
 
+from unisono.balance import Balance
 from unisono.errors import StepError, UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.facts import Facts
 from unisono.faults import point
 from unisono.flat import FlatLayout, Slot
 from unisono.plan import Plan, plan, replan
@@ -56,7 +58,7 @@ class _Last:
 class Rounds:
     """This member's part in the rounds of a run."""
 
-    def __init__(self, team: Team, tracked: Tracked) -> None:
+    def __init__(self, team: Team, tracked: Tracked, *, balance: bool = True) -> None:
         self.team = team
         self.tracked = tracked
         self.number = 0
@@ -72,6 +74,11 @@ class Rounds:
         self._reports: list[Report] | None = None
         self._must_meet = False
         self._agreed = 0
+        self.facts: list[Facts] = []
+        """By rank, what each member told with the last combine."""
+        self._wants_balance = balance
+        self._balance = Balance(1)
+        self._balanced_generation = 0
 
     # -- entering ------------------------------------------------------------------------------------
 
@@ -135,11 +142,13 @@ class Rounds:
             except LOST as lost:
                 reports = self._settle_after(lost)
         if reports is None:
+            if kind == "step" and self._is_balanced():
+                return self._balance.decide(num_leaves)
             return plan(self.team.size, num_leaves)
         return self._replan(reports)
 
-    def combine(self, plan: Plan, held: dict[Node, Slot], facts: Sequence[float]) -> Combined:
-        """The sum of the step. Collective. Facts: ``NUM_FACTS - 1`` numbers.
+    def combine(self, plan: Plan, held: dict[Node, Slot], facts: Facts) -> Combined:
+        """The sum of the step. Collective.
 
         Raises:
             PeerLost, DeadlineExceeded: call `recover`.
@@ -191,12 +200,26 @@ class Rounds:
         self._held = {}
         self.number += 1
 
-    def _combine(self, share: Share, facts: Sequence[float]) -> Combined:
+    def _combine(self, share: Share, facts: Facts) -> Combined:
+        told = facts._replace(notice=float(self.team.newest()))
         with self.team.waiting():
-            combined = self.team.exchange.combine(share, [*facts, float(self.team.newest())])
+            combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])
+        everyones = self.facts = [Facts(*each[: len(told)]) for each in combined.facts]
         # Everybody has heard of the oldest of the newest notices: at the next boundary all can move to it.
-        self._agreed = int(min(each[NUM_FACTS - 1] for each in combined.facts))
+        self._agreed = int(min(each.notice for each in everyones))
+        if self._balanced_generation != self.team.generation:
+            self._balanced_generation = self.team.generation
+            self._balance = Balance(self.team.size)
+        self._balance.observe([each.leaves for each in everyones], [each.data + each.compute for each in everyones])
         return combined
+
+    def predicted(self, num_leaves: int) -> Plan:
+        """What the plan of the coming steps will most likely be. Local."""
+        return self._balance.peek(num_leaves) if self._is_balanced() else plan(self.team.size, num_leaves)
+
+    def _is_balanced(self) -> bool:
+        # The first step of a generation knows nothing yet, on every member.
+        return self._wants_balance and self._balanced_generation == self.team.generation
 
     def _report(self, have: Sequence[Node] = ()) -> Report:
         return Report(
@@ -248,7 +271,7 @@ class Rounds:
                 self.team.exchange.all_gather(self._last.letter)
             return
         theirs = _replan(reports, behind.round, behind.num_leaves)
-        combined = self._combine(Share(behind.num_leaves, theirs.nodes, {}), (0.0,) * (NUM_FACTS - 1))
+        combined = self._combine(Share(behind.num_leaves, theirs.nodes, {}), Facts())
         self.team.exchange.release(combined.slot)
         if combined.digest != self._last.digest:
             raise StepError(

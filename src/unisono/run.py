@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +61,7 @@ class Run:
         device: default: this worker's GPU if there is one, else the CPU.
         deterministic: use deterministic kernels only; torch names an operation that has none. Without it, "same bits" is
             not promised.
+        balance: give faster workers more micro-batches. Changes no bit.
         overwrite: replace another run that the directory holds.
 
     Raises:
@@ -75,6 +76,7 @@ class Run:
         threads: int | None = None,
         device: str | torch.device | None = None,
         deterministic: bool = True,
+        balance: bool = True,
         overwrite: bool = False,
     ) -> None:
         environment = os.environ
@@ -84,6 +86,7 @@ class Run:
         self.device = choose_device(device, environment)
         self._arithmetic = Arithmetic(choose_threads(threads, environment), deterministic)
         self._overwrite = overwrite or environment.get("UNISONO_OVERWRITE") == "1"
+        self._balance = balance
         self._tracked = Tracked()
         self._journal = Journal(self.directory / JOURNAL if self.directory is not None else None)
         self._writes = False
@@ -106,7 +109,7 @@ class Run:
             claim(self.directory, self._run_id, overwrite=self._overwrite)
         self._arithmetic.enter()
         self._team = self._make_team(member)
-        self._rounds = Rounds(self._team, self._tracked)
+        self._rounds = Rounds(self._team, self._tracked, balance=self._balance)
         seed_place(self.seed, "start")
         return self
 
@@ -302,7 +305,7 @@ class Run:
         rounds, team, phase = self._rounds, self._team, self._phases
         self._phases += 1
         first = self._join(phase, cursor)
-        ahead = _Ahead(team, cursor, num_steps)
+        ahead = _Ahead(rounds, cursor, num_steps)
         fetcher = Fetcher(
             dataset,
             lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
@@ -407,9 +410,15 @@ class Run:
         point("after_step")
         self._steps_before += 1
         seconds = clock.reset()
+        assert self._rounds is not None
         workers = {
-            worker_id: [round(value, 6) for value in facts[:2]]
-            for worker_id, facts in zip(self._team.worker_ids, step.facts, strict=False)
+            worker_id: {
+                "leaves": int(facts.leaves),
+                "data": round(facts.data, 6),
+                "compute": round(facts.compute, 6),
+                "last": {part: round(value, 6) for part, value in facts.last.items()},
+            }
+            for worker_id, facts in zip(self._team.worker_ids, self._rounds.facts, strict=False)
         }
         line = {
             **step.line,
@@ -466,8 +475,8 @@ def _nothing() -> None:
 class _Ahead:
     """What this worker will probably compute next, for loader processes."""
 
-    def __init__(self, team: Team, cursor: Cursor, num_steps: int) -> None:
-        self._team = team
+    def __init__(self, rounds: Rounds, cursor: Cursor, num_steps: int) -> None:
+        self._rounds = rounds
         self._cursor = cursor
         self._num_steps = num_steps
         self._number = -1
@@ -477,10 +486,15 @@ class _Ahead:
         self._number, self._plan = number, plan
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        if self._plan is not None and self._team.rank < len(self._plan.ranges):
-            for leaf in self._plan.ranges[self._team.rank]:
+        rank = self._rounds.team.rank
+        if self._plan is not None:
+            for leaf in _of(self._plan, rank):
                 yield self._number, leaf
         for number in range(self._number + 1, self._num_steps):
-            plan = even_plan(self._team.size, self._cursor.position(number).num_leaves)
-            for leaf in plan.ranges[self._team.rank] if self._team.rank < self._team.size else ():
+            for leaf in _of(self._rounds.predicted(self._cursor.position(number).num_leaves), rank):
                 yield number, leaf
+
+
+def _of(plan: Plan, rank: int) -> Sequence[int]:
+    """A plan is of one generation, a rank perhaps of the next."""
+    return plan.ranges[rank] if rank < len(plan.ranges) else ()

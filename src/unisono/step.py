@@ -15,6 +15,7 @@ from unisono.cursor import Cursor, StepPosition
 from unisono.data import Fetcher
 from unisono.errors import LossError, StepError
 from unisono.exchange import Combined, Share
+from unisono.facts import PARTS, Facts
 from unisono.faults import at_step, point
 from unisono.gradients import GradientFolder
 from unisono.plan import Plan
@@ -46,8 +47,10 @@ class Clock:
     """Where the wall time of a step goes, in seconds. One thing at a time, so the parts add up."""
 
     parts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("data", "compute", "exchange", "other"), 0.0)
+        default_factory=lambda: dict.fromkeys(PARTS, 0.0)
     )
+    last: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """The parts of the step before."""
     _now: str = "other"
     _since: float = field(default_factory=time.perf_counter)
 
@@ -57,11 +60,17 @@ class Clock:
         self.parts[self._now] += now - self._since
         self._now, self._since = part, now
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """It turned out that so much of ``source`` was ``target``."""
+        seconds = min(seconds, self.parts[source])
+        self.parts[source] -= seconds
+        self.parts[target] += seconds
+
     def reset(self) -> dict[str, float]:
         """The parts since the last reset."""
         self.switch(self._now)
-        parts, self.parts = self.parts, dict.fromkeys(self.parts, 0.0)
-        return parts
+        self.last, self.parts = self.parts, dict.fromkeys(PARTS, 0.0)
+        return self.last
 
 
 class Step:
@@ -78,6 +87,11 @@ class Step:
         self._clock = clock
         self._place = context.first_number + number
         self._state = "new"
+        self._num_computed = 0
+        # Of the micro-batch that is being computed:
+        self._calls = 0
+        self._weight = self._weighted_loss = 0.0
+        self._wanted_weight = 0.0
         self._folder: GradientFolder | None = None
         self._leaf: int | None = None
         self._scale = 2.0 ** math.floor(math.log2(self._position.microbatch_size))
@@ -217,7 +231,7 @@ class Step:
                 self._clock.switch("exchange")
                 rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
                 point("before_combine")
-                combined = rounds.combine(plan, folder.held, self._facts)
+                combined = rounds.combine(plan, folder.held, self._facts())
                 break
             except LOST as lost:
                 self._clock.switch("exchange")
@@ -249,6 +263,7 @@ class Step:
                 )
             for slot in folder.finish_leaf(self._weight, self._weighted_loss):
                 rounds.team.exchange.release(slot)
+            self._num_computed += 1
             point("after_backward", leaf)
         self._clock.switch("exchange")
 
@@ -282,6 +297,7 @@ class Step:
         self._weight_total, self._loss = weight * self._scale, weighted_loss / weight
         folder.show(combined.slot)
         self._clock.switch("other")
+        self._clock.move(combined.waiting_s, "exchange", "waiting")
         seed_place(self._context.seed, "update", self._place)
 
     def _check(self, loss: Tensor, where: str) -> float:
@@ -314,17 +330,9 @@ class Step:
     def logs(self) -> dict[str, float]:
         return dict(self._logs)
 
-    @property
-    def facts(self) -> tuple[tuple[float, ...], ...]:
-        """By rank, what each member told about its times."""
-        assert self._combined is not None
-        return self._combined.facts
-
-    @property
-    def _facts(self) -> tuple[float, ...]:
-        self._clock.switch("exchange")
-        parts = self._clock.parts
-        return (parts["data"], parts["compute"], parts["exchange"], parts["other"], 0.0)
+    def _facts(self) -> Facts:
+        now, last = self._clock.parts, self._clock.last
+        return Facts(self._num_computed, now["data"], now["compute"], *(last[part] for part in PARTS))
 
 
 def _weight(weight: float | Tensor | None, num_samples: int, where: str) -> float:

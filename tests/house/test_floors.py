@@ -18,11 +18,13 @@ FLOORS = {
     # 0, words: what things are called. The standard library and msgspec.
     "errors": 0,
     "messages": 0,
+    "facts": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
     "tree": 1,
     "plan": 1,
     "cursor": 1,
     "membership": 1,
+    "balance": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "flat": 2,
@@ -65,6 +67,7 @@ NEIGHBOURS = {
     # Rooms of one floor do not know each other, except:
     "messages": {"errors"},
     "plan": {"tree"},
+    "balance": {"plan", "tree"},
     "exchange": {"faults", "flat"},
     "data": {"lifetime", "randomness"},
     "member": {"lifetime"},

@@ -38,8 +38,8 @@ from unisono.tree import Node
 
 __all__ = ["NUM_FACTS", "Combined", "Exchange", "Share"]
 
-NUM_FACTS = 6
-"""Float64 numbers that each member tells all others with every combine (timings)."""
+NUM_FACTS = 16
+"""Float64 numbers that each member tells all others with every combine (`unisono.facts`)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""How fast each member is, and the share that follows from it.
+
+All members see the same facts after every commit and run the same arithmetic on them, so all reach the same plan without a
+word. A new generation begins without knowledge, for the newcomers' sake.
+
+A member's pace is the median of its seconds per micro-batch over its last steps: one slow step does not move
+work, three do. The plan changes only when the step would become shorter by more than `GAIN`, so noise does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from unisono.plan import Plan, plan
+from unisono.tree import cover
+
+__all__ = ["Balance", "balanced"]
+
+WINDOW: Final = 5
+"""Steps that a pace is the median of."""
+KNOWN: Final = (WINDOW + 1) // 2
+"""From so many steps on a pace is known."""
+WARM_UP: Final = 2
+"""First steps of a generation that do not count: caches, compilation, page faults."""
+GAIN: Final = 0.04
+"""A plan is changed when the step would become shorter by more than this part of it."""
+REST: Final = 16
+"""A member that had nothing to do gets a micro-batch after this many steps: it may be faster now."""
+
+
+class Balance:
+    """The pace of each member of one generation, by rank."""
+
+    def __init__(self, num_members: int) -> None:
+        self._seconds: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(num_members)]
+        self._resting = [0] * num_members
+        self._num_seen = 0
+        self._plans: dict[int, Plan] = {}
+
+    def observe(self, leaves: Sequence[float], seconds: Sequence[float]) -> None:
+        """Take in a step.
+
+        Args:
+            leaves: by rank, how many micro-batches each member has computed.
+            seconds: by rank, how long that took.
+        """
+        self._num_seen += 1
+        if self._num_seen <= WARM_UP:
+            return
+        for rank, (number, took) in enumerate(zip(leaves, seconds, strict=True)):
+            if number > 0:
+                if self._resting[rank]:  # what was known of it is old
+                    self._seconds[rank].clear()
+                    self._seconds[rank].extend([took / number] * (KNOWN - 1))
+                self._seconds[rank].append(took / number)
+                self._resting[rank] = 0
+            else:
+                self._resting[rank] += 1
+
+    def paces(self) -> list[float] | None:
+        """Seconds per micro-batch by rank; None while one of them is not known."""
+        if any(len(held) < KNOWN for held in self._seconds):
+            return None
+        return [statistics.median(held) for held in self._seconds]
+
+    def peek(self, num_leaves: int) -> Plan:
+        """What `decide` would most likely say. Changes nothing."""
+        return self._plans.get(num_leaves) or plan(len(self._seconds), num_leaves)
+
+    def decide(self, num_leaves: int) -> Plan:
+        """Who computes what of the next step, of ``num_leaves`` micro-batches. Every member calls it once for each step."""
+        current = self.peek(num_leaves)
+        paces = self.paces()
+        if paces is None or num_leaves < 2 or len(paces) < 2:
+            return current
+        # Not on every digit of a measurement: equal paces to 1% are equal, and a plan is found once.
+        unit = max(paces) / 256
+        found = balanced(tuple(max(1, round(pace / unit)) for pace in paces), num_leaves, self._tired())
+        if found is not current and (
+            _length(found, paces) < (1 - GAIN) * _length(current, paces) or self._tired() != frozenset()
+        ):
+            current = found
+        self._plans[num_leaves] = current
+        return current
+
+    def _tired(self) -> frozenset[int]:
+        """Ranks that have rested for so long that they shall show their pace again."""
+        return frozenset(rank for rank, steps in enumerate(self._resting) if steps >= REST)
+
+
+def _length(candidate: Plan, paces: Sequence[float]) -> float:
+    return max(len(own) * pace for own, pace in zip(candidate.ranges, paces, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def balanced(paces: tuple[int, ...], num_leaves: int, must_work: frozenset[int] = frozenset()) -> Plan:
+    """The plan whose slowest member is done first; among those within 1% of it, one with few nodes.
+
+    Ranges are contiguous, in the order of ranks. Each of them is the union of a few nodes of the tree, which travel one by
+    one, so a plan may take 1% longer to compute if it saves nodes.
+
+    Args:
+        paces: by rank, time for one micro-batch, in any unit.
+        must_work: ranks that get at least one micro-batch.
+    """
+    shortest = _shortest(paces, num_leaves, must_work)
+    limit = shortest + shortest // 100
+    # Fewest nodes with every member below the limit: a shortest path over (member, first leaf).
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for rank, pace in enumerate(paces):
+        after: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (cost, edges) in best.items():
+            least = 1 if rank in must_work else 0
+            for stop in range(start + least, min(num_leaves, start + limit // pace) + 1):
+                option = (cost + len(cover(start, stop, num_leaves)), (*edges, stop))
+                if stop not in after or option < after[stop]:
+                    after[stop] = option
+        best = after
+    edges = (0, *best[num_leaves][1])
+    return Plan(num_leaves, tuple(range(a, b) for a, b in zip(edges, edges[1:], strict=False)))
+
+
+def _shortest(paces: tuple[int, ...], num_leaves: int, must_work: frozenset[int]) -> int:
+    """The smallest time within which all members together can compute all leaves."""
+
+    def enough(limit: int) -> bool:
+        return all(limit >= paces[rank] for rank in must_work) and sum(limit // pace for pace in paces) >= num_leaves
+
+    # The answer is a whole number of micro-batches of some member.
+    candidates = sorted({pace * number for pace in set(paces) for number in range(1, num_leaves + 1)})
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(candidates[middle]) else (middle + 1, high)
+    return candidates[low]
