@@ -86,9 +86,7 @@ def step_of(at: str) -> int:
 
 
 @pytest.mark.parametrize(("exchange", "workers", "at", "rank"), CASES)
-def test_a_kill_changes_no_bit(
-    exchange: str, workers: int, at: str, rank: int, calm: Outcome, tmp_path: Path
-) -> None:
+def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, calm: Outcome, tmp_path: Path) -> None:
     """Whoever is killed, wherever it is: the others finish the step, and all that follows, with the same result."""
     options = ["--exchange", *EXCHANGES[exchange]]
     count: int | str = workers
