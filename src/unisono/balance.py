@@ -1,6 +1,7 @@
 """How fast each member is, and the share that follows from it.
 
-All members see the same facts after every commit and run the same arithmetic on them, so all reach the same plan without a
+All members see the same facts after every commit and run the same arithmetic on them, so all reach the same plan
+without a
 word. A new generation begins without knowledge, for the newcomers' sake.
 
 A member's pace is the median of its seconds per micro-batch over its last steps: one slow step does not move
@@ -72,7 +73,8 @@ class Balance:
         return self._plans.get(num_leaves) or plan(len(self._seconds), num_leaves)
 
     def decide(self, num_leaves: int) -> Plan:
-        """Who computes what of the next step, of ``num_leaves`` micro-batches. Every member calls it once for each step."""
+        """Who computes what of the next step, of ``num_leaves`` micro-batches. Every member calls it once for each
+        step."""
         current = self.peek(num_leaves)
         paces = self.paces()
         if paces is None or num_leaves < 2 or len(paces) < 2:
@@ -100,7 +102,8 @@ def _length(candidate: Plan, paces: Sequence[float]) -> float:
 def balanced(paces: tuple[int, ...], num_leaves: int, must_work: frozenset[int] = frozenset()) -> Plan:
     """The plan whose slowest member is done first; among those within 1% of it, one with few nodes.
 
-    Ranges are contiguous, in the order of ranks. Each of them is the union of a few nodes of the tree, which travel one by
+    Ranges are contiguous, in the order of ranks. Each of them is the union of a few nodes of the tree, which travel
+    one by
     one, so a plan may take 1% longer to compute if it saves nodes.
 
     Args:

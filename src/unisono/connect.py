@@ -42,7 +42,9 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
     if wanted in ("shared", "two-level") and not can_share:
         raise UsageError(f"--exchange {wanted} needs workers on CPUs; these are on {device.type}: use auto or gloo")
     if wanted == "shared" and len(hosts) > 1:
-        raise UsageError(f"--exchange shared needs all workers on one host, these are on {len(hosts)}: use auto, gloo or two-level")
+        raise UsageError(
+            f"--exchange shared needs all workers on one host, these are on {len(hosts)}: use auto, gloo or two-level"
+        )
     if wanted != "auto":
         return wanted
     if not can_share or all(len(ranks) == 1 for ranks in hosts):

@@ -1,10 +1,13 @@
 """From sample indices to the batch on the device.
 
 A dataset needs ``len`` and ``[i]``. Before each sample the random generators are set from
-``(seed, epoch, sample index)``, in this process or in a loader process, so an augmentation does not depend on who loads it.
+``(seed, epoch, sample index)``, in this process or in a loader process, so an augmentation does not depend on who
+loads it.
 
-Loader processes (torch's `DataLoader`) fetch ahead what the plan will ask for. Its sampler reads the plan at the moment at which a
-fetch is sent out; when the plan changes, what is on its way and still useful is kept, the rest is dropped, and what nobody
+Loader processes (torch's `DataLoader`) fetch ahead what the plan will ask for. Its sampler reads the plan at the
+moment at which a
+fetch is sent out; when the plan changes, what is on its way and still useful is kept, the rest is dropped, and what
+nobody
 had asked for is fetched here.
 """
 
@@ -54,7 +57,8 @@ def check_dataset(dataset: Any) -> int:
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise RecipeError(
-            f"the dataset is a {type(dataset).__qualname__}, which can only be iterated; samples must be found by index: "
+            f"the dataset is a {type(dataset).__qualname__}, which can only be iterated; samples must be found "
+            f"by index: "
             "give it __len__ and __getitem__ (a list of its samples will do if they fit in memory)"
         )
     try:
@@ -69,7 +73,8 @@ class Fetcher:
     Args:
         samples: the cursor's view of the data.
         seed: of the run; augmentation is seeded from it.
-        upcoming: from (step, leaf), exclusive, the requests that this worker will probably make next; read when a fetch ahead
+        upcoming: from (step, leaf), exclusive, the requests that this worker will probably make next; read when a
+        fetch ahead
             is sent out. Used with loader processes only.
     """
 

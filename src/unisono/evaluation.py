@@ -1,6 +1,7 @@
 """Exact totals over a dataset, shared out over the workers.
 
-A batch is a leaf: it is evaluated once, by whoever the plan says, and the totals of all batches are added in the order of the
+A batch is a leaf: it is evaluated once, by whoever the plan says, and the totals of all batches are added in the
+order of the
 tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the workers.
 """
 
@@ -70,9 +71,15 @@ def evaluate(
     names = have[0].keys()
     for batch, totals in have.items():
         if totals.keys() != names:
-            raise UsageError(f"the function of run.evaluate gave {sorted(names)} for batch 0 and {sorted(totals)} for batch {batch}")
+            raise UsageError(
+                f"the function of run.evaluate gave {sorted(names)} for batch 0 and {sorted(totals)} for batch {batch}"
+            )
     return {
-        name: fold({leaf(batch, num_batches): have[batch][name] for batch in range(num_batches)}, num_batches, lambda a, b: a + b)
+        name: fold(
+            {leaf(batch, num_batches): have[batch][name] for batch in range(num_batches)},
+            num_batches,
+            lambda a, b: a + b,
+        )
         for name in names
     }
 
@@ -84,7 +91,8 @@ def _one(fetcher: Fetcher, function: Callable[[Any], Mapping[str, Any]], batch: 
         totals = function(data)
     if not isinstance(totals, Mapping):
         raise UsageError(
-            f"the function of run.evaluate must return totals by name, e.g. {{'correct': 93, 'samples': 100}}; got a {type(totals).__qualname__}"
+            f"the function of run.evaluate must return totals by name, e.g. {{'correct': 93, 'samples': 100}}; "
+            f"got a {type(totals).__qualname__}"
         )
     return {name: _total(value, name) for name, value in totals.items()}
 
@@ -99,7 +107,9 @@ def _total(value: Any, name: str) -> Any:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise UsageError(f"run.evaluate can add up numbers and tensors; {name!r} is a {type(value).__qualname__}") from None
+        raise UsageError(
+            f"run.evaluate can add up numbers and tensors; {name!r} is a {type(value).__qualname__}"
+        ) from None
 
 
 class _Letter(msgspec.Struct, frozen=True):
@@ -116,7 +126,9 @@ def _encode(have: dict[int, Totals]) -> bytes:
 def _decode(data: bytes) -> dict[int, Totals]:
     letter = msgspec.msgpack.decode(data, type=_Letter)
     tensors = [
-        torch.frombuffer(bytearray(raw), dtype=getattr(torch, kind.removeprefix("torch."))).view(shape) if raw else torch.zeros(shape)
+        torch.frombuffer(bytearray(raw), dtype=getattr(torch, kind.removeprefix("torch."))).view(shape)
+        if raw
+        else torch.zeros(shape)
         for kind, shape, raw in letter.tensors
     ]
     found: dict[int, Totals] = unpack(letter.skeleton, tensors)

@@ -171,7 +171,8 @@ class GradientFolder:
         self._calls += 1
         if self._calls_known and self._calls > self._calls_known:
             raise StepError(
-                f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known} times for the first; "
+                f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known} "
+                f"times for the first; "
                 "call it equally often for every micro-batch (at most as often as for the first), or add up the losses"
             )
         self._in_backward = True
@@ -253,7 +254,8 @@ class GradientFolder:
         else:
             if gradient.layout is not torch.strided:
                 raise StepError(
-                    f"the gradient of {self._names[index]!r} is sparse ({gradient.layout}); sums over workers are dense: "
+                    f"the gradient of {self._names[index]!r} is sparse ({gradient.layout}); sums over workers "
+                    f"are dense: "
                     "use nn.Embedding(sparse=False) or freeze the parameter"
                 )
             self._fold_dense(index, gradient)

@@ -1,7 +1,9 @@
 """The journal of a run: one line of JSON a step, only ever appended.
 
-A line is what all members agree on after a commit (step, loss, weight, digest), and how long each of them took. Whoever is
-rank 0 writes; when rank 0 dies after a commit and before its line, the next one writes it, because every member keeps the last
+A line is what all members agree on after a commit (step, loss, weight, digest), and how long each of them took.
+Whoever is
+rank 0 writes; when rank 0 dies after a commit and before its line, the next one writes it, because every member keeps
+the last
 few. The last line says how the run ended, with a digest of every tracked object.
 
 Lines by ``kind``: ``step``, ``evaluation``, ``end``.
@@ -140,7 +142,9 @@ def compare(a: Path, b: Path) -> str:
             raise Difference(f"after {num_steps} equal steps: {a} has {_name(mine)}, {b} has {_name(other)}")
         for key, value in mine.items():
             if value != other.get(key):
-                raise Difference(f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}")
+                raise Difference(
+                    f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}"
+                )
         num_steps += mine["kind"] == "step"
     if len(ours) != len(theirs):
         shorter, longer = (a, b) if len(ours) < len(theirs) else (b, a)
@@ -148,7 +152,9 @@ def compare(a: Path, b: Path) -> str:
         raise Difference(f"equal for {num_steps} steps; then {shorter} ends, where {longer} has {_name(rest)}")
     end = ours[-1]["digests"] if ours and ours[-1]["kind"] == "end" else {}
     digests = "".join(f", {name} {digest}" for name, digest in end.items())
-    return f"identical: {num_steps} steps{digests}" if end else f"identical so far: {num_steps} steps, neither has ended"
+    return (
+        f"identical: {num_steps} steps{digests}" if end else f"identical so far: {num_steps} steps, neither has ended"
+    )
 
 
 def _name(line: Line) -> str:

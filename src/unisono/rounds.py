@@ -1,22 +1,26 @@
 """What the members of a run do together, round by round, and how a round survives the loss of some of them.
 
-A **round** is a step's sum or an evaluation: work that is cut into leaves, done by whoever the plan says, and put together at
-the end by all. Rounds are counted. A round is over for a member when it has seen the commit; a member that is lost at that
+A **round** is a step's sum or an evaluation: work that is cut into leaves, done by whoever the plan says, and put
+together at
+the end by all. Rounds are counted. A round is over for a member when it has seen the commit; a member that is lost at
+that
 moment can leave others who have not. So two members are never more than one round apart, and after a loss:
 
 1. the survivors enter the next generation and **meet**: each reports its round and the nodes of it that it has;
-2. those in the earlier round plan what is missing of it from these reports, compute it, and combine. Those who are ahead
+2. those in the earlier round plan what is missing of it from these reports, compute it, and combine. Those who are
+ahead
    **stand by**: they take part in the combine, hold nothing, and throw the result away (after looking at its digest);
 3. then all are in the same round, meet again, and plan what is missing of that one.
 
-Nobody is sent gradients, nothing is rolled back, and finished nodes are never computed again. A newcomer is admitted at a
+Nobody is sent gradients, nothing is rolled back, and finished nodes are never computed again. A newcomer is admitted
+at a
 step boundary only: it gets the tracked state from the first member that has it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +39,20 @@ from unisono.team import LOST, Report, Team
 from unisono.tracked import Tracked
 from unisono.tree import Node
 
-__all__ = ["Rounds"]
+__all__ = ["Place", "Rounds"]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run stands, between two steps."""
+
+    phase: int
+    """Which call of ``run.steps``, from 0."""
+    step: int
+    """Steps of the phase that are done."""
+    total: int
+    """Steps of the run that are done."""
+    lines: int
+    """Lines of the journal."""
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -65,6 +82,9 @@ class Rounds:
         self.phase = 0
         self.step = 0
         self.lines = 0
+        self.total = 0
+        self.about_checkpoints: Callable[[], Sequence[float]] = tuple
+        """What this member has to say about checkpoints with the next combine."""
         self._kind, self._num_leaves = "step", 1
         self._fresh = True
         self._layout: FlatLayout | None = None
@@ -74,6 +94,7 @@ class Rounds:
         self._reports: list[Report] | None = None
         self._must_meet = False
         self._agreed = 0
+        self._begins_at: Place | None = None
         self.facts: list[Facts] = []
         """By rank, what each member told with the last combine."""
         self._wants_balance = balance
@@ -82,18 +103,49 @@ class Rounds:
 
     # -- entering ------------------------------------------------------------------------------------
 
-    def join(self, phase: int) -> None:
-        """Get into the run, with its state. Collective for the members of the generation that admits this one."""
+    def join(self, phase: int, begin: Callable[[], Place | None]) -> bool:
+        """Get into the run, with its state. Collective for the members of the generation that admits this one.
+
+        Args:
+            begin: called on one member of a run that begins: loads the state that it shall begin with, and says where
+                that is; None: at the beginning.
+
+        Returns:
+            False if that is in a later phase; call again there.
+        """
         self.phase = phase
         while self._fresh:
-            reports = self.team.join(phase, self._report())
+            if self._begins_at is None:
+                reports = self.team.join(phase, self._report())
             try:
-                source = self._share_state(reports)[self.team.rank]
+                if self._begins_at is not None:
+                    reports = self.team.meet(self._report())
+                place = self._begin(begin) if all(report.fresh for report in reports) else None
+                if place is not None and place.phase > phase:
+                    self._begins_at = place
+                    return False
+                if place is None:
+                    source = self._share_state(reports)[self.team.rank]
+                    place = Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines)
+                    self.number = source.round
+                elif len(reports) > 1:
+                    packed = pack(self.tracked.state(), "tracked") if self.team.rank == 0 else None
+                    state = self._transfer(0, packed)
+                    if self.team.rank != 0:
+                        self.tracked.load(state)
             except LOST:
+                self._begins_at = None
                 continue
-            self.number, self.phase, self.step, self.lines = source.round, source.phase, source.step, source.lines
+            self.phase, self.step, self.total, self.lines = place.phase, place.step, place.total, place.lines
             self._fresh = False
         self.team.holding()
+        return True
+
+    def _begin(self, begin: Callable[[], Place | None]) -> Place | None:
+        """What rank 0 finds to begin with. Collective."""
+        with self.team.waiting():
+            letter = msgspec.msgpack.encode(begin()) if self.team.rank == 0 else b""
+            return msgspec.msgpack.decode(self.team.exchange.all_gather(letter)[0], type=Place | None)
 
     def use(self, layout: FlatLayout) -> None:
         """Sum what this layout describes from now on. Collective."""
@@ -127,6 +179,10 @@ class Rounds:
         except LOST as lost:
             self._reports = self._settle_after(lost)
         return True
+
+    def ends(self) -> bool:
+        """Whether all leave at this boundary: the run was stopped. The same on all members."""
+        return not self._must_meet and self._agreed > self.team.generation and self.team.ends_with(self._agreed)
 
     # -- a round -------------------------------------------------------------------------------------
 
@@ -202,6 +258,7 @@ class Rounds:
 
     def _combine(self, share: Share, facts: Facts) -> Combined:
         told = facts._replace(notice=float(self.team.newest()))
+        told = Facts(*told[:9], *self.about_checkpoints())
         with self.team.waiting():
             combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])
         everyones = self.facts = [Facts(*each[: len(told)]) for each in combined.facts]
@@ -231,6 +288,7 @@ class Rounds:
             num_leaves=self._num_leaves,
             have=[(node.level, node.index) for node in have],
             lines=self.lines,
+            total=self.total,
         )
 
     def _settle_after(self, lost: Exception, have: Sequence[Node] = ()) -> list[Report]:
@@ -275,7 +333,8 @@ class Rounds:
         self.team.exchange.release(combined.slot)
         if combined.digest != self._last.digest:
             raise StepError(
-                f"round {behind.round} was computed again and gave digest {combined.digest:016x}, not {self._last.digest:016x}: "
+                f"round {behind.round} was computed again and gave digest {combined.digest:016x}, not "
+                f"{self._last.digest:016x}: "
                 "the step is not deterministic, or a worker's hardware is broken"
             )
 
@@ -305,7 +364,9 @@ class Rounds:
     def _agree(self) -> None:
         packed = pack(self.tracked.state(), "tracked")
         head = _head(packed, digests=True)
-        heads = [msgspec.msgpack.decode(h, type=_Head) for h in self.team.exchange.all_gather(msgspec.msgpack.encode(head))]
+        heads = [
+            msgspec.msgpack.decode(h, type=_Head) for h in self.team.exchange.all_gather(msgspec.msgpack.encode(head))
+        ]
         first = heads[0]
         different = [rank for rank, other in enumerate(heads) if other != first]
         if not different:
@@ -314,16 +375,22 @@ class Rounds:
             if heads[rank].kinds != first.kinds:
                 ids = self.team.worker_ids
                 raise UsageError(
-                    f"{ids[rank]} tracks {len(heads[rank].kinds)} tensors whose shapes are not those of the {len(first.kinds)} of {ids[0]}; "
+                    f"{ids[rank]} tracks {len(heads[rank].kinds)} tensors whose shapes are not those of the "
+                    f"{len(first.kinds)} of {ids[0]}; "
                     "all workers must build the same model"
                 )
         state = self._transfer(0, packed)
         if self.team.rank != 0:
             if self.team.rank in different:
                 places = [place for place, (a, b) in enumerate(zip(head.digests, first.digests, strict=True)) if a != b]
-                what = f"{len(places)} tensors, the first is {packed.paths[places[0]]}" if places else "settings, no tensor"
+                what = (
+                    f"{len(places)} tensors, the first is {packed.paths[places[0]]}"
+                    if places
+                    else "settings, no tensor"
+                )
                 warnings.warn(
-                    f"{self.team.worker_ids[self.team.rank]} starts with another state than {self.team.worker_ids[0]}, whose "
+                    f"{self.team.worker_ids[self.team.rank]} starts with another state than "
+                    f"{self.team.worker_ids[0]}, whose "
                     f"is taken: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
                     stacklevel=2,
                 )

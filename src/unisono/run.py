@@ -59,7 +59,8 @@ class Run:
         seed: of everything random: initial parameters, order of the data, augmentation, dropout.
         threads: CPU threads of a worker, part of what the bits depend on. Default: ``--threads``, else 1.
         device: default: this worker's GPU if there is one, else the CPU.
-        deterministic: use deterministic kernels only; torch names an operation that has none. Without it, "same bits" is
+        deterministic: use deterministic kernels only; torch names an operation that has none. Without it, "same bits"
+        is
             not promised.
         balance: give faster workers more micro-batches. Changes no bit.
         overwrite: replace another run that the directory holds.
@@ -171,9 +172,11 @@ class Run:
         return self.rank == 0
 
     def track(self, **objects: Any) -> None:
-        """Name what the run consists of: modules, optimizers, schedulers, and anything with ``state_dict`` and ``load_state_dict``.
+        """Name what the run consists of: modules, optimizers, schedulers, and anything with ``state_dict`` and
+        ``load_state_dict``.
 
-        Gradients are summed for the parameters of tracked modules and optimizers. A worker that joins receives the state of
+        Gradients are summed for the parameters of tracked modules and optimizers. A worker that joins receives the
+        state of
         everything that is tracked, and a checkpoint holds it.
 
         Raises:
@@ -242,12 +245,14 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int = 0,
     ) -> Totals:
-        """Exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same bits. Collective.
+        """Exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same bits.
+        Collective.
 
         Tracked modules are in ``eval()`` mode meanwhile, without gradients.
 
         Args:
-            function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as integers.
+            function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as
+                integers.
             batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches.
 
         Returns:
@@ -296,13 +301,14 @@ class Run:
         collate: Callable[[list[Any]], Any] | None,
         loader_workers: int,
     ) -> Generator[Step, None, None]:
-        assert self._rounds is not None and self._team is not None
+        assert self._rounds is not None
+        assert self._team is not None
         if self._inside:
             raise UsageError(
                 "run.steps was called inside of another run.steps; finish the first, or train on both in one loop"
             )
         self._leave_step()
-        rounds, team, phase = self._rounds, self._team, self._phases
+        rounds, phase = self._rounds, self._phases
         self._phases += 1
         first = self._join(phase, cursor)
         ahead = _Ahead(rounds, cursor, num_steps)
@@ -348,7 +354,8 @@ class Run:
 
     def _join(self, phase: int, cursor: Cursor) -> int:
         """Get into the run; returns the step to begin with."""
-        assert self._rounds is not None and self._team is not None
+        assert self._rounds is not None
+        assert self._team is not None
         rounds = self._rounds
         if self._joined:
             rounds.phase, rounds.step = phase, 0
@@ -364,9 +371,13 @@ class Run:
                 member.send(RunDirectory(path=str(self.directory.resolve())))
             if rounds.step == 0:
                 recipe = {
-                    "num_samples": cursor.num_samples, "batch_size": cursor.batch_size, "microbatches": cursor.microbatches,
-                    "shuffle": cursor.shuffle, "drop_last": cursor.drop_last, "seed": self.seed,
-                }  # fmt: skip
+                    "num_samples": cursor.num_samples,
+                    "batch_size": cursor.batch_size,
+                    "microbatches": cursor.microbatches,
+                    "shuffle": cursor.shuffle,
+                    "drop_last": cursor.drop_last,
+                    "seed": self.seed,
+                }
                 describe(
                     self.directory,
                     {
@@ -378,7 +389,8 @@ class Run:
                 )
         if self._team.size > cursor.microbatches and self.is_main:
             warnings.warn(
-                f"{self._team.size} workers share {cursor.microbatches} micro-batches: {self._team.size - cursor.microbatches} of them "
+                f"{self._team.size} workers share {cursor.microbatches} micro-batches: "
+                f"{self._team.size - cursor.microbatches} of them "
                 "have nothing to compute; use more micro-batches or fewer workers",
                 stacklevel=4,
             )

@@ -45,7 +45,9 @@ class Arithmetic:
 
 
 def choose_threads(argument: int | None, environment: Mapping[str, str]) -> int:
-    """Threads of a worker: the argument, else ``UNISONO_THREADS`` (--threads), else 1. Never derived from the worker count."""
+    """Threads of a worker: the argument, else ``UNISONO_THREADS`` (--threads), else 1. Never derived from the worker
+    count.
+    """
     text = environment.get("UNISONO_THREADS", "")
     threads = argument if argument is not None else int(text) if text.isdecimal() else 1
     if threads < 1:

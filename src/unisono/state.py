@@ -1,7 +1,9 @@
 """State dicts as a skeleton and a list of tensors, without pickle.
 
-What a newcomer receives and what a checkpoint holds is the ``state_dict()`` of each tracked object. `pack` takes the tensors
-out and describes the rest in MessagePack; `unpack` puts them together again. Nothing is executed on the way, and a value
+What a newcomer receives and what a checkpoint holds is the ``state_dict()`` of each tracked object. `pack` takes the
+tensors
+out and describes the rest in MessagePack; `unpack` puts them together again. Nothing is executed on the way, and a
+value
 of a type that is not known here is refused by its path, before anything is sent or written.
 """
 
@@ -67,7 +69,10 @@ def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
         return value
     if isinstance(value, Mapping):
         kind = "ordered" if isinstance(value, collections.OrderedDict) else "dict"
-        return [kind, [[_pack(k, f"{path} (a key)", found), _pack(v, f"{path}[{k!r}]", found)] for k, v in value.items()]]
+        return [
+            kind,
+            [[_pack(k, f"{path} (a key)", found), _pack(v, f"{path}[{k!r}]", found)] for k, v in value.items()],
+        ]
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         tag = next(t for t in ("list", "tuple", "frozenset", "set") if isinstance(value, _CONTAINERS[t]))

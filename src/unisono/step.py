@@ -16,7 +16,7 @@ from unisono.data import Fetcher
 from unisono.errors import LossError, StepError
 from unisono.exchange import Combined, Share
 from unisono.facts import PARTS, Facts
-from unisono.faults import at_step, point
+from unisono.faults import point
 from unisono.gradients import GradientFolder
 from unisono.plan import Plan
 from unisono.randomness import seed_place
@@ -46,9 +46,7 @@ class StepContext:
 class Clock:
     """Where the wall time of a step goes, in seconds. One thing at a time, so the parts add up."""
 
-    parts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(PARTS, 0.0)
-    )
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     last: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """The parts of the step before."""
     _now: str = "other"
@@ -156,9 +154,11 @@ class Step:
         Args:
             loss: () the **mean** loss of this micro-batch.
             weight: what the mean is over: samples (the default), tokens ... The step's gradient is
-                ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. A micro-batch with weight 0 does
+                ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. A micro-batch with
+                weight 0 does
                 not count. When a micro-batch calls this several times, all calls need the same weight.
-            scaler: a tracked ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded without it.
+            scaler: a tracked ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded
+                without it.
 
         Raises:
             LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense.
@@ -173,8 +173,10 @@ class Step:
         share = _weight(weight, len(self._position.leaf(self._leaf)), where) / self._scale
         if self._calls and share != self._wanted_weight:
             raise LossError(
-                f"{where}: the losses of one micro-batch have weights {self._wanted_weight * self._scale:g} and {share * self._scale:g}; "
-                "one division by the total weight cannot serve both: give them the same weight and scale the loss itself"
+                f"{where}: the losses of one micro-batch have weights {self._wanted_weight * self._scale:g} and "
+                f"{share * self._scale:g}; "
+                "one division by the total weight cannot serve both: give them the same weight and scale the "
+                "loss itself"
             )
         self._calls += 1
         self._wanted_weight = share
@@ -212,7 +214,8 @@ class Step:
             )
         if self._state != "done":
             raise StepError(
-                f"the inner loop of step {self.number} was left before its end (break, return or an exception): the step has no gradient. "
+                f"the inner loop of step {self.number} was left before its end (break, return or an exception): "
+                f"the step has no gradient. "
                 "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
             )
         self._context.rounds.release_result()

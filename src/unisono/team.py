@@ -1,8 +1,10 @@
 """The peers of this worker: the generation that it is in, and how it gets into the next.
 
-A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members do is
+A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members
+do is
 collective: they call the same things in the same order. Each such thing is a **round** (the commit of a step, an
-evaluation), and rounds are counted. When a member is lost, the survivors meet in the next generation and tell each other
+evaluation), and rounds are counted. When a member is lost, the survivors meet in the next generation and tell each
+other
 which round they are in and which nodes of it they have; see `unisono.rounds`.
 """
 
@@ -54,6 +56,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes of that round that it has finished."""
     lines: int = 0
     """Lines of the journal."""
+    total: int = 0
+    """Steps of the run that are done, of all phases."""
 
 
 class Team(Protocol):
@@ -87,6 +91,10 @@ class Team(Protocol):
 
     def newest(self) -> int:
         """The newest planned generation that this member has heard of; 0 if none is to come."""
+        ...
+
+    def ends_with(self, generation: int) -> bool:
+        """Whether everybody leaves at this planned generation."""
         ...
 
     def switch(self, generation: int, report: Report) -> list[Report]:
@@ -141,6 +149,9 @@ class AloneTeam:
 
     def newest(self) -> int:
         return 0
+
+    def ends_with(self, generation: int) -> bool:
+        return False
 
     def switch(self, generation: int, report: Report) -> list[Report]:
         return [report]
@@ -235,7 +246,8 @@ class HeadTeam:
             notice = self._await(lambda n: n.immediate)
             if self._place_in(notice) < 0:
                 raise LeftBehind(
-                    f"generation {notice.generation} goes on without this worker ({notice.reason}); it ends, to join again"
+                    f"generation {notice.generation} goes on without this worker ({notice.reason}); it ends, to "
+                    f"join again"
                 )
             try:
                 self._enter(notice)
@@ -257,8 +269,14 @@ class HeadTeam:
 
     def newest(self) -> int:
         with self._changed:
-            planned = [n.generation for n in self._notices.values() if not n.immediate and n.generation > self.generation]
+            planned = [
+                n.generation for n in self._notices.values() if not n.immediate and n.generation > self.generation
+            ]
         return max(planned, default=0)
+
+    def ends_with(self, generation: int) -> bool:
+        notice = self._notices.get(generation)
+        return notice is not None and not notice.members
 
     def switch(self, generation: int, report: Report) -> list[Report]:
         notice = self._notices[generation]
@@ -368,4 +386,3 @@ class HeadTeam:
         if isinstance(value, LOST):
             raise value
         raise PeerLost(f"the members of generation {self.generation} could not be connected: {value}") from value
-

@@ -1,6 +1,7 @@
 """What the user tracks: where parameters and buffers are found, and the state that a newcomer receives.
 
-The state is the ``state_dict()`` of every tracked object, and what these leave out although the next step depends on it:
+The state is the ``state_dict()`` of every tracked object, and what these leave out although the next step depends on
+it:
 buffers that are not persistent, and which parameters need a gradient.
 """
 
@@ -32,7 +33,8 @@ class Tracked:
                 callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
             ):
                 raise UsageError(
-                    f"run.track({name}=...) got a {type(value).__qualname__} without state_dict() and load_state_dict(); "
+                    f"run.track({name}=...) got a {type(value).__qualname__} without state_dict() and "
+                    f"load_state_dict(); "
                     "track modules, optimizers, schedulers, or give the object these two methods"
                 )
             if name in self._objects and self._objects[name] is not value:
@@ -90,7 +92,8 @@ class Tracked:
             for path, part in module.named_modules():
                 if isinstance(part, nn.SyncBatchNorm):
                     raise UsageError(
-                        f"{name}.{path} is a SyncBatchNorm, which needs all micro-batches at the same time; use BatchNorm "
+                        f"{name}.{path} is a SyncBatchNorm, which needs all micro-batches at the same time; use "
+                        f"BatchNorm "
                         "(its statistics are averaged over the micro-batches), GroupNorm, or a smaller microbatches="
                     )
         for name, parameter in trained:
@@ -121,7 +124,8 @@ class Tracked:
         ]
         if lonely and len(lonely) == sum(1 for _ in module.parameters()):
             warnings.warn(
-                f"no tracked optimizer has a parameter of {name!r}; was the optimizer made before model.to(run.device), "
+                f"no tracked optimizer has a parameter of {name!r}; was the optimizer made before "
+                f"model.to(run.device), "
                 "or is requires_grad_(False) missing?",
                 stacklevel=4,
             )
@@ -155,7 +159,8 @@ class Tracked:
             value.load_state_dict(part)
             if digest_of_state(value.state_dict()) != digest_of_state(part):
                 raise StepError(
-                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(); a worker that joins would not "
+                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(); a worker that "
+                    f"joins would not "
                     "continue this run: its state_dict() must hold everything that changes"
                 )
 

@@ -20,7 +20,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-__all__ = ["Merge", "Node", "canonical", "cover", "fold", "leaf", "leaves", "missing", "parent", "root", "schedule", "sibling"]
+__all__ = [
+    "Merge",
+    "Node",
+    "canonical",
+    "cover",
+    "fold",
+    "leaf",
+    "leaves",
+    "missing",
+    "parent",
+    "root",
+    "schedule",
+    "sibling",
+]
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ __all__ = ["compare"]
 @click.argument("run_a", type=click.Path(exists=True, path_type=Path))
 @click.argument("run_b", type=click.Path(exists=True, path_type=Path))
 def compare(run_a: Path, run_b: Path) -> int:
-    """Say whether RUN_A and RUN_B (directories, or their journals) are identical; else the first step that differs, and in what.
+    """Say whether RUN_A and RUN_B (directories, or their journals) are identical; else the first step that differs,
+    and in what.
 
     Exit code: 0 identical, 1 different, 2 one of them cannot be read.
     """

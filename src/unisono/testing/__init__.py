@@ -6,10 +6,12 @@
 
     def test_my_script_survives(tmp_path):
         calm = run_workers("train.py", 3, directory=tmp_path / "calm")
-        hurt = run_workers("train.py", 3, directory=tmp_path / "hurt", faults=Faults().kill("w1", step=3, at="after_backward"))
+        hurt = run_workers("train.py", 3, directory=tmp_path / "hurt", faults=Faults().kill("w1", step=3,
+        at="after_backward"))
         assert hurt.digests == calm.digests
 
-The points at which a fault can happen are the keys of `POINTS`. Runs are real: ``unisono run`` with its head, agent and workers.
+The points at which a fault can happen are the keys of `POINTS`. Runs are real: ``unisono run`` with its head, agent
+and workers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ __all__ = ["POINTS", "Faults", "Outcome", "run_workers"]
 class Faults:
     """What shall happen to which worker, at which point. Each call adds one fault and returns a new `Faults`.
 
-    Workers are named by their id: ``w0``, ``w1`` ... in the order of their start (at first also their rank); a replacement has
+    Workers are named by their id: ``w0``, ``w1`` ... in the order of their start (at first also their rank); a
+    replacement has
     an id of its own. A fault happens once in a worker's life.
     """
 
@@ -49,9 +52,7 @@ class Faults:
 
     def delay(self, worker: str, seconds: float, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
         """The main thread sleeps; the heartbeats go on."""
-        return self._and(
-            Fault(action="delay", worker=worker, at=at, step=step, microbatch=microbatch, seconds=seconds)
-        )
+        return self._and(Fault(action="delay", worker=worker, at=at, step=step, microbatch=microbatch, seconds=seconds))
 
     def fail(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
         """An exception, as if the script had raised it there."""
@@ -135,6 +136,7 @@ def run_workers(
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-        raise TimeoutError(f"{' '.join(command)} took longer than {timeout_s:.0f} s; its output:\n{output}") from expired
+        words = " ".join(command)
+        raise TimeoutError(f"{words} took longer than {timeout_s:.0f} s; its output:\n{output}") from expired
     journal = Path(directory) / JOURNAL
     return Outcome(process.returncode, output, list(read(journal)) if journal.exists() else [])
