@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,11 +25,11 @@ SEED = 3
 MICROBATCHES = (4, 6, 8)
 JOBS = [(name, microbatches) for microbatches in MICROBATCHES for name in RECIPES]
 UNEVEN = [(name, 6) for name in RECIPES]
-TEAMS = [
-    *[("shared", size, JOBS) for size in (1, 2, 3, 4, 5, 8)],
-    *[("gloo", size, UNEVEN) for size in (2, 3)],
-    *[("two-level", size, UNEVEN) for size in (3, 4)],
-]
+TEAMS = {
+    "shared": (1, 2, 3, 4, 5, 8),
+    "gloo": (2, 3),
+    "two-level": (3, 4),
+}
 Jobs = list[tuple[str, int]]
 Outcomes = dict[tuple[str, int], Outcome]
 
@@ -59,12 +60,13 @@ def _train_all(seat: Seat, place: Place, jobs: Jobs, folder: Path) -> Outcomes:
 
 
 @pytest.mark.filterwarnings("ignore:.* workers share .* micro-batches")
-@pytest.mark.parametrize(("kind", "size", "jobs"), TEAMS, ids=lambda value: None if isinstance(value, list) else value)
+@pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind, sizes in TEAMS.items() for size in sizes])
 def test_a_team_gives_the_bits_of_one_worker(
-    kind: str, size: int, jobs: Jobs, alone: tuple[Path, Outcomes], tmp_path: Path
+    kind: str, size: int, alone: tuple[Path, Outcomes], tmp_path: Path
 ) -> None:
     """Digests of all steps, losses, evaluation, and the final state of all that is tracked, on every member."""
     folder, expected = alone
+    jobs = JOBS if kind == "shared" else UNEVEN
     by_rank = train_on(kind, size, _train_all, jobs, tmp_path, deadline_s=200)
     for rank, outcomes in enumerate(by_rank):
         for job in jobs:
@@ -96,7 +98,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe as a script of its own: ``script.py RECIPE M DIRECTORY``."""
     path = tmp_path / "script.py"
     path.write_text("from tests.workers.models import main\n\nmain()\n")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
     return path
 
 
@@ -125,7 +127,7 @@ def test_a_launched_function_gives_the_bits_of_one_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: tuple[Path, Outcomes]
 ) -> None:
     """`unisono.launch`, as a notebook calls it; what rank 0 returns comes back."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
     folder, expected = alone
     outcome = unisono.launch(functools.partial(models.train_in, tmp_path / "run", "rare", 8), workers=2)
     assert outcome == expected["rare", 8]
