@@ -1,13 +1,13 @@
 """A training of a moment, for tests of what happens around it: ``unisono run small_training.py -- --steps 8``.
 
-With ``--gates DIR``, every worker stops at the head of step N while a test holds a lock on ``DIR/N``. So a test lets
+With ``--gates DIR``, every worker stops at the head of step N while a test holds gate N (`gates`). So a test lets
 somebody join, leave or die at a known step, and never has to guess how long something takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
+import sys
 from pathlib import Path
 
 import torch
@@ -17,16 +17,11 @@ from torch.utils.data import TensorDataset
 
 import unisono
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.workers.gates import wait_at
+
 NUM_SAMPLES = 54
 BATCH_SIZE = 24
-
-
-def wait_at(gate: Path) -> None:
-    """Block while the test holds this gate."""
-    if gate.exists():
-        print(f"at gate {gate.name}", flush=True)
-        with gate.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def main() -> None:

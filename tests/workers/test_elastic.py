@@ -75,13 +75,13 @@ def test_a_machine_joins_and_leaves(
     """`unisono join` adds two workers to two; Ctrl-C there takes them away again, at the end of a step."""
     with Gates(tmp_path / "gates", (3, 20, 40, 58)) as gates:
         command = start(unisono, run_dir, gates, 2, "--exchange", exchange)
-        command.line("at gate 3")
+        gates.wait(3)
         guest = join(unisono, run_dir, 2)
         command.line("joins; generation 2")
         gates.open(3)
         command.line("with 4 workers")
         gates.open(20)
-        command.line("at gate 40")
+        gates.wait(40)
         guest.process.send_signal(number)
         command.line("w2, w3 will leave")
         gates.open(40)
@@ -100,11 +100,11 @@ def test_the_machine_that_joined_is_gone(unisono: Unisono, run_dir: Path, calm: 
     """`kill -9` of the joined command takes its workers with it; the run goes on with its own."""
     with Gates(tmp_path / "gates", (3, 20)) as gates:
         command = start(unisono, run_dir, gates, 2)
-        command.line("at gate 3")
+        gates.wait(3)
         guest = join(unisono, run_dir, 1)
         command.line("w2 joins; generation 2 with 3 workers")
         gates.open(3)
-        guest.line("at gate 20")
+        gates.wait(20)
         guest.process.kill()
         command.line("is gone")
         command.line("generation 3 with 2 workers")
@@ -118,7 +118,7 @@ def test_scale_up_and_down(unisono: Unisono, run_dir: Path, calm: Path, tmp_path
     """`unisono scale` makes two workers four, and four workers one, while they train."""
     with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
         command = start(unisono, run_dir, gates, 2)
-        command.line("at gate 3")
+        gates.wait(3)
         grow = unisono("scale", run_dir, 4)
         assert grow.wait() == 0, grow.err
         assert "scaled to 4 workers, from 2" in grow.out[0]
@@ -126,7 +126,7 @@ def test_scale_up_and_down(unisono: Unisono, run_dir: Path, calm: Path, tmp_path
         gates.open(3)
         command.line("with 4 workers")
         gates.open(20)
-        command.line("at gate 40")
+        gates.wait(40)
         shrink = unisono("scale", run_dir, 1)
         assert shrink.wait() == 0, shrink.err
         command.line("w1, w2, w3 will leave")
@@ -142,7 +142,7 @@ def test_stop_ends_the_run_at_the_end_of_a_step(unisono: Unisono, run_dir: Path,
     """`unisono stop`: what was trained is complete and in the journal, and the command says that it was stopped."""
     with Gates(tmp_path / "gates", (20,)) as gates:
         command = start(unisono, run_dir, gates, 3)
-        command.line("at gate 20")
+        gates.wait(20)
         stop = unisono("stop", run_dir)
         assert stop.wait() == 0, stop.err
         assert "the run ends at the end of the step" in stop.out[0]
@@ -155,16 +155,16 @@ def test_stop_ends_the_run_at_the_end_of_a_step(unisono: Unisono, run_dir: Path,
 
 
 def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
-    """``--workers 2:4`` begins with two and takes two of three that join; the last one takes the place of one that dies."""
+    """``--workers 2:4`` takes two of three that join; the last one takes the place of one that dies."""
     with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
         command = start(unisono, run_dir, gates, "2:4", "--max-restarts", 0)
-        command.line("at gate 3")
+        gates.wait(3)
         guest = join(unisono, run_dir, 3)
         command.line("joins; generation 2")
         gates.open(3)
         command.line("with 4 workers")
         gates.open(20)
-        command.line("at gate 40")
+        gates.wait(40)
         os.kill(pid_of("w1", run_dir), signal.SIGKILL)
         command.line("w4 joins")
         gates.open(40)
@@ -180,7 +180,7 @@ def test_too_few_workers_wait_for_more(unisono: Unisono, run_dir: Path, calm: Pa
     """With fewer than the minimum the run pauses and says so; another machine joins, and it goes on."""
     with Gates(tmp_path / "gates", (5,)) as gates:
         command = start(unisono, run_dir, gates, "2:3", "--max-restarts", 0)
-        command.line("at gate 5")
+        gates.wait(5)
         os.kill(pid_of("w0", run_dir), signal.SIGKILL)
         command.line("paused: 1 of at least 2 workers")
         gates.open(5)
@@ -198,12 +198,12 @@ def test_a_paused_run_can_be_stopped_and_scaled(unisono: Unisono, run_dir: Path,
     """`unisono scale` to what is there lets a paused run go on; `unisono stop` ends one."""
     with Gates(tmp_path / "gates", (5, 20)) as gates:
         command = start(unisono, run_dir, gates, "3:3", "--max-restarts", 0)
-        command.line("at gate 5")
+        gates.wait(5)
         os.kill(pid_of("w2", run_dir), signal.SIGKILL)
         command.line("paused: 2 of at least 3 workers")
         gates.open(5)
         assert unisono("scale", run_dir, 2).wait() == 0
-        command.line("at gate 20")
+        gates.wait(20)
         os.kill(pid_of("w1", run_dir), signal.SIGKILL)
         command.line("paused: 1 of at least 2 workers")
         gates.open(20)

@@ -1,7 +1,7 @@
 """A worker that is lost at any point of a step changes no bit: every fault point x rank x number of workers x exchange.
 
-The checks run all points and ranks with 3 workers over shared memory, and of the others a sample in which every point, and every
-number of workers and exchange, comes up. UNISONO_TEST_ALL=1 runs all of them.
+The checks run all points and ranks with 3 workers over shared memory, and of the others a sample in which every point,
+and every number of workers and exchange, comes up. UNISONO_TEST_ALL=1 runs all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def all_cases() -> Iterator[Case]:
     for exchange in EXCHANGES:
         for workers in (2, 3, 4):
             for at in POINTS:
-                # In an admission there is one more, the newcomer: it comes in the place of the one that was lost before.
+                # In an admission there is one more: the newcomer, in the place of the one that was lost before.
                 for rank in range(workers + (at == "in_admission")):
                     yield exchange, workers, at, rank
 
@@ -91,7 +91,7 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
     options = ["--exchange", *EXCHANGES[exchange]]
     count: int | str = workers
     if at in ("in_recovery", "in_admission"):
-        # Something to recover from, and somebody to admit. At least as many workers as at the start: so the others wait for the newcomer.
+        # Something to recover from, and somebody to admit: with a minimum of workers, the others wait for the newcomer.
         first = (rank + 1) % workers
         faults = Faults().kill(f"w{first}", step=STEP, at="after_backward").kill(f"w{rank}", at=at)
         count = f"{workers}:{workers}" if at == "in_admission" else workers
