@@ -37,6 +37,7 @@ class Control:
         self._pipe = Client(path, family="AF_UNIX")
         self._times: list[float] = []
         self._left = 0
+        self._until = 0.0
         self._since = 0.0
 
     def hello(self, rank: int) -> None:
@@ -50,23 +51,24 @@ class Control:
         now = time.perf_counter()
         if self._left:
             self._times.append(now - self._since)
-            self._left -= 1
+            self._left -= self._until == 0.0 or now >= self._until
         if self._left == 0:
             if self._times:
                 used = resource.getrusage(resource.RUSAGE_SELF)
                 self._pipe.send({"times": self._times, "cpu_s": used.ru_utime + used.ru_stime})
             self._times = []
-            self._left = self._pipe.recv()
-            if self._left == 0:
+            turn = self._pipe.recv()  # a number of steps, or seconds
+            if turn == 0:
                 return False
             now = time.perf_counter()
+            self._left, self._until = (1, now + turn) if isinstance(turn, float) else (turn, 0.0)
         self._since = now
         return True
 
 
-def with_unisono(case: Case, microbatches: int, control: Control, *, directory: str) -> None:
+def with_unisono(case: Case, microbatches: int, control: Control, *, directory: str, balance: bool) -> None:
     """The library as its users use it: alone, or one of the workers of ``unisono run``."""
-    with unisono.Run(directory or None, seed=1) as run:
+    with unisono.Run(directory or None, seed=1, balance=balance) as run:
         model = case.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         run.track(model=model, optimizer=optimizer)
@@ -92,10 +94,10 @@ def with_ddp(case: Case, microbatches: int, control: Control, *, rank: int, size
     dist.destroy_process_group()
 
 
-def with_plain_loop(case: Case, microbatches: int, control: Control) -> None:
-    """One process, accumulating gradients as PyTorch does."""
+def with_plain_loop(case: Case, microbatches: int, control: Control, *, rank: int) -> None:
+    """One process, accumulating gradients as PyTorch does. It knows no other, whatever its rank."""
     _prepare()
-    control.hello(0)
+    control.hello(rank)
     _loop(case.model(), case, microbatches, control, rank=0, size=1)
 
 
@@ -152,16 +154,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--meeting", default="", help="file at which the DDP processes meet")
     parser.add_argument("--directory", default="", help="run directory")
+    parser.add_argument("--unbalanced", action="store_true", help="every worker computes as many micro-batches")
     arguments = parser.parse_args()
     bind_to_parent(signal.SIGKILL)
     case, microbatches = CASES[arguments.case], arguments.microbatches
     control = Control(arguments.control)
     if arguments.side == "unisono":
-        with_unisono(case, microbatches, control, directory=arguments.directory)
+        with_unisono(case, microbatches, control, directory=arguments.directory, balance=not arguments.unbalanced)
     elif arguments.side == "ddp":
         with_ddp(case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting)
     else:
-        with_plain_loop(case, microbatches, control)
+        with_plain_loop(case, microbatches, control, rank=arguments.rank)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,21 @@ def _pss(pid: int) -> float:
 @contextmanager
 def teams(case: str, microbatches: int, workers: int) -> Iterator[list[Team]]:
     """All sides of one comparison, started and ready for their first step."""
-    folder = Path(tempfile.mkdtemp(prefix="unisono-step-time-"))
+    names = ["unisono", "ddp"] if workers > 1 else ["unisono", "plain", "ddp"]
+    with started({name: partial(_commands, name, case, microbatches, workers) for name in names}, workers) as sides:
+        yield sides
+
+
+@contextmanager
+def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int) -> Iterator[list[Team]]:
+    """Sides that take turns, started and ready for their first step.
+
+    Args:
+        sides: by name, the commands of a side, given the folder in which it may leave what it likes; its workers
+            connect to the socket ``NAME.socket`` there.
+        workers: of each side.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="unisono-benchmark-"))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -166,29 +181,29 @@ def teams(case: str, microbatches: int, workers: int) -> Iterator[list[Team]]:
         "UNISONO_PARENT": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    started: list[Team] = []
+    teams: list[Team] = []
     try:
         with ExitStack() as doors:
             waiting = []
-            for name in ["unisono", "ddp"] if workers > 1 else ["unisono", "plain", "ddp"]:
+            for name, commands in sides.items():
                 waiting.append(doors.enter_context(Listener(str(folder / f"{name}.socket"), family="AF_UNIX")))
-                started.append(team := Team(name, []))
+                teams.append(team := Team(name, []))
                 log = doors.enter_context((folder / f"{name}.log").open("ab"))
-                for command in _commands(name, case, microbatches, workers, folder):
+                for command in commands(folder):
                     team.processes.append(
                         subprocess.Popen(
                             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
                         )
                     )
-            for team, listener in zip(started, waiting, strict=True):
+            for team, listener in zip(teams, waiting, strict=True):
                 _connect(team, listener, workers)
-        yield started
+        yield teams
     except BaseException as error:
         for written in sorted(folder.glob("*.log")):
             error.add_note(f"{written.stem}:\n{written.read_text(errors='replace')[-4000:]}")
         raise
     finally:
-        for team in started:
+        for team in teams:
             team.end()
         shutil.rmtree(folder, ignore_errors=True)
 
