@@ -1,6 +1,7 @@
 """Unisono: many workers, one result.
 
-Trains an ordinary PyTorch model on as many workers as there are, with the same bits whatever their number and speed, and
+Trains an ordinary PyTorch model on as many workers as there are, with the same bits whatever their number and speed,
+and
 whoever dies or joins on the way. Start with `Run`.
 """
 
@@ -10,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import (
+    CheckpointError,
     DeadlineExceeded,
     LaunchError,
     LossError,
@@ -24,13 +26,17 @@ from unisono.errors import (
 )
 
 if TYPE_CHECKING:
+    from unisono.cadence import Checkpoints as Checkpoints
     from unisono.launcher import launch as launch
+    from unisono.loading import load_model as load_model
     from unisono.run import Run as Run
     from unisono.step import Step as Step
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
     "DeadlineExceeded",
     "LaunchError",
     "LossError",
@@ -45,10 +51,17 @@ __all__ = [
     "UnisonoError",
     "UsageError",
     "launch",
+    "load_model",
 ]
 
 # The command line and the head import this package too, and have no use for torch.
-_LATER = {"Run": "unisono.run", "Step": "unisono.step", "launch": "unisono.launcher"}
+_LATER = {
+    "Checkpoints": "unisono.cadence",
+    "Run": "unisono.run",
+    "Step": "unisono.step",
+    "launch": "unisono.launcher",
+    "load_model": "unisono.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -42,9 +42,11 @@ from unisono.messages import (
     Ended,
     Evict,
     Message,
+    RunDirectory,
     Snapshot,
     Start,
     StepDone,
+    Stop,
     Told,
     Welcome,
     WorkerExit,
@@ -75,6 +77,8 @@ class Job:
     threads: int = 1
     run_dir: str = ""
     overwrite: bool = False
+    resume: str = ""
+    """The run or the checkpoint to go on from."""
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
     head_away_s: float = 60.0
@@ -238,6 +242,8 @@ class _Agent:
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._is_leaving = False
         self._num_signals = 0
+        self._on_signal = -1
+        self._stops_for = ""
 
     async def run(self) -> int:
         """Work until the run is over, or this agent is asked to leave. Returns the exit code."""
@@ -358,7 +364,9 @@ class _Agent:
                     self._screen.say(f"{message.worker_id} is stuck here:")
                     os.kill(child.pid, signal.SIGUSR1)  # its stack goes to its standard error
             case Ended():
-                self._finish(message)
+                self._finish(self._left_by_signal(message))
+            case RunDirectory():
+                self._on_signal = message.on_signal
             case Welcome():
                 self._agent_id = message.agent_id
             case Snapshot():
@@ -432,6 +440,7 @@ class _Agent:
             "UNISONO_HOST": label,
             "UNISONO_RUN_DIR": job.run_dir,
             "UNISONO_OVERWRITE": "1" if job.overwrite else "",
+            "UNISONO_RESUME": job.resume,
             "UNISONO_THREADS": threads,
             "UNISONO_LOCAL_RANK": str(local_rank),
             "UNISONO_HEAD_AWAY_S": str(job.head_away_s),
@@ -454,9 +463,19 @@ class _Agent:
         elif self._head is None and number is not signal.SIGHUP and self._workers:
             self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
             self._outbox.put_nowait(Drain(reason=f"{self._host} leaves"))
+        elif number == signal.SIGTERM and self._on_signal >= 0:
+            self._stops_for = "ended by SIGTERM, with a checkpoint"
+            self._screen.say("SIGTERM: the run ends at the end of the step, with a checkpoint (again: end it now)")
+            self._outbox.put_nowait(Stop(reason=self._stops_for))
         else:
             word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
             self._finish(Ended(ok=False, reason=word, exit_code=code))
+
+    def _left_by_signal(self, ended: Ended) -> Ended:
+        """With the exit code that the script wants to leave with, where it was the signal that has ended it."""
+        if self._stops_for and ended.ok and ended.reason == self._stops_for:
+            return msgspec.structs.replace(ended, exit_code=self._on_signal)
+        return ended
 
     async def _end_workers(self, ended: Ended | None) -> None:
         """Wait for those who end by themselves, end the others."""

@@ -8,6 +8,7 @@
     |   +-- RunDirectoryError the directory belongs to another run
     +-- PeerLost              a member is gone; nothing was applied; call again in the next generation
     +-- RunStopped            somebody ended the run; leave, there is nothing to repair
+    +-- CheckpointError       a checkpoint is broken, missing, or could not be written
     +-- LaunchError           the workers of `unisono.launch` failed; the message has the worker's traceback
     +-- ProtocolError         the other side of a connection speaks another language
     +-- DeadlineExceeded      a wait took longer than its deadline
@@ -18,6 +19,7 @@ Messages say what happened, the numbers, and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "DeadlineExceeded",
     "LaunchError",
     "LossError",
@@ -62,6 +64,10 @@ class PeerLost(UnisonoError):
 
 class RunStopped(UnisonoError):
     """The run was ended from outside; the reason is the message."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint is broken or missing, or could not be written. Names it, and what is wrong."""
 
 
 class LaunchError(UnisonoError):

@@ -25,8 +25,18 @@ class Facts(NamedTuple):
     last_other: float = 0.0
     notice: float = 0.0
     """The newest planned generation that this member has heard of; 0: none."""
+    checkpoint: float = 0.0
+    """From here on: what it says about checkpoints (`unisono.cadence.Word`)."""
+    checkpoint_attempt: float = -1.0
+    checkpoint_status: float = 0.0
+    checkpoint_reaches: float = 0.0
 
     @property
     def last(self) -> dict[str, float]:
         """The parts of the step before, by name."""
         return dict(zip(PARTS, self[3:8], strict=True))
+
+    @property
+    def word(self) -> tuple[float, ...]:
+        """About checkpoints."""
+        return self[9:13]

@@ -29,6 +29,10 @@ POINTS: Final[dict[str, str]] = {
     "after_step": "the step is over for this worker: the optimizer has run",
     "in_evaluation": "a batch of an evaluation is done",
     "evaluated": "this worker has seen all parts of an evaluation, others perhaps not",
+    "checkpoint_copied": "this worker's part of a checkpoint is copied, nothing of it is written",
+    "checkpoint_part_written": "this worker's part is on the disk (in its writing thread)",
+    "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
+    "checkpoint_renamed": "a checkpoint has got its name; older ones were not removed yet (in the same thread)",
     "in_recovery": "this worker has entered the generation after a loss, and has not met the others",
     "in_admission": "a newcomer, or a member that gives it the state, in the middle of that",
 }

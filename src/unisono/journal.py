@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOURNAL", "Difference", "Journal", "compare", "read", "summary"]
+__all__ = ["JOURNAL", "Difference", "Journal", "compare", "read", "summary", "truncate"]
 
 JOURNAL = "journal.jsonl"
 KEPT_LINES = 4
@@ -106,6 +107,23 @@ def read(path: Path) -> Iterator[Line]:
             if not text.endswith("\n"):
                 return
             yield json.loads(text)
+
+
+def truncate(path: Path, number: int) -> None:
+    """Leave the first ``number`` lines: what a run had written when it made the checkpoint that it goes on from."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        while line := file.readline():
+            try:
+                is_kept = int(json.loads(line)["line"]) < number
+            except (ValueError, KeyError, TypeError):
+                is_kept = False
+            if not is_kept:
+                file.seek(-len(line), os.SEEK_CUR)
+                file.truncate()
+                os.fsync(file.fileno())
+                return
 
 
 def summary(directory: Path) -> dict[str, Any]:

@@ -176,6 +176,9 @@ class RunDirectory(Message):
     """The script chose this run directory; the head leaves its address there."""
 
     path: str
+    on_signal: int = -1
+    """At SIGTERM, stop the run at the end of the step, where it writes a checkpoint, and exit with this code.
+    -1: end at once."""
 
 
 class StoreCall(Message):

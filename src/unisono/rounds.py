@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from unisono.balance import Balance
+from unisono.cadence import Place
 from unisono.errors import StepError, UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share
 from unisono.facts import Facts
@@ -39,20 +40,7 @@ from unisono.team import LOST, Report, Team
 from unisono.tracked import Tracked
 from unisono.tree import Node
 
-__all__ = ["Place", "Rounds"]
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run stands, between two steps."""
-
-    phase: int
-    """Which call of ``run.steps``, from 0."""
-    step: int
-    """Steps of the phase that are done."""
-    total: int
-    """Steps of the run that are done."""
-    lines: int
-    """Lines of the journal."""
+__all__ = ["Rounds"]
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -85,6 +73,8 @@ class Rounds:
         self.total = 0
         self.about_checkpoints: Callable[[], Sequence[float]] = tuple
         """What this member has to say about checkpoints with the next combine."""
+        self.heard_about_checkpoints: Callable[[list[tuple[float, ...]], int], None] = lambda words, generation: None
+        """Gets what all said, by rank, and in which generation."""
         self._kind, self._num_leaves = "step", 1
         self._fresh = True
         self._layout: FlatLayout | None = None
@@ -259,9 +249,11 @@ class Rounds:
     def _combine(self, share: Share, facts: Facts) -> Combined:
         told = facts._replace(notice=float(self.team.newest()))
         told = Facts(*told[:9], *self.about_checkpoints())
+        generation = self.team.generation
         with self.team.waiting():
             combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])
         everyones = self.facts = [Facts(*each[: len(told)]) for each in combined.facts]
+        self.heard_about_checkpoints([each.word for each in everyones], generation)
         # Everybody has heard of the oldest of the newest notices: at the next boundary all can move to it.
         self._agreed = int(min(each.notice for each in everyones))
         if self._balanced_generation != self.team.generation:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,21 +15,21 @@ import torch
 from torch.utils.data import default_collate
 
 from unisono import member as members
+from unisono.cadence import Checkpoints
 from unisono.connect import build_exchange
 from unisono.cursor import Cursor
 from unisono.data import Fetcher, MapDataset, check_dataset
 from unisono.errors import UnisonoError, UsageError
 from unisono.evaluation import Totals, check_batches, evaluate
 from unisono.faults import at_step, point
-from unisono.fingerprint import fingerprint
 from unisono.gradients import GradientFolder
 from unisono.journal import JOURNAL, Journal
+from unisono.keeping import Keeper
 from unisono.messages import RunDirectory, StepDone
 from unisono.plan import Plan
 from unisono.plan import plan as even_plan
 from unisono.randomness import seed_place
 from unisono.rounds import Rounds
-from unisono.rundir import claim, describe
 from unisono.settings import Arithmetic, choose_device, choose_threads
 from unisono.step import Clock, Step, StepContext
 from unisono.team import AloneTeam, HeadTeam, Team
@@ -55,7 +54,7 @@ class Run:
     process is one of four workers. The result is the same, to the bit.
 
     Args:
-        directory: where the journal (and later checkpoints) go; None writes nothing. ``--run-dir`` wins over it.
+        directory: where the journal and the checkpoints go; None writes nothing. ``--run-dir`` wins over it.
         seed: of everything random: initial parameters, order of the data, augmentation, dropout.
         threads: CPU threads of a worker, part of what the bits depend on. Default: ``--threads``, else 1.
         device: default: this worker's GPU if there is one, else the CPU.
@@ -63,6 +62,11 @@ class Run:
         is
             not promised.
         balance: give faster workers more micro-batches. Changes no bit.
+        checkpoint: when checkpoints are written, and which are kept; None: only when `save` is called.
+        resume: "auto": go on with the run that the directory holds, if it holds one, else begin. A path: go on from
+            that run or checkpoint, which may lie elsewhere. ``--resume`` wins over it.
+        resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. It changes the
+            bits.
         overwrite: replace another run that the directory holds.
 
     Raises:
@@ -78,6 +82,9 @@ class Run:
         device: str | torch.device | None = None,
         deterministic: bool = True,
         balance: bool = True,
+        checkpoint: Checkpoints | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        resume_anyway: Collection[str] = (),
         overwrite: bool = False,
     ) -> None:
         environment = os.environ
@@ -86,9 +93,18 @@ class Run:
         self.seed = seed
         self.device = choose_device(device, environment)
         self._arithmetic = Arithmetic(choose_threads(threads, environment), deterministic)
-        self._overwrite = overwrite or environment.get("UNISONO_OVERWRITE") == "1"
         self._balance = balance
         self._tracked = Tracked()
+        self._keeper = Keeper(
+            self.directory,
+            tracked=self._tracked,
+            policy=checkpoint,
+            resume=environment.get("UNISONO_RESUME") or os.fspath(resume or ""),
+            anyway=resume_anyway,
+            overwrite=overwrite or environment.get("UNISONO_OVERWRITE") == "1",
+            device=self.device,
+            threads=self._arithmetic.threads,
+        )
         self._journal = Journal(self.directory / JOURNAL if self.directory is not None else None)
         self._writes = False
         self._phases = 0
@@ -106,11 +122,12 @@ class Run:
     def __enter__(self) -> Run:
         member = members.current()
         self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
-        if member is None and self.directory is not None:
-            claim(self.directory, self._run_id, overwrite=self._overwrite)
+        self._keeper.enter(self._run_id, alone=member is None)
         self._arithmetic.enter()
         self._team = self._make_team(member)
         self._rounds = Rounds(self._team, self._tracked, balance=self._balance)
+        self._rounds.about_checkpoints = self._keeper.saver.tell
+        self._rounds.heard_about_checkpoints = self._keeper.saver.hear
         seed_place(self.seed, "start")
         return self
 
@@ -123,8 +140,10 @@ class Run:
                     if self._training is not None:
                         self._training.close()
                     self._leave_step()
-                except UsageError as left_early:
-                    self._append_failure(left_early)
+                    self._save_what_was_left()
+                    self._keeper.saver.finish()
+                except UnisonoError as failure:
+                    self._append_failure(failure)
                     raise
                 self._append({"kind": "end", "ok": True, "reason": "", "digests": self._tracked.digests()})
             else:
@@ -136,6 +155,7 @@ class Run:
                 self._training.close()
             assert self._team is not None
             self._team.close()
+            self._keeper.close()
             self._arithmetic.leave()
 
     def _make_team(self, member: members.Member | None) -> Team:
@@ -236,6 +256,24 @@ class Run:
         self._training = self._train(cursor, dataset, num_steps, collate, loader_workers)
         return self._training
 
+    def save(self) -> None:
+        """Write a checkpoint now, whatever the policy says.
+
+        Inside of the loop nothing is waited for: it will hold the state before the next step, or before the one after
+        it. Outside of the loop it holds the state as it is, and is on the disk when this returns.
+
+        Raises:
+            UsageError: the run has no directory, or has not begun.
+        """
+        if self.directory is None:
+            raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
+        if self._rounds is None or not self._joined:
+            raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
+        self._keeper.saver.request()
+        if not self._inside:
+            self._keeper.save_last(self._rounds)
+            self._keeper.saver.finish()
+
     def evaluate(
         self,
         dataset: MapDataset,
@@ -311,6 +349,8 @@ class Run:
         rounds, phase = self._rounds, self._phases
         self._phases += 1
         first = self._join(phase, cursor)
+        if first is None:
+            return
         ahead = _Ahead(rounds, cursor, num_steps)
         fetcher = Fetcher(
             dataset,
@@ -336,9 +376,8 @@ class Run:
         try:
             for number in range(first, num_steps):
                 at_step(number)
-                rounds.step = number
-                rounds.lines = self._journal.number
-                rounds.boundary()
+                self._note_position(number)
+                self._keeper.boundary(rounds, rounds.ends)
                 context = StepContext(rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note)
                 seed_place(self.seed, "step", base + number)
                 step = self._step = Step(context, number, clock)
@@ -346,47 +385,42 @@ class Run:
                 point("step_head")
                 yield step
                 self._leave_step()
+            self._note_position(max(first, num_steps))
+            self._keeper.save_last(rounds)
+            self._step = None
         finally:
             self._inside = False
             fetcher.close()
             folder.close()
-        self._step = None
 
-    def _join(self, phase: int, cursor: Cursor) -> int:
-        """Get into the run; returns the step to begin with."""
+    def _note_position(self, step: int) -> None:
+        assert self._rounds is not None
+        self._rounds.step, self._rounds.total, self._rounds.lines = step, self._steps_before, self._journal.number
+
+    def _save_what_was_left(self) -> None:
+        """A loop that was left by ``break`` has not come to its end, where it would have written a checkpoint."""
+        if self._step is not None and self._rounds is not None and self._joined:
+            self._note_position(self._step.number + 1)
+            self._keeper.save_last(self._rounds)
+
+    def _join(self, phase: int, cursor: Cursor) -> int | None:
+        """Get into the run; returns the step to begin with, None if the run is past this phase."""
         assert self._rounds is not None
         assert self._team is not None
         rounds = self._rounds
         if self._joined:
             rounds.phase, rounds.step = phase, 0
             return 0
-        rounds.join(phase)
+        if not rounds.join(phase, partial(self._keeper.begin, phase, cursor)):
+            return None
         self._joined = True
-        if rounds.lines:
-            self._journal.go_on_at(rounds.lines)
-        self._steps_before = rounds.step
-        if self._team.rank == 0 and self.directory is not None:
-            claim(self.directory, self._run_id, overwrite=self._overwrite)
-            if (member := members.current()) is not None:
-                member.send(RunDirectory(path=str(self.directory.resolve())))
-            if rounds.step == 0:
-                recipe = {
-                    "num_samples": cursor.num_samples,
-                    "batch_size": cursor.batch_size,
-                    "microbatches": cursor.microbatches,
-                    "shuffle": cursor.shuffle,
-                    "drop_last": cursor.drop_last,
-                    "seed": self.seed,
-                }
-                describe(
-                    self.directory,
-                    {
-                        "run_id": self._run_id,
-                        "started": time.time(),
-                        "recipe": recipe,
-                        "fingerprint": fingerprint(str(self.device)),
-                    },
-                )
+        self._journal.go_on_at(rounds.lines)
+        self._steps_before = rounds.total
+        self._keeper.joined(cursor)
+        if self._team.rank == 0 and self.directory is not None and (member := members.current()) is not None:
+            policy = self._keeper.policy
+            on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
+            member.send(RunDirectory(path=str(self.directory.resolve()), on_signal=on_signal))
         if self._team.size > cursor.microbatches and self.is_main:
             warnings.warn(
                 f"{self._team.size} workers share {cursor.microbatches} micro-batches: "
@@ -440,6 +474,9 @@ class Run:
             "workers": workers,
             "logs": step.logs,
         }
+        self._keeper.metrics |= {"loss": line["loss"], **step.logs}
+        if news := self._keeper.saver.news():
+            line["checkpoint"] = news
         self._append(line)
         member = members.current()
         if member is not None and self._team.rank == 0:

@@ -2,41 +2,110 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import shutil
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL
 
-__all__ = ["RUN_FILE", "claim", "describe"]
+__all__ = ["RUN_FILE", "Lock", "claim", "describe", "holder", "make", "read_facts"]
 
 RUN_FILE = "run.json"
+LOCK_FILE = ".lock"
+LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
+LOCK_RETRY_S = 0.05
 _OURS = (RUN_FILE, JOURNAL, "checkpoints")
 
 
-def claim(directory: Path, run_id: str, *, overwrite: bool) -> None:
+class Lock:
+    """Holds a directory for the processes of one run: nobody else gets it until the last of them has ended.
+
+    They share it. The kernel gives it back when a process ends, however that happens. Where the file system has no
+    locks, there is none.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def take(self, directory: Path, run_id: str) -> None:
+        """Hold ``directory`` for a run; nothing happens if it is held already.
+
+        Raises:
+            RunDirectoryError: the processes of another run hold it.
+        """
+        if self._descriptor is not None:
+            return
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        try:
+            descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error
+        try:
+            while not self._try(descriptor, run_id):
+                if time.monotonic() > deadline:
+                    other = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                    raise RunDirectoryError(
+                        f"{directory} is in use by another run ({other}); wait for its end, stop it (unisono stop "
+                        f"{directory}), or choose another directory"
+                    )
+                time.sleep(LOCK_RETRY_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give it back."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _try(self, descriptor: int, run_id: str) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{run_id}, pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            return error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        # Shared by the processes of the run that wrote its name there.
+        if os.pread(descriptor, 200, 0).decode(errors="replace").partition(",")[0] == run_id:
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return False
+
+
+def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False) -> None:
     """Make ``directory`` the one of run ``run_id``; nothing happens if it is already.
 
     Args:
         overwrite: remove what another run has left there (this library's files only).
+        resume: go on with the run that is there.
 
     Raises:
         RunDirectoryError: it holds another run, or it cannot be written.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(f"the run directory {directory} cannot be made: {error.strerror}") from error
+    make(directory)
     other = holder(directory)
     if other == run_id:
         return
-    if other is not None:
+    if other is not None and not resume:
         if not overwrite:
             raise RunDirectoryError(
                 f"{directory} holds another run ({other}); choose another directory, or pass overwrite=True "
-                "(--overwrite on the command line) to replace it"
+                "(--overwrite on the command line) to replace it, or resume=\"auto\" (--resume) to go on with it"
             )
         for name in _OURS:
             path = directory / name
@@ -44,7 +113,20 @@ def claim(directory: Path, run_id: str, *, overwrite: bool) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    describe(directory, {"run_id": run_id})
+    facts = read_facts(directory) if resume else {}
+    describe(directory, {**facts, "run_id": run_id})
+
+
+def make(directory: Path) -> None:
+    """Let there be a directory.
+
+    Raises:
+        RunDirectoryError: there cannot.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"the run directory {directory} cannot be made: {error.strerror}") from error
 
 
 def holder(directory: Path) -> str | None:
@@ -56,6 +138,15 @@ def holder(directory: Path) -> str | None:
         return str(json.loads(file.read_text(encoding="utf-8"))["run_id"])
     except (ValueError, KeyError, TypeError):
         return f"unreadable {RUN_FILE}"
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """What the run's description says; empty where there is none that can be read."""
+    try:
+        facts = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def describe(directory: Path, facts: dict[str, Any]) -> None:

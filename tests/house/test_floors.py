@@ -25,6 +25,7 @@ FLOORS = {
     "cursor": 1,
     "membership": 1,
     "balance": 1,
+    "cadence": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "flat": 2,
@@ -33,6 +34,7 @@ FLOORS = {
     "data": 2,
     "journal": 2,
     "rundir": 2,
+    "checkpoint": 2,
     "member": 2,
     "fingerprint": 2,
     "lifetime": 2,
@@ -42,12 +44,15 @@ FLOORS = {
     # 3, strategies: what a step means.
     "gradients": 3,
     "tracked": 3,
+    "saving": 3,
+    "loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "connect": 4,
     "team": 4,
     "rounds": 4,
     "evaluation": 4,
     "step": 4,
+    "keeping": 4,
     "run": 4,
     "worker": 4,
     "nursery": 4,
@@ -82,7 +87,8 @@ NEIGHBOURS = {
     "rounds": {"team"},
     "step": {"rounds", "team"},
     "evaluation": {"rounds", "team"},
-    "run": {"connect", "evaluation", "rounds", "step", "team"},
+    "keeping": {"rounds"},
+    "run": {"connect", "evaluation", "keeping", "rounds", "step", "team"},
 }
 
 PURE = {
@@ -91,7 +97,10 @@ PURE = {
     "signal",  # its names of numbers only: signal.Signals(9).name
 }
 
-WITHOUT_TORCH = ("cli", "head", "agent", "watch", "membership", "messages", "journal", "rundir", "lifetime", "testing")
+WITHOUT_TORCH = (
+    *("cli", "head", "agent", "watch", "membership", "messages", "journal", "rundir", "lifetime", "testing"),
+    *("cadence", "checkpoint"),
+)
 
 
 def room_of(module: str) -> str:

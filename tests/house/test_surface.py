@@ -12,6 +12,8 @@ import unisono
 from tests.house.rooms import ROOT, modules
 
 PUBLIC = [
+    "CheckpointError",
+    "Checkpoints",
     "DeadlineExceeded",
     "LaunchError",
     "LossError",
@@ -26,6 +28,7 @@ PUBLIC = [
     "UnisonoError",
     "UsageError",
     "launch",
+    "load_model",
 ]
 
 

@@ -30,6 +30,8 @@ __all__ = ["count_workers", "parse_workers", "run", "script_arguments"]
 @click.option("--threads", default=1, show_default=True, help="CPU threads of a worker. Part of the result's bits.")
 @click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's.")
 @click.option("--overwrite", is_flag=True, help="Replace the run that the directory holds.")
+@click.option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
+              "checkpoints, at any number of workers.")  # fmt: skip
 @click.option("--exchange", type=click.Choice(["auto", "shared", "gloo", "two-level"]), default="auto",
               show_default=True, help="How gradients meet.")  # fmt: skip
 @click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
@@ -41,11 +43,13 @@ __all__ = ["count_workers", "parse_workers", "run", "script_arguments"]
 @click.option("--heartbeat-timeout-s", default=5.0, show_default=True, help="Silent for this long, a worker is lost.")
 @click.option("--timeout-s", default=300.0, show_default=True, help="How long one exchange may take.")
 @click.option("--late-s", default=3.0, show_default=True, help="Report a worker that others wait for after this time.")
-@click.option("--aside-s", default=10.0, show_default=True, help="Go on without a worker that others wait for after this time.")
+@click.option("--aside-s", default=10.0, show_default=True, help="Go on without a worker that others wait for after "
+              "this time.")  # fmt: skip
 @click.option("--hang-s", default=60.0, show_default=True, help="End a worker that others wait for after this time.")
 @click.option("--head-away-s", default=60.0, show_default=True, help="How long workers go on without the head.")
 @click.option("--start", type=click.Choice(["fork", "spawn"]), default="fork" if sys.platform == "linux" else "spawn",
-              show_default=True, help="Workers: forked from a process that has imported torch, or each by itself.")  # fmt: skip
+              show_default=True, help="Workers are forked from a process that has imported torch, or come by "
+              "themselves.")  # fmt: skip
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--callable", "function", default="", hidden=True)
 @click.option("--result", default="", hidden=True)
@@ -58,6 +62,7 @@ def run(
     threads: int,
     run_dir: str,
     overwrite: bool,
+    resume: str,
     exchange: str,
     bind: str,
     port: int,
@@ -102,14 +107,18 @@ def run(
         raise UsageError(f"there is at least 1 host, got --simulate-hosts {simulate_hosts}")
     first, minimum, maximum, grows = parse_workers(workers, threads)
     here = min(maximum, max(first, count_workers(threads))) if not grows else first
+    if resume:
+        run_dir, resume = _resumed(Path(resume), run_dir, overwrite=overwrite)
     if run_dir:
         run_dir = str(Path(run_dir).resolve())
         _check_directory(Path(run_dir))
     job, service = _render(
-        command=command, here=here, start=start, first=first, minimum=minimum, maximum=maximum, grows=grows, threads=threads,
-        run_dir=run_dir, overwrite=overwrite, exchange=exchange, bind=bind, port=port, max_restarts=max_restarts,
+        command=command, here=here, start=start, first=first, minimum=minimum, maximum=maximum, grows=grows,
+        threads=threads, run_dir=run_dir, overwrite=overwrite, resume=resume,
+        exchange=exchange, bind=bind, port=port, max_restarts=max_restarts,
         strict=strict, heartbeat_s=heartbeat_s, heartbeat_timeout_s=heartbeat_timeout_s, timeout_s=timeout_s,
-        late_s=late_s, aside_s=aside_s, hang_s=hang_s, head_away_s=head_away_s, simulate_hosts=simulate_hosts, outcome=outcome,
+        late_s=late_s, aside_s=aside_s, hang_s=hang_s, head_away_s=head_away_s, simulate_hosts=simulate_hosts,
+        outcome=outcome,
     )  # fmt: skip
     from unisono import agent
 
@@ -128,6 +137,7 @@ def _render(
     threads: int,
     run_dir: str,
     overwrite: bool,
+    resume: str,
     exchange: str,
     bind: str,
     port: int,
@@ -164,6 +174,7 @@ def _render(
         threads=threads,
         run_dir=run_dir,
         overwrite=overwrite,
+        resume=resume,
         simulate_hosts=simulate_hosts,
         head_away_s=head_away_s,
         start=start,
@@ -240,6 +251,20 @@ def _count_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _resumed(path: Path, run_dir: str, *, overwrite: bool) -> tuple[str, str]:
+    """The run's directory, and what to go on from, that ``--resume`` means."""
+    if overwrite:
+        raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
+    if not path.is_dir():
+        raise UsageError(f"--resume {path}: there is no such directory")
+    inside = path.parent.name == "checkpoints"
+    own = path.parent.parent if inside else path
+    ours = ("run.json", "journal.jsonl", "checkpoints")
+    if not inside and not run_dir and not any((own / name).exists() for name in ours):
+        raise UsageError(f"--resume {path}: that directory holds no run")
+    return run_dir or str(own), str(path.resolve())
 
 
 def _check_directory(folder: Path) -> None:

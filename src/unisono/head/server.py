@@ -236,6 +236,7 @@ class Head:
                     else:
                         line.put(encode(await self._keys.answer(message)))
                 elif isinstance(message, RunDirectory):
+                    self._tell_agents(message)
                     if not self._run_dir:
                         self._write_address(message.path)
                 else:

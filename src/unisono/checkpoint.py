@@ -1,0 +1,374 @@
+"""The files of a checkpoint: how they are written, checked, listed and removed.
+
+    RUN/checkpoints/step-0000000120/
+        part-00000-of-00002.safetensors     tensors, whole; every part is a safetensors file of its own
+        part-00001-of-00002.safetensors
+        skeleton.msgpack                    what is not a tensor, and where each tensor belongs (`unisono.state`)
+        manifest.json                       step, recipe, every tensor, every file with its size and checksums
+
+Parts are written by different processes into one directory with a name that begins with a dot. When all of them are
+on the
+disk, one process writes the manifest, and renames the directory into place. Every file is synchronized before the
+manifest, the manifest before the rename, and the parent after it. So a directory under its final name was
+complete when it got that name, and whatever has a dot or no manifest is garbage of a process that was killed.
+
+Checksums (CRC-32) are those of the bytes in memory, not of what a file gives back, one for every 16 MiB: files are
+checked by
+several threads, and what is damaged is named with its place. They find what disks and copies do wrong; they
+do not resist an adversary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from unisono.errors import CheckpointError
+
+__all__ = [
+    "BLOCK_BYTES",
+    "FOLDER",
+    "MANIFEST",
+    "SKELETON",
+    "Entry",
+    "FileFacts",
+    "Manifest",
+    "Problem",
+    "Slice",
+    "complete",
+    "encode_header",
+    "find",
+    "memory_at",
+    "part_name",
+    "partial_name",
+    "publish",
+    "read_blocks",
+    "read_manifest",
+    "remove",
+    "remove_partials",
+    "step_name",
+    "synchronize",
+    "verify",
+    "write_file",
+    "write_manifest",
+]
+
+FOLDER: Final = "checkpoints"
+MANIFEST: Final = "manifest.json"
+SKELETON: Final = "skeleton.msgpack"
+FORMAT: Final = 1
+BLOCK_BYTES: Final = 1 << 24
+HEADER_ALIGNMENT: Final = 64
+MAX_THREADS: Final = 4
+
+_SAFETENSORS: Final = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
+    "int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64", "float64": "F64", "int64": "I64",
+    "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One tensor of a checkpoint."""
+
+    name: str
+    dtype: str
+    """As torch calls it: ``float32``."""
+    shape: list[int]
+    part: int
+    start: int
+    """Its first byte in the part, counted from the end of the part's header."""
+    num_bytes: int
+
+
+class FileFacts(msgspec.Struct, frozen=True):
+    """What a file must be."""
+
+    num_bytes: int
+    crc32: list[int]
+    """Of each `BLOCK_BYTES` of it."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is. Written last."""
+
+    format: int = FORMAT
+    step: int
+    """Steps of the run that are done."""
+    phase: int
+    """Which call of ``run.steps``, from 0."""
+    phase_step: int
+    """Steps of that phase that are done."""
+    lines: int
+    """Lines of the journal at that moment."""
+    recipe: dict[str, Any]
+    fingerprint: dict[str, str]
+    metrics: dict[str, float]
+    """What was logged last, by name, and the loss of the last step."""
+    num_workers: int
+    saved: float
+    """When it was made, in seconds since 1970."""
+    seconds: float
+    """From the copy to the manifest."""
+    tensors: list[Entry]
+    files: dict[str, FileFacts]
+    crc32: int = 0
+    """Of this manifest, written with 0 here."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(facts.num_bytes for facts in self.files.values())
+
+
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """Some memory as bytes, e.g. that of a tensor, which the caller keeps alive."""
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:010d}"
+
+
+def partial_name(step: int, generation: int) -> str:
+    """Of the directory before it is complete. No two attempts ever share one."""
+    return f".{step_name(step)}-{generation}.partial"
+
+
+def part_name(part: int, num_parts: int) -> str:
+    return f"part-{part:05d}-of-{num_parts:05d}.safetensors"
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints of a ``checkpoints`` folder that have their final name, the newest last."""
+    try:
+        names = sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{10,}", path.name))
+    except FileNotFoundError:
+        return []
+    return sorted(names, key=lambda path: int(path.name[5:]))
+
+
+def find(place: str | os.PathLike[str]) -> Path:
+    """The ``checkpoints`` folder or the single checkpoint that a user means by a path.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    path = Path(place)
+    if (path / FOLDER).is_dir():
+        return path / FOLDER
+    if path.is_dir() and (re.fullmatch(r"step-\d{10,}", path.name) or (path / MANIFEST).exists() or complete(path)):
+        return path
+    raise CheckpointError(f"{path} holds no checkpoint; give the directory of a run, or one of its checkpoints")
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+def encode_header(entries: Iterable[Entry]) -> bytes:
+    """The head of a safetensors file with these tensors, a multiple of `HEADER_ALIGNMENT` bytes long."""
+    tensors: dict[str, Any] = {}
+    for entry in entries:
+        kind, shape = _SAFETENSORS.get(entry.dtype), entry.shape
+        if kind is None:  # as bytes; the manifest knows what they are
+            kind, shape = "U8", [entry.num_bytes]
+        end = entry.start + entry.num_bytes
+        tensors[entry.name] = {"dtype": kind, "shape": shape, "data_offsets": [entry.start, end]}
+    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, data: memoryview, go_on: Callable[[], bool] = lambda: True) -> FileFacts | None:
+    """Write a file and wait until it is on the disk.
+
+    Args:
+        go_on: asked before every block; None is returned when it says no.
+    """
+    checks = []
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for start in range(0, max(len(data), 1), BLOCK_BYTES):
+            if not go_on():
+                return None
+            block = data[start : start + BLOCK_BYTES]
+            checks.append(zlib.crc32(block))
+            while block:
+                block = block[os.write(descriptor, block) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileFacts(len(data), checks)
+
+
+def synchronize(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a directory complete."""
+    checked = msgspec.structs.replace(manifest, crc32=_check_of(manifest))
+    write_file(folder / MANIFEST, memoryview(msgspec.json.format(msgspec.json.encode(checked), indent=1)))
+    synchronize(folder)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete directory its name. One that has it already is replaced."""
+    old = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    synchronize(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; killed in the middle of it, garbage is left and no half checkpoint."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    checkpoint.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_partials(folder: Path, *, but: str = "") -> None:
+    """Remove what killed processes have left. Only for who holds the run's directory."""
+    for path in folder.glob(".step-*"):
+        if path.name != but:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in complete(folder):
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_of(manifest: Manifest) -> int:
+    return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(manifest, crc32=0)))
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+class Problem(CheckpointError):
+    """A checkpoint is not what its manifest says."""
+
+
+class Slice(msgspec.Struct):
+    """Where some bytes of a file go to."""
+
+    start: int
+    data: memoryview
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """What a checkpoint says of itself, checked.
+
+    Raises:
+        Problem: there is none, or it is damaged.
+    """
+    try:
+        data = (checkpoint / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise Problem(f"{checkpoint.name} has no {MANIFEST}: it was never completed") from None
+    except OSError as error:
+        raise Problem(f"{MANIFEST} of {checkpoint.name} cannot be read: {error.strerror}") from error
+    try:
+        version = msgspec.json.decode(data, type=dict[str, Any]).get("format")
+        if version != FORMAT:
+            raise Problem(f"{checkpoint.name} has format {version}, this version of the library reads {FORMAT}")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise Problem(f"{MANIFEST} of {checkpoint.name} is damaged: {error}") from error
+    if manifest.crc32 != _check_of(manifest):
+        raise Problem(f"{MANIFEST} of {checkpoint.name} is damaged: its checksum is not the one that it names")
+    return manifest
+
+
+def read_blocks(path: Path, facts: FileFacts, slices: Sequence[Slice] = (), threads: int = 0) -> None:
+    """Read a file into memory, and check every byte of it.
+
+    Args:
+        slices: in order, without gaps, the whole file; without them it is only checked.
+
+    Raises:
+        Problem: it is not what it should be; says how and where.
+    """
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise Problem(f"{name} is missing") from None
+    except OSError as error:
+        raise Problem(f"{name} cannot be read: {error.strerror}") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != facts.num_bytes:
+            raise Problem(f"{name} has {size} bytes, not {facts.num_bytes}: it was cut off or changed")
+
+        def read(block: int) -> None:
+            start = block * BLOCK_BYTES
+            end = min(start + BLOCK_BYTES, size)
+            check = 0
+            for piece in _pieces(slices, start, end):
+                done = 0
+                while done < len(piece):
+                    number = os.preadv(descriptor, [piece[done:]], start + done)
+                    if number == 0:
+                        raise Problem(f"{name} ends at byte {start + done}")
+                    done += number
+                start += len(piece)
+                check = zlib.crc32(piece, check)
+            if check != facts.crc32[block]:
+                raise Problem(
+                    f"{name} is damaged in bytes {block * BLOCK_BYTES} to {end}: CRC-32 {check:08x}, "
+                    f"not {facts.crc32[block]:08x}"
+                )
+
+        blocks = range(-(-size // BLOCK_BYTES))
+        if len(facts.crc32) != max(len(blocks), 1):
+            raise Problem(f"{name} has {len(facts.crc32)} checksums for {len(blocks)} blocks")
+        with ThreadPoolExecutor(threads or min(MAX_THREADS, os.cpu_count() or 1), "unisono-read") as pool:
+            list(pool.map(read, blocks))
+    except OSError as error:
+        raise Problem(f"{name} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _pieces(slices: Sequence[Slice], start: int, end: int) -> Iterable[memoryview]:
+    if not slices:
+        yield memoryview(bytearray(end - start))
+        return
+    for piece in slices:
+        low, high = max(start, piece.start), min(end, piece.start + len(piece.data))
+        if low < high:
+            yield piece.data[low - piece.start : high - piece.start]
+
+
+def verify(checkpoint: Path) -> Manifest:
+    """Check every byte of a checkpoint.
+
+    Raises:
+        Problem: it is broken; says what is wrong.
+    """
+    manifest = read_manifest(checkpoint)
+    for name, facts in manifest.files.items():
+        read_blocks(checkpoint / name, facts)
+    return manifest

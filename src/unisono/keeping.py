@@ -1,0 +1,247 @@
+"""What a run keeps on the disk, and how it goes on from there: directory, place in the journal, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from unisono import checkpoint as files
+from unisono.cadence import Checkpoints, Place, differences, table
+from unisono.cursor import Cursor
+from unisono.errors import CheckpointError, RecipeError, UsageError
+from unisono.fingerprint import fingerprint
+from unisono.journal import JOURNAL, truncate
+from unisono.loading import Loaded, newest
+from unisono.rounds import Rounds
+from unisono.rundir import Lock, claim, describe, holder, make, read_facts
+from unisono.saving import Saver
+from unisono.tracked import Tracked
+
+__all__ = ["Keeper"]
+
+FIXED: Final = "parameters"
+"""The part of a recipe that no word can change: the state would not fit."""
+
+
+class Keeper:
+    """This member's hold of the run's directory.
+
+    Args:
+        directory: None keeps nothing.
+        resume: "auto": go on with what the directory holds, if anything; a path: with what is there; "": begin.
+        anyway: parts of the recipe that may differ from the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        tracked: Tracked,
+        policy: Checkpoints | None,
+        resume: str,
+        anyway: Collection[str],
+        overwrite: bool,
+        device: torch.device,
+        threads: int,
+    ) -> None:
+        if directory is None and (policy is not None or resume):
+            what = "checkpoints need" if policy is not None else "resume= needs"
+            raise UsageError(f"{what} the directory of the run: unisono.Run(directory, ...), or --run-dir")
+        if isinstance(anyway, str):
+            raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
+        if FIXED in anyway:
+            raise UsageError("resume_anyway cannot hold 'parameters': a state does not fit into another model")
+        self.directory = directory
+        self.policy = policy
+        self._tracked = tracked
+        self._resume = resume
+        self._anyway = set(anyway)
+        self._overwrite = overwrite
+        self._device = device
+        self._threads = threads
+        self._lock = Lock()
+        self._run_id = ""
+        self._loaded: Loaded | None = None
+        self._leaving = False
+        self._before: Any = None
+        self.metrics: dict[str, float] = {}
+        """What was logged last, by name."""
+        journal = directory / JOURNAL if directory is not None else None
+        self.saver = Saver(policy, directory, device, tracked.state, journal=journal)
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def enter(self, run_id: str, *, alone: bool) -> None:
+        """The run begins in this process.
+
+        Raises:
+            RunDirectoryError: the directory is another run's.
+        """
+        self._run_id = run_id
+        if alone and self.directory is not None:
+            self._claim(self.directory)
+            code = self.policy.on_signal if self.policy is not None else None
+            if code is not None and threading.current_thread() is threading.main_thread():
+                self._before = signal.signal(signal.SIGTERM, self._signalled)
+
+    def close(self) -> None:
+        """Whatever happened: end what was begun."""
+        self.saver.close()
+        self._lock.release()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        if self._leaving:  # the second one means it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._leaving = True
+
+    def _claim(self, directory: Path) -> None:
+        make(directory)
+        may_change = self._overwrite or bool(self._resume)
+        if may_change or holder(directory) in (None, self._run_id):
+            self._lock.take(directory, self._run_id)
+        try:
+            claim(directory, self._run_id, overwrite=self._overwrite, resume=bool(self._resume))
+        except BaseException:
+            self._lock.release()
+            raise
+
+    # -- the beginning -------------------------------------------------------------------------------
+
+    def begin(self, phase: int, cursor: Cursor) -> Place | None:
+        """On the member that begins a run: claim the directory, and load what the run goes on from.
+
+        Returns:
+            Where that is; None: at the beginning. When it is in a later phase, nothing was loaded yet.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none can be used.
+            RecipeError: the checkpoint was made with another recipe; names the differences.
+        """
+        if self.directory is None:
+            return None
+        self._claim(self.directory)
+        recipe = self._recipe(cursor)
+        facts: dict[str, Any] = {"run_id": self._run_id, "started": time.time()}
+        if self._loaded is None and self._resume:
+            facts["resumed"] = read_facts(self.directory).get("resumed", [])
+            self._loaded = self._find(self.directory)
+        facts |= {
+            "recipe": {name: value for name, value in recipe.items() if name != FIXED},
+            "fingerprint": fingerprint(str(self._device)),
+        }
+        loaded = self._loaded
+        if loaded is None:
+            if self._resume:
+                truncate(self.directory / JOURNAL, 0)
+            describe(self.directory, facts)
+            return None
+        manifest = loaded.manifest
+        place = Place(phase=manifest.phase, step=manifest.phase_step, total=manifest.step, lines=manifest.lines)
+        if place.phase != phase:
+            return place
+        self._check(loaded, recipe)
+        self._tracked.load(loaded.state)
+        self._loaded = None
+        self._go_on_with_journal(loaded, self.directory)
+        self.metrics = dict(manifest.metrics)
+        self.saver.saved = manifest.step if loaded.path.parent == self.directory / files.FOLDER else -1
+        again = {"step": place.total, "at": time.time(), "from": str(loaded.path)}
+        facts["resumed"] = [*facts.get("resumed", []), again]
+        describe(self.directory, facts)
+        print(f"unisono: goes on at step {place.total}, from {loaded.path}", file=sys.stderr, flush=True)
+        return place
+
+    def joined(self, cursor: Cursor) -> None:
+        """This member is in the run, and the directory is claimed."""
+        self.saver.recipe = self._recipe(cursor)
+        self.saver.fingerprint = fingerprint(str(self._device))
+        if self.directory is not None and self.directory.is_dir() and holder(self.directory) == self._run_id:
+            self._lock.take(self.directory, self._run_id)
+            self.saver.reaches = True
+
+    def _find(self, directory: Path) -> Loaded | None:
+        source = directory if self._resume == "auto" else Path(self._resume)
+        if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
+            return None  # it was killed before its first checkpoint
+        loaded = newest(source)
+        if loaded is None:
+            raise CheckpointError(f"{source} holds no checkpoint yet")
+        for problem in loaded.broken:
+            warnings.warn(f"{problem}; {loaded.path.name} is used instead", stacklevel=2)
+        return loaded
+
+    def _check(self, loaded: Loaded, recipe: dict[str, Any]) -> None:
+        found = differences(loaded.manifest.recipe, recipe)
+        refused = [row for row in found if row[0].partition(":")[0] not in self._anyway]
+        if refused:
+            names = sorted({row[0].partition(":")[0] for row in refused} - {FIXED})
+            help_ = f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, names))}}}" if names else ""
+            raise RecipeError(
+                f"{loaded.path} was made with another recipe:\n{table(refused)}\n"
+                f"Change the script back, which gives the same bits as a run that was never stopped{help_}"
+            )
+        if found:
+            warnings.warn(f"the run goes on with another recipe, as asked for:\n{table(found)}", stacklevel=2)
+        others = differences(loaded.manifest.fingerprint, fingerprint(str(self._device)))
+        if others:
+            warnings.warn(
+                f"{loaded.path} was made where arithmetic may differ, so the bits may:\n{table(others)}", stacklevel=2
+            )
+
+    def _go_on_with_journal(self, loaded: Loaded, directory: Path) -> None:
+        theirs = loaded.path.parent.parent / JOURNAL
+        if theirs.exists() and not (directory / JOURNAL).exists():
+            shutil.copyfile(theirs, directory / JOURNAL)
+        truncate(directory / JOURNAL, loaded.manifest.lines)
+
+    def _recipe(self, cursor: Cursor) -> dict[str, Any]:
+        shapes = {
+            name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            for name, parameter in self._tracked.parameters()
+        }
+        return {**asdict(cursor), "threads": self._threads, FIXED: shapes}
+
+    # -- on the way ----------------------------------------------------------------------------------
+
+    def boundary(self, rounds: Rounds, ends: Callable[[], bool]) -> None:
+        """Between two steps, before the next: leave if that was asked for, see to the checkpoints, change the members.
+
+        Raises:
+            SystemExit: after SIGTERM, with the exit code of the policy.
+        """
+        if self._leaving or ends():
+            self.save_last(rounds)
+            with rounds.team.waiting():
+                self.saver.finish()
+        if self._leaving:
+            assert self.policy is not None
+            raise SystemExit(self.policy.on_signal)
+        rounds.boundary()
+        self.saver.boundary(
+            self.place(rounds), rank=rounds.team.rank, generation=rounds.team.generation, metrics=self.metrics
+        )
+
+    def save_last(self, rounds: Rounds) -> None:
+        """No step follows this one at once."""
+        team = rounds.team
+        self.saver.save_last(
+            self.place(rounds), rank=team.rank, generation=team.generation, num_workers=team.size, metrics=self.metrics
+        )
+
+    def place(self, rounds: Rounds) -> Place:
+        return Place(phase=rounds.phase, step=rounds.step, total=rounds.total, lines=rounds.lines)
