@@ -37,13 +37,15 @@ class _Pace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._seconds = 0.0
+        self._seconds = self._samples = 0.0  # of a step; smoothed alike, so that a short last batch shows no slump
         self.started = clock()
         self.last: StepDone | None = None
         self.num_steps = 0
 
     def add(self, done: StepDone) -> None:
-        self._seconds = done.seconds if self.last is None else 0.9 * self._seconds + 0.1 * done.seconds
+        weight = 1.0 if self.last is None else 0.1
+        self._seconds += weight * (done.seconds - self._seconds)
+        self._samples += weight * (done.samples - self._samples)
         self.last = done
         self.num_steps += 1
 
@@ -53,7 +55,7 @@ class _Pace:
 
     @property
     def samples_per_second(self) -> float:
-        return self.last.samples / self._seconds if self.last and self._seconds > 0 else 0.0
+        return self._samples / self._seconds if self._seconds > 0 else 0.0
 
     @property
     def left_s(self) -> float:
