@@ -156,7 +156,7 @@ def test_stop_ends_the_run_at_the_end_of_a_step(unisono: Unisono, run_dir: Path,
 
 def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
     """``--workers 2:4`` takes two of three that join; the last one takes the place of one that dies."""
-    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
+    with Gates(tmp_path / "gates", (3, 20, 40, 58)) as gates:
         command = start(unisono, run_dir, gates, "2:4", "--max-restarts", 0)
         gates.wait(3)
         guest = join(unisono, run_dir, 3)
@@ -165,9 +165,12 @@ def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, 
         command.line("with 4 workers")
         gates.open(20)
         gates.wait(40)
+        waiting = ({"w2", "w3", "w4"} - steps_of(run_dir)[-1]["workers"].keys()).pop()
         os.kill(pid_of("w1", run_dir), signal.SIGKILL)
-        command.line("w4 joins")
+        command.line("was killed by signal 9")
         gates.open(40)
+        command.line(f"{waiting} joins")
+        gates.open(58)
         finish(command, run_dir, calm)
         assert guest.wait() == 0, guest.err
     by_step = [set(line["workers"]) for line in steps_of(run_dir)]
