@@ -75,6 +75,7 @@ class TwoLevel:
             host.publish(share.slots, facts)
             point("published")
             if self._wire is None:
+                point("reduced")  # its chunk is empty
                 host.commit(0)
             else:
                 host.commit(self._carry_lane(share, self._wire), self._gather_facts(self._wire))
