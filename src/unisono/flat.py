@@ -45,8 +45,9 @@ ROW_BYTES = 512
 SPARE_ROWS = 64
 """Room behind the last row, so that an exchange can cut a slot into equal chunks without a copy."""
 
-BLOCK_ROWS = 1024
-"""Rows that are added, divided and fingerprinted together: 512 KiB, to stay in a core's cache."""
+BLOCK_ROWS = 4096
+"""Rows that are added, divided and fingerprinted together: 2 MiB, to stay in the cache from one to the next. (In blocks
+of 512 KiB, what Python spends on each costs more than a nearer cache gains: 14 against 11 ms for 100 MB.)"""
 
 SUM_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 

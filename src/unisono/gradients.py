@@ -5,6 +5,9 @@ gradient runs up the whole **chain**, ``((g7 + n6) + n45) + n03``. That happens 
 autograd calls when the parameter's gradient is complete, while the gradient is still in the cache; then ``.grad`` is
 dropped. So there is never more than one gradient beside the nodes, and there are at most ``log2(M) + 1`` of those.
 
+A leaf that is first in its chain has nothing to be added to. When its sibling comes next on this worker, its gradients
+are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own.
+
 What a micro-batch did to weights, loss and buffers, its **tail**, runs up the same chain when it ends.
 """
 
@@ -93,7 +96,7 @@ class GradientFolder:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> None:
         self.buffers = buffers
         self.layout = FlatLayout(parameters, buffers.named())
-        self.held: dict[Node, Slot] = {}
+        self._held: dict[Node, Slot] = {}
         self.on_rows: Callable[[int], None] | None = None
         """Told how many rows of the current leaf's node are complete, as they become so."""
         self._names = [name for name, _ in parameters]
@@ -107,6 +110,9 @@ class GradientFolder:
         self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
         self._calls_known = 0  # backward calls of one micro-batch; 0: not known yet
         self._pending: dict[int, Tensor] = {}  # by parameter, the sum of the micro-batch's calls so far
+        self._adopts = False
+        self._adopted: dict[int, Tensor] = {}  # by parameter, what belongs into `_adopter`
+        self._adopter: Slot | None = None
         self._inside = self._in_backward = False
 
     @property
@@ -114,16 +120,24 @@ class GradientFolder:
         """Which parameters these are, to notice that others are trained now."""
         return [id(parameter) for parameter in self._parameters]
 
+    @property
+    def held(self) -> dict[Node, Slot]:
+        """The nodes that are complete."""
+        if not self._inside:
+            self._settle()
+        return self._held
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.held = {}
+        self._held, self._adopted = {}, {}
 
     # -- a step --------------------------------------------------------------------------------------
 
     def start_step(self, num_leaves: int) -> None:
         self._num_leaves = num_leaves
-        self.held = {}
+        self._held, self._adopted = {}, {}
+        self._inside = False
         self.buffers.start_step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -142,21 +156,27 @@ class GradientFolder:
 
     # -- a micro-batch -------------------------------------------------------------------------------
 
-    def start_leaf(self, index: int, new_slot: SlotSource) -> None:
+    def start_leaf(self, index: int, new_slot: SlotSource, following: int | None = None) -> None:
         """The next gradients are those of leaf ``index``.
 
         Args:
             new_slot: where an empty slot comes from if this leaf has nobody to be added to yet.
+            following: the leaf that will probably be computed after this one.
         """
         node = leaf(index, self._num_leaves)
         self._chain: list[tuple[Node, Slot]] = []
-        while (other := sibling(node, self._num_leaves)) in self.held:
+        while (other := sibling(node, self._num_leaves)) in self._held:
             assert other is not None
-            self._chain.append((other, self.held[other]))
+            self._chain.append((other, self._held[other]))
             node = parent(node, self._num_leaves)
         self._opens = not self._chain
+        if self._adopter is not (None if self._opens else self._chain[0][1]):
+            self._settle()
         if self._opens:
             self._chain = [(node, new_slot())]
+        self._adopts = self._opens and following is not None and leaf(following, self._num_leaves) == other
+        if self._adopts:
+            self._adopter = self._chain[0][1]
         self.target = (node, self._chain[-1][1])
         self._folded = [False] * len(self._parameters)
         self._used = [0] * len(self._parameters)
@@ -206,8 +226,8 @@ class GradientFolder:
             self.on_rows(self.layout.num_rows)
         self._inside = False
         node, slot = self.target
-        freed = [] if self._opens else [self.held.pop(merged) for merged, _ in self._chain][:-1]
-        self.held[node] = slot
+        freed = [] if self._opens else [self._held.pop(merged) for merged, _ in self._chain][:-1]
+        self._held[node] = slot
         return freed
 
     def leave_leaf(self) -> None:
@@ -245,6 +265,8 @@ class GradientFolder:
     def _fold(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
             first = self._chain[0][1].gradients[index]
+            if (adopted := self._adopted.pop(index, None)) is not None:
+                first.copy_(adopted)
             if self._opens:
                 first.zero_()
             else:
@@ -263,15 +285,29 @@ class GradientFolder:
         self._folded[index] = True
 
     def _fold_dense(self, index: int, gradient: Tensor) -> None:
+        target = self._chain[-1][1].gradients[index]
         if self._opens:
-            self._chain[0][1].gradients[index].copy_(gradient)
+            if self._adopts and gradient.dtype == target.dtype:
+                self._adopted[index] = gradient
+            else:
+                target.copy_(gradient)
             return
+        adopted = self._adopted.pop(index, None)
         running = gradient
         for _, slot in self._chain[:-1]:
-            node = slot.gradients[index]
+            node = slot.gradients[index] if adopted is None else adopted
+            adopted = None
             # The gradient is ours and still in the cache: carry the sum in it if it is wide enough.
             running = torch.add(node, running, out=running if running.dtype == node.dtype else node)
-        self._chain[-1][1].gradients[index].add_(running)
+        torch.add(target if adopted is None else adopted, running, out=target)
+
+    def _settle(self) -> None:
+        """Copy what was adopted to where it belongs: its sibling does not come next after all."""
+        adopted, self._adopted = self._adopted, {}
+        for index, gradient in adopted.items():
+            assert self._adopter is not None
+            self._adopter.gradients[index].copy_(gradient)
+        self._adopter = None
 
 
 class _Tail:

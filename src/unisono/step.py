@@ -253,7 +253,7 @@ class Step:
             batch = self._context.fetcher.fetch(self.number, leaf)
             self._clock.switch("compute")
             point("before_backward", leaf)
-            folder.start_leaf(leaf, rounds.team.exchange.slot)
+            folder.start_leaf(leaf, rounds.team.exchange.slot, todo[place + 1] if place + 1 < len(todo) else None)
             if place == len(todo) - 1:
                 self._offer_rows(plan, folder)
             seed_place(self._context.seed, "microbatch", self._place, leaf)
