@@ -430,6 +430,7 @@ class _Agent:
         return {
             **os.environ,
             PARENT: str(os.getpid()),
+            "UNISONO_AGENT": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,

@@ -46,8 +46,8 @@ class FaultInjected(RuntimeError):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happens to one worker at one point."""
 
-    action: Literal["kill", "stop", "delay", "fail"]
-    """SIGKILL, SIGSTOP, sleep for ``seconds``, or raise `FaultInjected`."""
+    action: Literal["kill", "kill_run", "stop", "delay", "fail"]
+    """SIGKILL (to this worker, or to the command first), SIGSTOP, sleep for ``seconds``, or raise `FaultInjected`."""
     worker: str
     """The worker's id: ``w0``, ``w1`` ... in the order of their start; "" means every worker."""
     at: str
@@ -59,6 +59,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 _armed: list[Fault] = []
 _step = -1
+_agent = 0
 
 
 def encode(faults: list[Fault]) -> str:
@@ -71,7 +72,9 @@ def decode(text: str) -> list[Fault]:
 
 def arm(environment: Mapping[str, str]) -> None:
     """Take over the faults that this worker's environment names."""
+    global _agent
     text = environment.get(ENVIRONMENT, "")
+    _agent = int(environment.get("UNISONO_AGENT", "0"))
     worker = environment.get("UNISONO_WORKER_ID", "")
     _armed[:] = [fault for fault in decode(text) if fault.worker in ("", worker)] if text else []
 
@@ -95,6 +98,9 @@ def point(name: str, microbatch: int = -1) -> None:
 def _happen(fault: Fault) -> None:
     match fault.action:
         case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "kill_run":
+            os.kill(_agent, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 8
 STEP = 3
 """The step in which something happens; evaluations are part of the step before it."""
+STEP_POINTS = [at for at in POINTS if not at.startswith("checkpoint")]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 NO_STATE = "no worker that holds the run's state is left"
 
@@ -33,7 +34,7 @@ Case = tuple[str, int, str, int]
 def all_cases() -> Iterator[Case]:
     for exchange in EXCHANGES:
         for workers in (2, 3, 4):
-            for at in POINTS:
+            for at in STEP_POINTS:
                 # In an admission there is one more: the newcomer, in the place of the one that was lost before.
                 for rank in range(workers + (at == "in_admission")):
                     yield exchange, workers, at, rank
@@ -41,7 +42,7 @@ def all_cases() -> Iterator[Case]:
 
 def representative() -> list[Case]:
     """All of 3 workers over shared memory; and for each other combination, a few points, each time others."""
-    chosen, points = [], list(POINTS)
+    chosen, points = [], STEP_POINTS
     for place, (exchange, workers) in enumerate((e, w) for e in EXCHANGES for w in (2, 3, 4)):
         for number, at in enumerate(points):
             if (exchange, workers) == ("shared", 3):

@@ -46,6 +46,10 @@ class Faults:
         """SIGKILL: no handler runs, nothing is closed."""
         return self._and(Fault(action="kill", worker=worker, at=at, step=step, microbatch=microbatch))
 
+    def kill_run(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+        """SIGKILL to the command and to this worker; the others follow, because nobody outlives the command."""
+        return self._and(Fault(action="kill_run", worker=worker, at=at, step=step, microbatch=microbatch))
+
     def stop(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
         """SIGSTOP: the process is there and does nothing any more, heartbeats included."""
         return self._and(Fault(action="stop", worker=worker, at=at, step=step, microbatch=microbatch))

@@ -1,0 +1,122 @@
+"""``unisono checkpoints``: list, check and export what a run has written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from unisono import checkpoint as files
+from unisono.checkpoint import Manifest
+from unisono.errors import CheckpointError, UsageError
+
+__all__ = ["checkpoints"]
+
+
+@click.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("action", type=click.Choice(["list", "verify", "export"]), default="list")
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--step", type=int, default=None, metavar="N", help="The checkpoint of this step; otherwise the newest.")
+@click.option("--name", default=None, help="export: which tracked object; otherwise the model.")
+def checkpoints(
+    directory: Path, action: Literal["list", "verify", "export"], file: Path | None, step: int | None, name: str | None
+) -> int:
+    """List the checkpoints of the run in DIR, check every byte of them, or write one's weights into a single file.
+
+    \b
+        unisono checkpoints runs/digits
+        unisono checkpoints runs/digits verify
+        unisono checkpoints runs/digits export model.safetensors
+        unisono checkpoints runs/digits export optimizer.pt --name optimizer --step 500
+    """
+    found = _find(directory, step)
+    if action == "export":
+        if file is None:
+            raise UsageError("export into which file? unisono checkpoints DIR export FILE.safetensors (or FILE.pt)")
+        _export(found[-1] if step is not None or len(found) == 1 else directory, file, name)
+        return 0
+    if file is not None:
+        raise UsageError(f"{action} takes no file, got {file}")
+    return _list(found, check=action == "verify")
+
+
+def _find(directory: Path, step: int | None) -> list[Path]:
+    folder = files.find(directory)
+    found = files.complete(folder) or ([] if folder.name == files.FOLDER else [folder])
+    if not found:
+        raise CheckpointError(f"{folder} holds no checkpoint yet")
+    if step is None:
+        return found
+    chosen = [path for path in found if path.name == files.step_name(step)]
+    if not chosen:
+        steps = ", ".join(str(int(path.name[5:])) for path in found if path.name.startswith("step-"))
+        raise CheckpointError(f"{folder} holds no checkpoint of step {step}; there are {steps}")
+    return chosen
+
+
+def _list(found: list[Path], *, check: bool) -> int:
+    """Returns 1 if one is broken."""
+    num_broken = 0
+    for path in found:
+        try:
+            manifest = files.verify(path) if check else files.read_manifest(path)
+        except CheckpointError as error:
+            num_broken += 1
+            click.echo(f"{path.name}  broken: {error}")
+        else:
+            click.echo(f"{path.name}  {_line(manifest)}{'  every byte is right' if check else ''}")
+    return 1 if num_broken else 0
+
+
+def _line(manifest: Manifest) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
+    workers = "1 worker" if manifest.num_workers == 1 else f"{manifest.num_workers} workers"
+    metrics = "".join(f"  {name} {value:.6g}" for name, value in manifest.metrics.items())
+    return f"{when}  {manifest.num_bytes / 1e6:,.1f} MB  {workers}{metrics}"
+
+
+def _export(place: Path, file: Path, name: str | None) -> None:
+    if file.suffix not in (".safetensors", ".pt", ".pth"):
+        raise UsageError(f"{file} must end in .safetensors or, for torch.save, in .pt or .pth")
+    import torch
+
+    from unisono.loading import load_model
+
+    state: dict[str, Any] = load_model(place, name=name)
+    temporary = file.with_name(f".{file.name}.new")
+    try:
+        if file.suffix == ".safetensors":
+            _write_safetensors(temporary, state)
+        else:
+            torch.save(state, temporary)
+        files.synchronize(temporary)
+        temporary.replace(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    click.echo(f"{file}: {len(state)} entries, {file.stat().st_size / 1e6:,.1f} MB")
+
+
+def _write_safetensors(file: Path, state: dict[str, Any]) -> None:
+    import torch
+
+    others = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise UsageError(
+            f"a safetensors file holds tensors only, and {others[0]!r} is none; export into a .pt file, or another --name"
+        )
+    entries, start = [], 0
+    for key, tensor in sorted(state.items(), key=lambda item: -item[1].element_size()):
+        num_bytes = tensor.numel() * tensor.element_size()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        entries.append(files.Entry(key, kind, list(tensor.shape), 0, start, num_bytes))
+        start += num_bytes
+    with file.open("wb") as target:
+        target.write(files.encode_header(entries))
+        for entry in entries:
+            if entry.num_bytes:
+                target.write(files.memory_at(state[entry.name].data_ptr(), entry.num_bytes))

@@ -1,0 +1,97 @@
+"""A training of a moment that writes checkpoints: ``unisono run checkpointed_training.py -- --steps 12 --every 3``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+
+NUM_SAMPLES = 54
+BATCH_SIZE = 24
+
+
+class Best:
+    """A user's own state: the best so far, and the samples that were seen."""
+
+    def __init__(self) -> None:
+        self.right, self.seen = -1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"right": self.right, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.right, self.seen = state["right"], state["seen"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", nargs="?")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--keep", type=int, default=3)
+    parser.add_argument("--resume")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--width", type=int, default=33)
+    parser.add_argument("--phases", type=int, default=1)
+    parser.add_argument("--anyway", nargs="*", default=[])
+    parser.add_argument("--must-succeed", action="store_true")
+    arguments = parser.parse_args()
+    policy = unisono.Checkpoints(
+        every_steps=arguments.every or None, keep=arguments.keep, on_signal=75, must_succeed=arguments.must_succeed
+    )
+    with unisono.Run(
+        arguments.directory,
+        seed=3,
+        checkpoint=policy,
+        resume=arguments.resume,
+        resume_anyway=arguments.anyway,
+    ) as run:
+        draw = torch.Generator().manual_seed(1)
+        data = TensorDataset(
+            torch.randn(NUM_SAMPLES, 12, generator=draw), torch.randint(0, 4, (NUM_SAMPLES,), generator=draw)
+        )
+        width = arguments.width
+        model = nn.Sequential(
+            nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        best = Best()
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler, best=best, average=average)
+
+        def count(batch: list[Tensor]) -> dict[str, Tensor]:
+            inputs, labels = batch
+            return {"right": (model(inputs).argmax(1) == labels).sum()}
+
+        for phase in range(arguments.phases):
+            for step in run.steps(
+                data,
+                batch_size=BATCH_SIZE,
+                microbatches=arguments.microbatches,
+                epochs=1000,
+                max_steps=arguments.steps + phase,
+            ):
+                for inputs, labels in step:
+                    step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
+                optimizer.step()
+                scheduler.step()
+                average.update_parameters(model)
+                best.seen += step.num_samples
+                if step.number % 4 == 2:
+                    right = run.evaluate(data, count, batch_size=7)["right"]
+                    best.right = max(best.right, int(right))
+                    step.log(right=right)
+                print(f"did step {step.number}", flush=True)
+            run.evaluate(data, count, batch_size=7)
+        print(f"best {best.right}, seen {best.seen}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
