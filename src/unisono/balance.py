@@ -5,21 +5,24 @@ without a
 word. A new generation begins without knowledge, for the newcomers' sake.
 
 A member's pace is the median of its seconds per micro-batch over its last steps: one slow step does not move
-work, three do. The plan changes only when the step would become shorter by more than `GAIN`, so noise does not.
+work. Two steps in a row that are much slower (or faster) than what was known do: the older ones are forgotten then.
+The plan changes only when the step would become shorter by more than `GAIN`, so noise does not move work either.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from unisono.plan import Plan, plan
 from unisono.tree import cover
 
-__all__ = ["Balance", "balanced"]
+__all__ = ["Balance", "Change", "balanced"]
 
 WINDOW: Final = 5
 """Steps that a pace is the median of."""
@@ -29,8 +32,41 @@ WARM_UP: Final = 2
 """First steps of a generation that do not count: caches, compilation, page faults."""
 GAIN: Final = 0.04
 """A plan is changed when the step would become shorter by more than this part of it."""
+JUMP: Final = 1.25
+"""Two steps in a row that differ from the pace that was known by more than this factor are another pace."""
+SLOW: Final = 1.2
+"""A member that takes longer than the others by this factor is named."""
 REST: Final = 16
 """A member that had nothing to do gets a micro-batch after this many steps: it may be faster now."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The plan has changed because of the members' paces."""
+
+    counts: tuple[int, ...]
+    """By rank, the micro-batches that each member gets now."""
+    slowness: tuple[float, ...]
+    """By rank, the time that a member takes for a micro-batch, as a multiple of that of the others (their median)."""
+    recovered: frozenset[int]
+    """Who was slow before and is not any more."""
+
+    def say(self, worker_ids: Sequence[str]) -> str:
+        """What happened, in one sentence."""
+        num_leaves = sum(self.counts)
+        parts = []
+        for rank, (name, count, slowness) in enumerate(zip(worker_ids, self.counts, self.slowness, strict=True)):
+            if slowness >= SLOW:
+                parts.append(
+                    f"{name} takes {slowness:.1f}x as long as the others for a micro-batch: "
+                    f"it gets {count} of {num_leaves} now"
+                )
+            elif rank in self.recovered:
+                parts.append(f"{name} is as fast as the others again: it gets {count} of {num_leaves} now")
+        if not parts:
+            shares = ", ".join(f"{name} {count}" for name, count in zip(worker_ids, self.counts, strict=True))
+            parts.append(f"the {num_leaves} micro-batches follow the workers' paces: {shares}")
+        return "; ".join(parts)
 
 
 class Balance:
@@ -41,6 +77,9 @@ class Balance:
         self._resting = [0] * num_members
         self._num_seen = 0
         self._plans: dict[int, Plan] = {}
+        self._named: frozenset[int] = frozenset()
+        self.change: Change | None = None
+        """What the last `decide` has changed."""
 
     def observe(self, leaves: Sequence[float], seconds: Sequence[float]) -> None:
         """Take in a step.
@@ -57,10 +96,19 @@ class Balance:
                 if self._resting[rank]:  # what was known of it is old
                     self._seconds[rank].clear()
                     self._seconds[rank].extend([took / number] * (KNOWN - 1))
-                self._seconds[rank].append(took / number)
+                self._add(self._seconds[rank], took / number)
                 self._resting[rank] = 0
             else:
                 self._resting[rank] += 1
+
+    @staticmethod
+    def _add(held: deque[float], pace: float) -> None:
+        if len(held) >= KNOWN:
+            known, last = statistics.median(held), held[-1]
+            if min(last, pace) > JUMP * known or max(last, pace) < known / JUMP:
+                held.clear()
+                held.extend([last] * (KNOWN - 1))
+        held.append(pace)
 
     def paces(self) -> list[float] | None:
         """Seconds per micro-batch by rank; None while one of them is not known."""
@@ -74,8 +122,10 @@ class Balance:
 
     def decide(self, num_leaves: int) -> Plan:
         """Who computes what of the next step, of ``num_leaves`` micro-batches. Every member calls it once for each
-        step."""
-        current = self.peek(num_leaves)
+        step.
+        """
+        self.change = None
+        before = current = self.peek(num_leaves)
         paces = self.paces()
         if paces is None or num_leaves < 2 or len(paces) < 2:
             return current
@@ -87,7 +137,18 @@ class Balance:
         ):
             current = found
         self._plans[num_leaves] = current
+        counts = [len(own) for own in current.ranges]
+        if counts != [len(own) for own in before.ranges] and not self._tired():
+            self._name(counts, paces)
         return current
+
+    def _name(self, counts: Sequence[int], paces: Sequence[float]) -> None:
+        slowness = tuple(
+            pace / statistics.median([*paces[:rank], *paces[rank + 1 :]]) for rank, pace in enumerate(paces)
+        )
+        slow = frozenset(rank for rank, times in enumerate(slowness) if times >= SLOW)
+        self.change = Change(tuple(counts), slowness, self._named - slow)
+        self._named = slow
 
     def _tired(self) -> frozenset[int]:
         """Ranks that have rested for so long that they shall show their pace again."""
@@ -124,7 +185,7 @@ def balanced(paces: tuple[int, ...], num_leaves: int, must_work: frozenset[int] 
                     after[stop] = option
         best = after
     edges = (0, *best[num_leaves][1])
-    return Plan(num_leaves, tuple(range(a, b) for a, b in zip(edges, edges[1:], strict=False)))
+    return Plan(num_leaves, tuple(range(a, b) for a, b in itertools.pairwise(edges)))
 
 
 def _shortest(paces: tuple[int, ...], num_leaves: int, must_work: frozenset[int]) -> int:

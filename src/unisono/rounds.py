@@ -85,8 +85,11 @@ class Rounds:
         self._must_meet = False
         self._agreed = 0
         self._begins_at: Place | None = None
+        self._arrival: tuple[Report, dict[str, Any]] | None = None
         self.facts: list[Facts] = []
         """By rank, what each member told with the last combine."""
+        self.news = ""
+        """Why the plan of this round is another than that of the one before; empty where it is not."""
         self._wants_balance = balance
         self._balance = Balance(1)
         self._balanced_generation = 0
@@ -104,6 +107,8 @@ class Rounds:
             False if that is in a later phase; call again there.
         """
         self.phase = phase
+        if self._arrival is not None:
+            return self._arrive(*self._arrival)
         while self._fresh:
             if self._begins_at is None:
                 reports = self.team.join(phase, self._report())
@@ -116,6 +121,8 @@ class Rounds:
                     return False
                 if place is None:
                     source = self._share_state(reports)[self.team.rank]
+                    if self._arrival is not None:
+                        return self._arrive(*self._arrival)
                     place = Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines)
                     self.number = source.round
                 elif len(reports) > 1:
@@ -126,10 +133,28 @@ class Rounds:
             except LOST:
                 self._begins_at = None
                 continue
-            self.phase, self.step, self.total, self.lines = place.phase, place.step, place.total, place.lines
-            self._fresh = False
+            self._take(place)
         self.team.holding()
         return True
+
+    def _arrive(self, source: Report, state: dict[str, Any]) -> bool:
+        """A newcomer has been given the state of the run; it is put in force where the run is.
+
+        Before that place the script may still be about to make what it tracks.
+        """
+        self._arrival = (source, state)
+        if source.phase > self.phase:
+            return False
+        self._arrival = None
+        self.tracked.load(state)
+        self.number = source.round
+        self._take(Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines))
+        self.team.holding()
+        return True
+
+    def _take(self, place: Place) -> None:
+        self.phase, self.step, self.total, self.lines = place.phase, place.step, place.total, place.lines
+        self._fresh = False
 
     def _begin(self, begin: Callable[[], Place | None]) -> Place | None:
         """What rank 0 finds to begin with. Collective."""
@@ -180,6 +205,7 @@ class Rounds:
         """Begin the next round; says what this member computes. Local, except after a loss."""
         self._kind, self._num_leaves = kind, num_leaves
         self._held = {}
+        self.news = ""
         reports, self._reports = self._reports, None
         if self._must_meet:
             self._must_meet = False
@@ -189,7 +215,10 @@ class Rounds:
                 reports = self._settle_after(lost)
         if reports is None:
             if kind == "step" and self._is_balanced():
-                return self._balance.decide(num_leaves)
+                chosen = self._balance.decide(num_leaves)
+                if self._balance.change is not None:
+                    self.news = self._balance.change.say(self.team.worker_ids)
+                return chosen
             return plan(self.team.size, num_leaves)
         return self._replan(reports)
 
@@ -349,7 +378,7 @@ class Rounds:
             packed = pack(self.tracked.state(), "tracked") if self.team.rank == source else None
             state = self._transfer(source, packed)
             if self._fresh:
-                self.tracked.load(state)
+                self._arrival = (reports[source], state)
             return [reports[source] if report.fresh else report for report in reports]
         return reports
 

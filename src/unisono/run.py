@@ -25,7 +25,7 @@ from unisono.faults import at_step, point
 from unisono.gradients import GradientFolder
 from unisono.journal import JOURNAL, Journal
 from unisono.keeping import Keeper
-from unisono.messages import RunDirectory, StepDone
+from unisono.messages import RunDirectory, StepDone, Told
 from unisono.plan import Plan
 from unisono.plan import plan as even_plan
 from unisono.randomness import seed_place
@@ -477,8 +477,13 @@ class Run:
         self._keeper.metrics |= {"loss": line["loss"], **step.logs}
         if news := self._keeper.saver.news():
             line["checkpoint"] = news
+        # Not a line of its own: who finishes this step after a loss knows of no change, and lines are numbered alike.
+        if step.news:
+            line["balance"] = step.news
         self._append(line)
         member = members.current()
+        if step.news and member is not None and self._team.rank == 0:
+            member.send(Told(text=step.news))
         if member is not None and self._team.rank == 0:
             member.send(
                 StepDone(

@@ -86,6 +86,8 @@ class Step:
         self._place = context.first_number + number
         self._state = "new"
         self._num_computed = 0
+        self.news = ""
+        """Why this step's plan is another than that of the step before; empty where it is not."""
         # Of the micro-batch that is being computed:
         self._calls = 0
         self._weight = self._weighted_loss = 0.0
@@ -227,6 +229,7 @@ class Step:
         folder = self._folder = self._context.folder()
         folder.start_step(num_leaves)
         plan = rounds.start("step", num_leaves)
+        self.news = rounds.news
         while True:
             try:
                 self._context.note_plan(self.number, plan)
@@ -237,7 +240,7 @@ class Step:
                 combined = rounds.combine(plan, folder.held, self._facts())
                 break
             except LOST as lost:
-                self._clock.switch("exchange")
+                self._clock.switch("waiting")
                 plan = rounds.recover(lost, folder.held)
         self._finish(combined, folder)
 

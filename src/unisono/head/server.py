@@ -239,6 +239,8 @@ class Head:
                     self._tell_agents(message)
                     if not self._run_dir:
                         self._write_address(message.path)
+                elif isinstance(message, Told):
+                    self._tell_agents(message)
                 else:
                     self._happens(name, message)
         except ProtocolError as error:
