@@ -177,6 +177,10 @@ def _be_worker(birth: Birth, descriptors: list[int]) -> int:
     os.environ.update(birth.environment)
     os.environ[PARENT] = str(nursery)
     os.environ["UNISONO_TOKEN_FILE"] = f"/proc/self/fd/{token}"
+    # A nursery that stands by itself was started with another environment than the run.
+    for folder in reversed(birth.environment.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder and folder not in sys.path:
+            sys.path.insert(1, folder)
     sys.argv = ["unisono.worker", *birth.arguments]
     from unisono.worker import main as work
 

@@ -61,6 +61,9 @@ async def _serve(settings: Settings, token: str) -> int:
     try:
         await head.run(socket.socket(fileno=settings.listener))
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # it is ending already
         head.end_workers()  # nothing is left to do, unless the command was killed
     return 0
 
