@@ -501,7 +501,8 @@ class Run:
             )
 
     def _append(self, line: dict[str, Any]) -> None:
-        writes = self._joined and self._team is not None and self._team.rank == 0
+        # In a team nobody has a rank before it has joined; the first writer writes what was said until then.
+        writes = self._team is not None and self._team.rank == 0 and (self._joined or members.current() is None)
         if writes != self._writes:
             self._writes = writes
             self._journal.start(writer=writes)

@@ -8,8 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +19,7 @@ from unisono.errors import UsageError
 if TYPE_CHECKING:
     from unisono.agent import Job, Service
 
-__all__ = ["count_workers", "parse_workers", "run", "script_arguments"]
+__all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script_arguments"]
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})
@@ -54,134 +55,112 @@ __all__ = ["count_workers", "parse_workers", "run", "script_arguments"]
 @click.option("--callable", "function", default="", hidden=True)
 @click.option("--result", default="", hidden=True)
 @click.option("--outcome", default="", hidden=True)
-def run(
-    script: str | None,
-    arguments: tuple[str, ...],
-    module: str | None,
-    workers: str,
-    threads: int,
-    run_dir: str,
-    overwrite: bool,
-    resume: str,
-    exchange: str,
-    bind: str,
-    port: int,
-    max_restarts: int,
-    strict: bool,
-    heartbeat_s: float,
-    heartbeat_timeout_s: float,
-    timeout_s: float,
-    late_s: float,
-    aside_s: float,
-    hang_s: float,
-    head_away_s: float,
-    start: str,
-    simulate_hosts: int,
-    function: str,
-    result: str,
-    outcome: str,
-) -> int:
+def run(**given: Any) -> int:
     """Train SCRIPT on the workers of this machine, with the same bits at any number of them.
 
     What stands after -- are the script's own arguments:
 
         unisono run train.py --workers 4 -- --lr 0.01
     """
-    if function:
-        command = ["--callable", function, result]
-    else:
-        command = script_arguments(script, module, arguments)
-    if threads < 1:
-        raise UsageError(f"a worker has at least 1 thread, got --threads {threads}")
-    if not 0 < heartbeat_s < heartbeat_timeout_s:
-        raise UsageError(
-            f"heartbeats come more often than they time out, got --heartbeat-s {heartbeat_s} and "
-            f"--heartbeat-timeout-s {heartbeat_timeout_s}"
-        )
-    for name, value in (("--timeout-s", timeout_s), ("--head-away-s", head_away_s)):
-        if value <= 0:
-            raise UsageError(f"{name} is a time in seconds above 0, got {value}")
-    if not 0 <= port <= 65535:
-        raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {port}")
-    if simulate_hosts < 1:
-        raise UsageError(f"there is at least 1 host, got --simulate-hosts {simulate_hosts}")
-    first, minimum, maximum, grows = parse_workers(workers, threads)
-    here = min(maximum, max(first, count_workers(threads))) if not grows else first
-    if resume:
-        run_dir, resume = _resumed(Path(resume), run_dir, overwrite=overwrite)
-    if run_dir:
-        run_dir = str(Path(run_dir).resolve())
-        _check_directory(Path(run_dir))
-    job, service = _render(
-        command=command, here=here, start=start, first=first, minimum=minimum, maximum=maximum, grows=grows,
-        threads=threads, run_dir=run_dir, overwrite=overwrite, resume=resume,
-        exchange=exchange, bind=bind, port=port, max_restarts=max_restarts,
-        strict=strict, heartbeat_s=heartbeat_s, heartbeat_timeout_s=heartbeat_timeout_s, timeout_s=timeout_s,
-        late_s=late_s, aside_s=aside_s, hang_s=hang_s, head_away_s=head_away_s, simulate_hosts=simulate_hosts,
-        outcome=outcome,
-    )  # fmt: skip
     from unisono import agent
 
-    return agent.run(job, service)
+    return agent.run(*render(Options(**given)))
 
 
-def _render(
-    *,
-    command: list[str],
-    here: int,
-    first: int,
-    start: str,
-    minimum: int,
-    maximum: int,
-    grows: bool,
-    threads: int,
-    run_dir: str,
-    overwrite: bool,
-    resume: str,
-    exchange: str,
-    bind: str,
-    port: int,
-    max_restarts: int,
-    strict: bool,
-    heartbeat_s: float,
-    heartbeat_timeout_s: float,
-    timeout_s: float,
-    late_s: float,
-    aside_s: float,
-    hang_s: float,
-    head_away_s: float,
-    simulate_hosts: int,
-    outcome: str,
-) -> tuple[Job, Service]:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line said; each field is an option of `run`."""
+
+    script: str | None
+    arguments: tuple[str, ...]
+    module: str | None
+    workers: str
+    threads: int
+    run_dir: str
+    overwrite: bool
+    resume: str
+    exchange: str
+    bind: str
+    port: int
+    max_restarts: int
+    strict: bool
+    heartbeat_s: float
+    heartbeat_timeout_s: float
+    timeout_s: float
+    late_s: float
+    aside_s: float
+    hang_s: float
+    head_away_s: float
+    start: str
+    simulate_hosts: int
+    function: str
+    result: str
+    outcome: str
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
+        if not 0 < self.heartbeat_s < self.heartbeat_timeout_s:
+            raise UsageError(
+                f"heartbeats come more often than they time out, got --heartbeat-s {self.heartbeat_s} and "
+                f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
+            )
+        for name, value in (("--timeout-s", self.timeout_s), ("--head-away-s", self.head_away_s)):
+            if value <= 0:
+                raise UsageError(f"{name} is a time in seconds above 0, got {value}")
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
+        if self.simulate_hosts < 1:
+            raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
+
+
+def render(options: Options) -> tuple[Job, Service]:
+    """What the agent and the head are to do, checked before anything is started."""
     from unisono.agent import Job, Service
     from unisono.membership import Policy
 
+    if options.function:
+        command = ["--callable", options.function, options.result]
+    else:
+        command = script_arguments(options.script, options.module, options.arguments)
+    first, minimum, maximum, grows = parse_workers(options.workers, options.threads)
+    run_dir, resume = options.run_dir, options.resume
+    if resume:
+        run_dir, resume = _resumed(Path(resume), run_dir, overwrite=options.overwrite)
+    if run_dir:
+        run_dir = str(Path(run_dir).resolve())
+        _check_directory(Path(run_dir))
     policy = Policy(
         start=first,
         minimum=minimum,
         maximum=maximum,
         grows=grows,
-        max_restarts=max_restarts,
-        strict=strict,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        late_s=late_s,
-        aside_s=aside_s,
-        hang_s=hang_s,
+        max_restarts=options.max_restarts,
+        strict=options.strict,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        late_s=options.late_s,
+        aside_s=options.aside_s,
+        hang_s=options.hang_s,
     )
     job = Job(
         arguments=command,
-        num_workers=here,
-        threads=threads,
+        num_workers=first if grows else min(maximum, max(first, count_workers(options.threads))),
+        threads=options.threads,
         run_dir=run_dir,
-        overwrite=overwrite,
+        overwrite=options.overwrite,
         resume=resume,
-        simulate_hosts=simulate_hosts,
-        head_away_s=head_away_s,
-        start=start,
-        outcome=outcome,
+        simulate_hosts=options.simulate_hosts,
+        head_away_s=options.head_away_s,
+        start=options.start,
+        outcome=options.outcome,
     )
-    options = {"exchange": exchange, "timeout_s": str(timeout_s)}
-    service = Service(policy=policy, bind=bind, port=port, heartbeat_s=heartbeat_s, options=options)
+    service = Service(
+        policy=policy,
+        bind=options.bind,
+        port=options.port,
+        heartbeat_s=options.heartbeat_s,
+        options={"exchange": options.exchange, "timeout_s": str(options.timeout_s)},
+    )
     return job, service
 
 
