@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.models import CASES, Case
 from unisono.lifetime import bind_to_parent
+from unisono.settings import keep_freed_memory
 
 __all__ = ["SIDES"]
 
@@ -154,9 +155,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--meeting", default="", help="file at which the DDP processes meet")
     parser.add_argument("--directory", default="", help="run directory")
+    parser.add_argument("--keep-freed-memory", action="store_true", help="as the library does it, also on other sides")
     parser.add_argument("--unbalanced", action="store_true", help="every worker computes as many micro-batches")
     arguments = parser.parse_args()
     bind_to_parent(signal.SIGKILL)
+    if arguments.keep_freed_memory:
+        keep_freed_memory(os.environ)
     case, microbatches = CASES[arguments.case], arguments.microbatches
     control = Control(arguments.control)
     if arguments.side == "unisono":

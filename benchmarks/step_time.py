@@ -157,10 +157,11 @@ def _pss(pid: int) -> float:
 
 
 @contextmanager
-def teams(case: str, microbatches: int, workers: int) -> Iterator[list[Team]]:
+def teams(case: str, microbatches: int, workers: int, *, same_allocator: bool) -> Iterator[list[Team]]:
     """All sides of one comparison, started and ready for their first step."""
+    options = [case, "--microbatches", str(microbatches), *(["--keep-freed-memory"] if same_allocator else [])]
     names = ["unisono", "ddp"] if workers > 1 else ["unisono", "plain", "ddp"]
-    with started({name: partial(_commands, name, case, microbatches, workers) for name in names}, workers) as sides:
+    with started({name: partial(_commands, name, options, workers) for name in names}, workers) as sides:
         yield sides
 
 
@@ -208,8 +209,8 @@ def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _commands(side: str, case: str, microbatches: int, workers: int, folder: Path) -> list[list[str]]:
-    shared = [case, "--microbatches", str(microbatches), "--control", str(folder / f"{side}.socket")]
+def _commands(side: str, options: list[str], workers: int, folder: Path) -> list[list[str]]:
+    shared = [*options, "--control", str(folder / f"{side}.socket")]
     this = [sys.executable, "-m", "benchmarks.sides", side, *shared]
     if side == "unisono" and workers > 1:
         head = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.sides", "--workers", str(workers)]
@@ -245,9 +246,9 @@ def _connect(team: Team, listener: Listener, workers: int) -> None:
     team.pids = [found[rank][1] for rank in range(workers)]
 
 
-def compare(case: str, microbatches: int, workers: int, limit_s: float) -> dict[str, Any]:
+def compare(case: str, microbatches: int, workers: int, limit_s: float, *, same_allocator: bool) -> dict[str, Any]:
     """Let the sides take turns for a while."""
-    with teams(case, microbatches, workers) as sides:
+    with teams(case, microbatches, workers, same_allocator=same_allocator) as sides:
         for team in sides:
             team.measure(LEAST_STEPS)  # buffers are made, DDP has rebuilt its buckets
             team.measure(LEAST_STEPS)
@@ -267,6 +268,7 @@ def compare(case: str, microbatches: int, workers: int, limit_s: float) -> dict[
             "case": case,
             "microbatches": microbatches,
             "workers": workers,
+            "same_allocator": same_allocator,
             "steps_per_block": number,
             "step_ms": {team.name: [round(1000 * block.step_s, 3) for block in team.blocks] for team in sides},
             "cpu_ms": {team.name: [round(1000 * block.cpu_s, 3) for block in team.blocks] for team in sides},
@@ -321,6 +323,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=_numbers, default=[1, 2], metavar="N,N")
     parser.add_argument("--microbatches", type=_numbers, default=[2, 8], metavar="M,M", help="cuts of a global batch")
     parser.add_argument("--seconds", type=float, help="how long the sides of one comparison take turns")
+    parser.add_argument(
+        "--same-allocator",
+        action="store_true",
+        help="let all sides keep freed memory, which the library does by itself and the others by default do not",
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.cases.split(",")) - set(CASES)
     if unknown:
@@ -334,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     parser.error(
                         f"{microbatches} micro-batches cannot be shared evenly by {workers} workers, which DDP needs"
                     )
-                result = compare(case, microbatches, workers, limit_s)
+                result = compare(case, microbatches, workers, limit_s, same_allocator=options.same_allocator)
                 found, lines = figures_of(result)
                 runs.append(result)
                 figures.update(found)
