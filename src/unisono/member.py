@@ -616,13 +616,23 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def trimmed_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, without this library's frames at its head."""
+    """The traceback as Python prints it, without this library's frames at its head.
+
+    Of an error in the use of the library, those at its end are left out as well: what is to be changed stands above.
+    """
     own = Path(__file__).parent
     found: TracebackType | None = error.__traceback__
     while found is not None and _is_inside(found.tb_frame.f_code.co_filename, own):
         found = found.tb_next
     shown = found or error.__traceback__
-    return "".join(tracebacks.format_exception(type(error), error, shown))
+    lines = tracebacks.TracebackException(type(error), error, shown)
+    if isinstance(error, UsageError):
+        frames = list(lines.stack)
+        while frames and _is_inside(frames[-1].filename, own):
+            frames.pop()
+        if frames:
+            lines.stack = tracebacks.StackSummary.from_list(frames)
+    return "".join(lines.format())
 
 
 def _is_inside(filename: str, folder: Path) -> bool:

@@ -15,10 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from tests.workers.conftest import Unisono
-from unisono import cli
+from unisono import LaunchError, cli, launch
 from unisono.cli.run import count_workers, parse_workers
 from unisono.errors import UsageError
-from unisono import LaunchError, launch
 from unisono.messages import Ended, StepDone
 from unisono.watch.terminal import PLAIN_EVERY_S, Plain
 
@@ -294,3 +293,14 @@ def test_launch_raises_with_the_workers_traceback() -> None:
 def test_launch_refuses_what_the_command_refuses() -> None:
     with pytest.raises(LaunchError, match="--workers is a number from 1"):
         launch(print, workers=0)
+
+
+def test_the_traceback_of_a_wrong_use_ends_at_the_line_to_change(unisono: Unisono, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import unisono\nwith unisono.Run() as run:\n    run.track(model=3)\n")
+    command = unisono("run", script, "-n", 1)
+    assert command.wait() == 1
+    shown = "\n".join(command.err)
+    assert "UsageError: run.track(model=...) got a int without state_dict()" in shown
+    assert "run.track(model=3)" in shown
+    assert "tracked.py" not in shown

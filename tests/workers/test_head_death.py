@@ -77,5 +77,7 @@ def test_another_head_takes_over_and_no_worker_restarts(tmp_path: Path, also_a_w
 
 def _status(directory: Path) -> list[dict[str, int]]:
     command = [sys.executable, "-m", "unisono", "status", str(directory), "--json"]
-    workers: list[dict[str, int]] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["workers"]
+    workers: list[dict[str, int]] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)[
+        "workers"
+    ]
     return sorted(workers, key=lambda worker: worker["rank"])
