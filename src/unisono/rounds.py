@@ -19,6 +19,7 @@ step boundary only: it gets the tracked state from the first member that has it.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ import torch
 from unisono.balance import Balance
 from unisono.cadence import Place
 from unisono.errors import StepError, UsageError
-from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.exchange import NUM_FACTS, Combined, Share, Work
 from unisono.facts import Facts
 from unisono.faults import point
 from unisono.flat import FlatLayout, Slot
@@ -40,7 +41,7 @@ from unisono.team import LOST, Report, Team
 from unisono.tracked import Tracked
 from unisono.tree import Node
 
-__all__ = ["Rounds"]
+__all__ = ["Helping", "Rounds"]
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -58,6 +59,24 @@ class _Last:
 
     digest: int = 0
     letter: bytes = b""
+
+
+class Helping:
+    """Within one step: leave out what others have taken from this member, and take from those who are late."""
+
+    def __init__(self, work: Work, paces: Sequence[float], todo: Sequence[int]) -> None:
+        self._work = work
+        self._paces = paces
+        self._since = time.perf_counter()
+        work.show_work(todo)
+
+    def start(self, place: int, leaf: int) -> bool:
+        """Whether the leaf at this place of ``todo`` is to be computed here."""
+        return self._work.start(place, leaf)
+
+    def take(self) -> int | None:
+        """A leaf of another member, now that the own ones are done. Whoever takes it computes it."""
+        return self._work.take(self._paces, time.perf_counter() - self._since)
 
 
 class Rounds:
@@ -221,6 +240,14 @@ class Rounds:
                 return chosen
             return plan(self.team.size, num_leaves)
         return self._replan(reports)
+
+    def helping(self, plan: Plan) -> Helping | None:
+        """For the leaves that this member computes now; None where members do not see each other's work. Local."""
+        paces, found = self._balance.paces(), self.team.exchange.work()
+        if paces is None or found is None or not self._is_balanced():
+            return None
+        work, ranks = found
+        return Helping(work, [paces[rank] for rank in ranks], plan.ranges[self.team.rank])
 
     def combine(self, plan: Plan, held: dict[Node, Slot], facts: Facts) -> Combined:
         """The sum of the step. Collective.

@@ -248,30 +248,51 @@ class Step:
         """Yield this member's micro-batches, and fold what comes back."""
         rounds = self._context.rounds
         todo = plan.ranges[rounds.team.rank]
+        helping = rounds.helping(plan)
         for place, leaf in enumerate(todo):
-            rounds.team.check()
-            rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
-            self._clock.switch("data")
-            self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
-            batch = self._context.fetcher.fetch(self.number, leaf)
-            self._clock.switch("compute")
-            point("before_backward", leaf)
-            folder.start_leaf(leaf, rounds.team.exchange.slot, todo[place + 1] if place + 1 < len(todo) else None)
-            if place == len(todo) - 1:
-                self._offer_rows(plan, folder)
-            seed_place(self._context.seed, "microbatch", self._place, leaf)
-            yield batch
-            self._leaf = None
-            if not self._calls:
-                raise StepError(
-                    f"micro-batch {leaf} of step {self.number} ended without step.backward(loss); "
-                    "to leave it out, call step.backward(loss, weight=0)"
-                )
-            for slot in folder.finish_leaf(self._weight, self._weighted_loss):
-                rounds.team.exchange.release(slot)
-            self._num_computed += 1
-            point("after_backward", leaf)
+            if helping is not None and not helping.start(place, leaf):
+                continue
+            is_last = place == len(todo) - 1
+            yield from self._compute_leaf(leaf, folder, None if is_last else todo[place + 1], plan if is_last else None)
+        while helping is not None and len(folder.held) <= 2 + plan.num_leaves.bit_length():
+            taken = helping.take()
+            if taken is None:
+                break
+            yield from self._compute_leaf(taken, folder, None, None)
         self._clock.switch("exchange")
+
+    def _compute_leaf(
+        self, leaf: int, folder: GradientFolder, following: int | None, last_of: Plan | None
+    ) -> Iterator[Any]:
+        """Yield one micro-batch, and fold what comes back.
+
+        Args:
+            following: the leaf that will probably be computed after this one.
+            last_of: the plan, if this is the last leaf of it for this member.
+        """
+        rounds = self._context.rounds
+        rounds.team.check()
+        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
+        self._clock.switch("data")
+        self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
+        batch = self._context.fetcher.fetch(self.number, leaf)
+        self._clock.switch("compute")
+        point("before_backward", leaf)
+        folder.start_leaf(leaf, rounds.team.exchange.slot, following)
+        if last_of is not None:
+            self._offer_rows(last_of, folder)
+        seed_place(self._context.seed, "microbatch", self._place, leaf)
+        yield batch
+        self._leaf = None
+        if not self._calls:
+            raise StepError(
+                f"micro-batch {leaf} of step {self.number} ended without step.backward(loss); "
+                "to leave it out, call step.backward(loss, weight=0)"
+            )
+        for slot in folder.finish_leaf(self._weight, self._weighted_loss):
+            rounds.team.exchange.release(slot)
+        self._num_computed += 1
+        point("after_backward", leaf)
 
     def _offer_rows(self, plan: Plan, folder: GradientFolder) -> None:
         """While the last backward runs, tell the exchange which rows of this member's nodes are complete."""

@@ -29,6 +29,7 @@ __all__ = [
     "leaf",
     "leaves",
     "missing",
+    "outermost",
     "parent",
     "root",
     "schedule",
@@ -156,3 +157,17 @@ def missing(nodes: Iterable[Node], num_leaves: int) -> list[int]:
             raise ValueError(f"node {node} covers leaves that another node covers as well")
         absent -= covered
     return sorted(absent)
+
+
+def outermost(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes that no other of them contains: disjoint, and with all the leaves of the others.
+
+    Two nodes of a tree are disjoint, or one contains the other.
+    """
+    have = set(nodes)
+    top = max((node.level for node in have), default=0)
+    return {
+        node
+        for node in have
+        if not any(Node(level, node.index >> (level - node.level)) in have for level in range(node.level + 1, top + 1))
+    }

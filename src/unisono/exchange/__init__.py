@@ -36,7 +36,7 @@ from torch import Tensor
 from unisono.flat import FlatLayout, Slot
 from unisono.tree import Node
 
-__all__ = ["NUM_FACTS", "Combined", "Exchange", "Share"]
+__all__ = ["NUM_FACTS", "Combined", "Exchange", "Share", "Work"]
 
 NUM_FACTS = 16
 """Float64 numbers that each member tells all others with every combine (`unisono.facts`)."""
@@ -64,6 +64,32 @@ class Combined:
     """By rank: what each member gave to `Exchange.combine`."""
     waiting_s: float
     """How long this member waited for others."""
+
+
+class Work(Protocol):
+    """What the members of one host still have to do for the next combine: who is done computes leaves of who is late.
+
+    Local and without waiting, all of it. See `unisono.exchange.host` for why no leaf is lost, or counted twice.
+    """
+
+    def show_work(self, todo: Sequence[int]) -> None:
+        """Say which leaves this member is going to compute, in this order, before the next `Exchange.combine`."""
+        ...
+
+    def start(self, place: int, leaf: int) -> bool:
+        """This member comes to the leaf at ``place`` of its list. False: another has taken it; leave it out."""
+        ...
+
+    def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
+        """A leaf of a late member, for this one, which is done; None if that is not worth it.
+
+        What was taken **must** be computed and be among the nodes that this member brings to the next combine.
+
+        Args:
+            paces: by place in the host, seconds for a leaf, as known.
+            elapsed_s: since the members have shown their work.
+        """
+        ...
 
 
 class Exchange(Protocol):
@@ -95,6 +121,14 @@ class Exchange(Protocol):
 
     def release(self, slot: Slot) -> None:
         """Give a slot back. One that was given back or forgotten already is left alone. Local."""
+        ...
+
+    def work(self) -> tuple[Work, Sequence[int]] | None:
+        """Where the members of this host see each other's work, and their ranks; None where they cannot. Local.
+
+        Where it is used, the nodes that a member brings to a combine are not those of the plan any more; those of
+        a host together are.
+        """
         ...
 
     def offer(self, share: Share, rows_ready: int) -> None:

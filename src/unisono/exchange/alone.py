@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.exchange import Combined, Share
+from unisono.exchange import Combined, Share, Work
 from unisono.exchange.pool import Pool
 from unisono.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows
 from unisono.tree import root
@@ -39,6 +39,9 @@ class Alone:
 
     def offer(self, share: Share, rows_ready: int) -> None:
         pass
+
+    def work(self) -> tuple[Work, Sequence[int]] | None:
+        return None
 
     def combine(self, share: Share, facts: Sequence[float]) -> Combined:
         slot = share.slots[root(share.num_leaves)]

@@ -14,6 +14,15 @@ has seen ``reduced`` from all, and nobody reads a node after its own ``reduced``
 all have ``published`` the next combine, and they do that after they have collected this one. A letter is written again
 only after all have ``opened`` it.
 
+**Helping.** Before it publishes, a member shows the leaves that it has ``todo`` and how many of them it has
+``started``. One that is done with its own takes leaves from the end of the list of one that is late, and says so on its
+own sheet (``taken``). Whoever has said so computes the leaf before it publishes, without exception; so the owner leaves
+out a leaf that it sees taken. It may not see it in time; then both compute it, and both results are the same. Nothing
+depends on who sees what first: a leaf is left out only by its owner, and only after another has said that it will be in
+its nodes. Two nodes of a tree are disjoint or nested, so of all published ones the outermost are the sum, and cover
+every leaf once. These lists are those of combine number ``work``, and are looked at by members that have not
+published it: until then nobody can begin the next.
+
 **Leaving.** A member whose wait fails leaves: it says ``left`` and never writes to its sheet, result or letter of that
 generation again. Members leave at different points, and some go on to the next generation, or the one after, while
 others still work in this one; since every generation has a sheet of its own, they cannot be mixed up. Only the slots
@@ -44,11 +53,13 @@ from unisono.exchange import NUM_FACTS
 from unisono.exchange.memory import Segment, fence, futex_wait, futex_wake
 from unisono.exchange.pool import Pool
 from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
-from unisono.tree import Node
+from unisono.tree import Node, outermost
 
 __all__ = ["MAX_TEAM", "Board", "Host", "split_rows"]
 
 MAX_NODES = 256
+MAX_WORK = 512
+"""Leaves of one member that others may help with."""
 MAX_TEAM = 4096
 """Members of one generation, on all hosts, whose facts fit on a sheet."""
 PIECE_BYTES = 2 << 20  # of a broadcast: written by one and read by the others while it is in a cache
@@ -75,6 +86,12 @@ class _Sheet(ctypes.Structure):
         ("mailed", _Word),
         ("opened", _Word),
         ("left", _Word),
+        ("work", _Word),
+        ("started", _Word),
+        ("num_taken", _Word),
+        ("num_todo", ctypes.c_uint64),
+        ("todo", ctypes.c_uint32 * MAX_WORK),
+        ("taken", ctypes.c_uint32 * MAX_WORK),
         ("num_nodes", ctypes.c_uint64),
         ("num_team_facts", ctypes.c_uint64),
         ("digest", ctypes.c_uint64),
@@ -242,13 +259,85 @@ class Host:
         self._turn += 1
         self._advance("published", self._turn)
         self._wait("published", self._turn)
-        nodes, results = {}, []
+        places, results = {}, []
         for rank, peer in enumerate(self._peers):
-            records = peer.sheet.nodes[: peer.sheet.num_nodes]
-            for record in records:
-                nodes[Node(record.level, record.index)] = Rows(self._map(rank, record.slot), 0)
+            for record in peer.sheet.nodes[: peer.sheet.num_nodes]:
+                places[Node(record.level, record.index)] = (rank, record.slot)
             results.append(self._map(rank, peer.sheet.result))
-        self._nodes, self._results = nodes, results
+        counted = outermost(places)
+        self._nodes = {node: Rows(self._map(*place), 0) for node, place in places.items() if node in counted}
+        self._results = results
+
+    def show_work(self, todo: Sequence[int]) -> None:
+        """Say which leaves this member is going to compute before its next `publish`. Local.
+
+        The first of them counts as started, so that nobody is left with nothing to measure its pace by.
+        """
+        sheet = self._sheet
+        sheet.work[0] = 0
+        fence()
+        shown = todo if len(todo) <= MAX_WORK else ()
+        sheet.todo[: len(shown)] = list(shown)
+        sheet.num_todo = len(shown)
+        sheet.started[0] = min(1, len(shown))
+        sheet.num_taken[0] = 0
+        fence()
+        sheet.work[0] = (self._turn + 1) & 0xFFFFFFFF
+
+    def start(self, place: int, leaf: int) -> bool:
+        """This member comes to a leaf of its list. Local.
+
+        Returns:
+            False: another member has taken it; leave it out.
+        """
+        if place:
+            self._sheet.started[0] = place + 1
+            fence()
+        return leaf not in self._taken()
+
+    def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
+        """A leaf of another member for this one, which is done with its own; None if that is not worth it. Local.
+
+        What was taken **must** be computed and be in the nodes that this member publishes next.
+
+        Args:
+            paces: by local rank, seconds for a leaf, as known.
+            elapsed_s: since the members have started their leaves.
+        """
+        if self._me.left.value or self._sheet.num_taken[0] >= MAX_WORK:
+            return None
+        taken = self._taken()
+        best: tuple[float, int] | None = None
+        for rank, peer in enumerate(self._peers):
+            if rank == self.rank or not self._is_at_work(peer):
+                continue
+            started = peer.sheet.started[0]
+            left = [leaf for leaf in peer.sheet.todo[started : peer.sheet.num_todo] if leaf not in taken]
+            if not left:
+                continue
+            # It may be slower than it was, and is in the middle of the one that it has started last.
+            pace = max(paces[rank], elapsed_s / (started - 0.5))
+            begins_last_in_s = (len(left) - 0.5) * pace
+            if begins_last_in_s > paces[self.rank] and (best is None or begins_last_in_s > best[0]):
+                best = (begins_last_in_s, left[-1])
+        if best is None:
+            return None
+        number = self._sheet.num_taken[0]
+        self._sheet.taken[number] = best[1]
+        fence()
+        self._sheet.num_taken[0] = number + 1
+        fence()
+        return best[1]
+
+    def _taken(self) -> set[int]:
+        at_work = [peer.sheet for peer in self._peers if self._is_at_work(peer)]
+        return {leaf for sheet in at_work for leaf in sheet.taken[: sheet.num_taken[0]]}
+
+    def _is_at_work(self, peer: _Peer) -> bool:
+        """Whether its lists are those of the combine that this member will publish next."""
+        at_work: bool = peer.sheet.work[0] == (self._turn + 1) & 0xFFFFFFFF
+        fence()
+        return at_work
 
     def nodes(self) -> Mapping[Node, Rows]:
         """The published nodes of all members, to read only, until this member's `verify`."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.exchange import NUM_FACTS, Combined, Share, Work
 from unisono.exchange.pool import Pool
 from unisono.exchange.reduce import Reduction, padded_rows
 from unisono.exchange.wire import Wire
@@ -57,6 +57,9 @@ class Network:
         if self._reduction is None:
             self._reduction = Reduction(self._wire, self._layout, self._rows, share.plan, share.num_leaves)
         self._reduction.send({node: Rows(slot.memory, 0) for node, slot in share.slots.items()}, rows_ready)
+
+    def work(self) -> tuple[Work, Sequence[int]] | None:
+        return None
 
     def combine(self, share: Share, facts: Sequence[float]) -> Combined:
         wire = self._wire

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.exchange import Combined, Share
+from unisono.exchange import Combined, Share, Work
 from unisono.exchange.host import Board, Host, split_rows
 from unisono.faults import point
 from unisono.flat import FlatLayout, Slot, fold_rows
@@ -42,6 +42,9 @@ class SharedMemory:
 
     def offer(self, share: Share, rows_ready: int) -> None:
         pass
+
+    def work(self) -> tuple[Work, Sequence[int]] | None:
+        return self._host, range(self.size)
 
     def combine(self, share: Share, facts: Sequence[float]) -> Combined:
         host = self._host

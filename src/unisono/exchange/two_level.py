@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UsageError
-from unisono.exchange import NUM_FACTS, Combined, Share
+from unisono.exchange import NUM_FACTS, Combined, Share, Work
 from unisono.exchange.host import MAX_TEAM, Host, split_rows
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.reduce import Reduction, padded_rows
@@ -66,6 +66,10 @@ class TwoLevel:
     def offer(self, share: Share, rows_ready: int) -> None:
         # A lane needs the nodes of the whole host, so nothing can leave before all its members are done.
         pass
+
+    def work(self) -> tuple[Work, Sequence[int]] | None:
+        # What a host's members hold together is the same, whoever of them has computed it.
+        return self._host, next(ranks for ranks in self._hosts if self.rank in ranks)
 
     def combine(self, share: Share, facts: Sequence[float]) -> Combined:
         host = self._host
