@@ -2,7 +2,8 @@
 
 The only thing that training waits for is the copy of this member's part into memory of its own, which is made ready
 before it is needed. Everything else happens in a thread: checksums, writing, waiting for the disk, and on one member
-the manifest and the rename. What the members have to agree on travels with the combines of the steps (`unisono.cadence`).
+the manifest and the rename. What the members have to agree on travels with the combines of the steps
+(`unisono.cadence`).
 
 All members hold the same bits. So it does not matter who writes what, and at the end of a training one of them writes
 everything.
@@ -207,6 +208,7 @@ class Saver:
         self._prepared_for = -1
         self._wanted = False
         self._warned_of = -1
+        self._last_of = -1
         self._began_at = time.monotonic()
         self._copy_s = 0.0
         self._words: list[Word] | None = None
@@ -232,7 +234,7 @@ class Saver:
         wants = float(self._wanted and self.directory is not None)
         attempt, reaches = self._attempt, float(self.reaches)
         if attempt is None:
-            busy = self._publish is not None or (self._prepare is not None and not self._prepare.done)
+            busy = self._publish is not None and not self._publish.done
             return Word(wants, NO_ATTEMPT, Status.BUSY if busy else Status.IDLE, reaches)
         status = Status.BUSY
         if attempt.task is None:
@@ -269,7 +271,8 @@ class Saver:
                 self._wanted = True
             return
         self._follow(judge(self._words))
-        due = is_due(self.policy, place.total, self._words)
+        # What was said before the end of a phase does not know of the checkpoint that was written there.
+        due = place.total != self._last_of and is_due(self.policy, place.total, self._words)
         if due and self._attempt is None and may_begin(self._words):
             self._begin(place, rank, generation, metrics)
         elif due:
@@ -301,6 +304,8 @@ class Saver:
         packed = pack(self.state(), "tracked")
         layout = self._layout(packed, len(writers))
         partial = self.folder / files.partial_name(place.total, generation)
+        if self._prepare is not None:
+            self._prepare.wait()  # it does what the copy would have to do
         task = None
         if rank in writers:
             part = writers.index(rank)
@@ -454,6 +459,7 @@ class Saver:
             return
         self._drop(again=False)
         self._wanted = False
+        self._last_of = place.total
         if rank != 0 or not self.reaches:
             return
         self.finish()

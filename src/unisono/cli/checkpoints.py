@@ -107,7 +107,8 @@ def _write_safetensors(file: Path, state: dict[str, Any]) -> None:
     others = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise UsageError(
-            f"a safetensors file holds tensors only, and {others[0]!r} is none; export into a .pt file, or another --name"
+            f"a safetensors file holds tensors only, and {others[0]!r} is none; export into a .pt file, or "
+            "another --name"
         )
     entries, start = [], 0
     for key, tensor in sorted(state.items(), key=lambda item: -item[1].element_size()):

@@ -1,0 +1,512 @@
+"""Nothing is lost: a run that is stopped by anything goes on with the same bits, and never leaves what cannot be read.
+
+The moments at which whole runs are killed are drawn at random from a fixed seed. The checks take a few of them;
+UNISONO_TEST_ALL=1 takes more than forty, with other numbers of workers on every resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+from tests.workers.conftest import Unisono
+from unisono import checkpoint as files
+from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
+from unisono.faults import POINTS
+from unisono.journal import compare, read
+from unisono.testing import Faults, Outcome, run_workers
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = Path(__file__).with_name("checkpointed_training.py")
+STEP_POINTS = [at for at in POINTS if at not in ("in_recovery", "in_admission")]
+CHECKPOINT_POINTS = [at for at in POINTS if at.startswith("checkpoint")]
+NUM_KILLS = 4  # of one directory, before it is let to its end
+RUNS = range(14) if os.environ.get("UNISONO_TEST_ALL") else range(2)
+
+
+@pytest.fixture(scope="module")
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run that was never stopped, and wrote no checkpoint before its end."""
+    return run_workers(SCRIPT, 2, directory=tmp_path_factory.mktemp("calm") / "run", arguments=["--every", "0"])
+
+
+def names(directory: Path) -> list[str]:
+    folder = directory / files.FOLDER
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def steps(directory: Path) -> list[int]:
+    return [int(path.name[5:]) for path in files.complete(directory / files.FOLDER)]
+
+
+def check_readable(directory: Path) -> None:
+    """Whatever has its final name is complete, always."""
+    for path in files.complete(directory / files.FOLDER):
+        files.verify(path)
+
+
+# -- whole runs that are killed --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("number", RUNS)
+def test_killing_the_whole_run_again_and_again_changes_no_bit(number: int, calm: Outcome, tmp_path: Path) -> None:
+    draw = random.Random(number)
+    directory = tmp_path / "run"
+    workers, killed = draw.randint(1, 4), 0
+    for kill in range(NUM_KILLS):
+        at = draw.choice(CHECKPOINT_POINTS if kill % 2 == 0 else STEP_POINTS)
+        step = -1 if at.startswith("checkpoint") else draw.randrange(12)
+        # Manifest and rename are those of the first member.
+        who = 0 if at in ("checkpoint_before_manifest", "checkpoint_renamed") else draw.randrange(workers)
+        options = ["--resume", str(directory)] if kill else []
+        faults = Faults().kill_run(f"w{who}", at=at, step=step)
+        outcome = run_workers(SCRIPT, workers, directory=directory, options=options, faults=faults)
+        assert outcome.exit_code in (0, -signal.SIGKILL), outcome.output
+        killed += outcome.exit_code != 0
+        check_readable(directory)
+        workers = draw.choice([other for other in (1, 2, 3, 4) if other != workers])
+    end = run_workers(SCRIPT, workers, directory=directory, options=["--resume", str(directory)])
+    assert end.exit_code == 0, end.output
+    assert killed > 0
+    assert (end.digests, end.final, end.evaluations) == (calm.digests, calm.final, calm.evaluations)
+    check_readable(directory)
+    assert names(directory)[-1] == files.step_name(12)
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("at", CHECKPOINT_POINTS)
+@pytest.mark.parametrize("worker", ["w0", "w1"])
+def test_losing_one_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, calm: Outcome, tmp_path: Path) -> None:
+    """The attempt that it was part of is dropped, and made again without it."""
+    directory = tmp_path / "run"
+    faults = Faults().kill(worker, at=at)
+    outcome = run_workers(SCRIPT, 2, directory=directory, faults=faults, arguments=["--every", "1"])
+    assert outcome.exit_code == 0, outcome.output
+    assert (outcome.digests, outcome.final) == (calm.digests, calm.final)
+    check_readable(directory)
+    assert 12 in steps(directory)
+    assert not [name for name in names(directory) if name.startswith(".")], "garbage is left"
+
+
+@pytest.mark.usefixtures("nursery")
+def test_sigterm_finishes_the_step_writes_and_leaves_with_the_code_that_was_asked_for(
+    unisono: Unisono, calm: Outcome, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    arguments = ["--workers", 2, "--run-dir", directory, SCRIPT, "--", "--every", "0", "--steps", "100000"]
+    command = unisono("run", *arguments)
+    command.line("did step 3")
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait() == 75
+    check_readable(directory)
+    (done,) = steps(directory)
+    assert done == len([line for line in read(directory) if line["kind"] == "step"]) >= 4
+    # The rest of a run of exactly as many steps as it has done is nothing.
+    again = run_workers(
+        SCRIPT, 3, directory=directory, options=["--resume", str(directory)], arguments=["--steps", str(done)]
+    )
+    other = run_workers(SCRIPT, 1, directory=tmp_path / "other", arguments=["--steps", str(done)])
+    assert again.exit_code == other.exit_code == 0
+    assert again.final == other.final
+    assert compare(directory, tmp_path / "other").startswith(f"identical: {done} steps")
+
+
+def test_sigterm_of_a_run_alone(mark: str, calm: Outcome, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    command = [sys.executable, str(SCRIPT), str(directory), "--every", "0"]
+    with subprocess.Popen([*command, "--steps", "1000000"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "did step 3" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        process.stdout.read()
+        assert process.wait() == 75
+    assert len(steps(directory)) == 1
+
+
+# -- alone, in this process ------------------------------------------------------------------------------
+
+
+def wait_for_disk(run: unisono.Run) -> None:
+    """So that every checkpoint that is due is made, although these steps are faster than any disk."""
+    saver = run._keeper.saver
+    for task in (saver._publish, saver._attempt.task if saver._attempt is not None else None):
+        if task is not None:
+            task.wait()
+
+
+class Seen:
+    """Anything with these two methods can be tracked."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples = state["samples"]
+
+
+def train(
+    directory: Path | None,
+    *,
+    num_steps: int = 6,
+    microbatches: int = 4,
+    width: int = 8,
+    seed: int = 3,
+    batch_size: int = 16,
+    phases: int = 1,
+    also: dict[str, Any] | None = None,
+    wait: bool = False,
+    at_step: Callable[[unisono.Run, unisono.Step], object] = lambda run, step: None,
+    **settings: Any,
+) -> tuple[nn.Module, Seen]:
+    with unisono.Run(directory, seed=seed, **settings) as run:
+        draw = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(40, 5, generator=draw), torch.randint(0, 3, (40,), generator=draw))
+        model, seen = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3)), Seen()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer, seen=seen, **(also or {}))
+        for _ in range(phases):
+            for step in run.steps(
+                data, batch_size=batch_size, microbatches=microbatches, epochs=100, max_steps=num_steps
+            ):
+                for inputs, labels in step:
+                    step.backward(F.cross_entropy(model(inputs), labels))
+                    if wait:
+                        wait_for_disk(run)
+                optimizer.step()
+                seen.samples += step.num_samples
+                step.log(accuracy=float(step.number % 4))
+                if at_step(run, step) == "stop":
+                    break
+    return model, seen
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+EVERY = unisono.Checkpoints(every_steps=2, keep=10)
+
+
+def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path) -> None:
+    """More steps than before are the rest of a longer run."""
+    train(tmp_path / "a", num_steps=5, checkpoint=EVERY)
+    model, seen = train(tmp_path / "a", num_steps=9, checkpoint=EVERY, resume="auto")
+    other, _ = train(tmp_path / "b", num_steps=9)
+    assert same(model, other)
+    assert seen.samples == sum(line["samples"] for line in read(tmp_path / "a") if line["kind"] == "step")
+    assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 9 steps")
+
+
+def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def fail(run: unisono.Run, step: unisono.Step) -> None:
+        if run._rounds is not None and run._rounds.phase == 1 and step.number == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(tmp_path / "a", phases=2, checkpoint=EVERY, wait=True, at_step=fail)
+    assert steps(tmp_path / "a")[-1] > 6
+    began: list[int] = []
+    model, _ = train(
+        tmp_path / "a", phases=2, checkpoint=EVERY, resume="auto", at_step=lambda run, step: began.append(step.number)
+    )
+    assert began[0] > 0
+    assert len(began) < 6
+    other, _ = train(tmp_path / "b", phases=2)
+    assert same(model, other)
+    assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 12 steps")
+
+
+def test_a_checkpoint_of_another_directory_is_where_a_new_run_begins(tmp_path: Path) -> None:
+    train(tmp_path / "a", checkpoint=EVERY, wait=True)
+    first = tmp_path / "a" / files.FOLDER / files.step_name(2)
+    assert first.exists()
+    train(tmp_path / "b", checkpoint=EVERY, resume=first)
+    assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 6 steps")
+    assert steps(tmp_path / "a")[-1] == 6
+
+
+def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    train(tmp_path / "a", checkpoint=EVERY, wait=True)
+    newest = tmp_path / "a" / files.FOLDER / files.step_name(6)
+    os.truncate(next(newest.glob("part-*")), 1000)
+    with pytest.warns(UserWarning, match=r"step-0000000006/part-.* has 1000 bytes, not .*; step-0000000004 is used"):
+        model, _ = train(tmp_path / "a", checkpoint=EVERY, resume="auto")
+    assert same(model, train(tmp_path / "b")[0])
+    assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 6 steps")
+    check_readable(tmp_path / "a")
+
+
+def test_when_all_are_broken_nothing_is_begun_anew(tmp_path: Path) -> None:
+    train(tmp_path / "a", checkpoint=unisono.Checkpoints(keep=1))
+    (path,) = files.complete(tmp_path / "a" / files.FOLDER)
+    (path / files.MANIFEST).unlink()
+    before = list(read(tmp_path / "a"))
+    with pytest.raises(CheckpointError, match=r"can be used: step-0000000006 has no manifest.json"):
+        train(tmp_path / "a", resume="auto")
+    assert list(read(tmp_path / "a"))[: len(before)] == before
+
+
+def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
+    """It was killed before its first one: its journal goes, its place stays."""
+    train(tmp_path / "a", num_steps=3)
+    train(tmp_path / "a", num_steps=5, resume="auto")
+    train(tmp_path / "b", num_steps=5, resume="auto")
+    assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 5 steps")
+
+
+@pytest.mark.parametrize(
+    ("changed", "row"),
+    [
+        ({"microbatches": 8}, r"microbatches +4 +8"),
+        ({"batch_size": 20}, r"batch_size +16 +20"),
+        ({"seed": 4}, r"seed +3 +4"),
+        ({"width": 9}, r"parameters: model.0.weight +float32 \[8, 5\] +float32 \[9, 5\]"),
+        ({"threads": 2}, r"threads +1 +2"),
+    ],
+)
+def test_another_recipe_is_refused_with_the_differences(changed: dict[str, Any], row: str, tmp_path: Path) -> None:
+    train(tmp_path, num_steps=2, checkpoint=EVERY)
+    with pytest.raises(RecipeError) as caught:
+        train(tmp_path, resume="auto", **changed)
+    assert re.search(row, str(caught.value)), caught.value
+    assert ("resume_anyway={'" in str(caught.value)) == ("width" not in changed)
+    train(tmp_path, num_steps=3, resume="auto")  # nothing was harmed
+
+
+def test_another_number_of_microbatches_by_explicit_word(tmp_path: Path) -> None:
+    train(tmp_path / "a", num_steps=2, checkpoint=EVERY)
+    with pytest.warns(UserWarning, match=r"another recipe, as asked for:\s+checkpoint +script\s+microbatches +4 +8"):
+        train(tmp_path / "a", num_steps=4, microbatches=8, resume="auto", resume_anyway={"microbatches"})
+    assert len([line for line in read(tmp_path / "a") if line["kind"] == "step"]) == 4
+    with pytest.raises(UsageError, match="does not fit into another model"):
+        unisono.Run(tmp_path / "a", resume="auto", resume_anyway={"parameters"})
+    with pytest.raises(UsageError, match="a set of names"):
+        unisono.Run(tmp_path / "a", resume="auto", resume_anyway="microbatches")
+
+
+def test_objects_that_are_missing_or_new_are_named(tmp_path: Path) -> None:
+    train(tmp_path, num_steps=2, checkpoint=EVERY)
+    with pytest.raises(UsageError, match=r"tracks \['extra', 'model'.*the run tracks \['model'"):
+        train(tmp_path, resume="auto", also={"extra": Seen()})
+
+
+def test_checkpoints_need_a_directory() -> None:
+    with pytest.raises(UsageError, match="checkpoints need the directory of the run"):
+        unisono.Run(checkpoint=EVERY)
+    with pytest.raises(UsageError, match="resume= needs the directory"):
+        unisono.Run(resume="auto")
+
+
+def test_save_writes_whatever_the_policy_says(tmp_path: Path) -> None:
+    def save(run: unisono.Run, step: unisono.Step) -> None:
+        if step.number == 1:
+            run.save()
+
+    train(tmp_path, wait=True, at_step=save)
+    (saved,) = steps(tmp_path)
+    assert saved in (2, 3)
+    with unisono.Run(tmp_path, resume="auto") as run, pytest.raises(UsageError, match=r"inside of run\.steps"):
+        run.save()
+
+
+def test_a_loop_that_is_left_by_break_is_saved_at_the_end(tmp_path: Path) -> None:
+    model, _ = train(tmp_path, checkpoint=unisono.Checkpoints(), at_step=lambda run, step: step.number == 3 and "stop")
+    assert steps(tmp_path) == [4]
+    loaded = unisono.load_model(tmp_path)
+    assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
+
+
+def test_the_newest_the_best_and_every_nth_are_left(tmp_path: Path) -> None:
+    policy = unisono.Checkpoints(every_steps=2, keep=2, keep_best="accuracy", best="max", keep_every=5)
+    train(tmp_path, num_steps=14, checkpoint=policy, wait=True)
+    assert steps(tmp_path) == [4, 10, 12, 14]
+    assert files.read_manifest(tmp_path / files.FOLDER / files.step_name(4)).metrics["accuracy"] == 3.0
+
+
+def test_checkpoints_of_a_clock(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint=unisono.Checkpoints(every_seconds=1e-9, keep=10), wait=True)
+    assert len(steps(tmp_path)) >= 3
+
+
+# -- disks that do not do what they should ---------------------------------------------------------------
+
+
+def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_again = threading.Event()
+    whole = files.write_file
+
+    def slow(path: Path, data: memoryview, *rest: Any) -> Any:
+        if path.suffix == ".safetensors":
+            open_again.wait(60)
+        return whole(path, data, *rest)
+
+    monkeypatch.setattr(files, "write_file", slow)
+    monkeypatch.setattr("unisono.saving.SLOW_S", 0.0)
+    done: list[int] = []
+
+    def watch(run: unisono.Run, step: unisono.Step) -> None:
+        done.append(step.number)
+        if step.number == 8:
+            open_again.set()
+
+    with pytest.warns(UserWarning, match=r"the checkpoint of step 4 waits: that of step 2 has been written for"):
+        train(tmp_path, num_steps=10, checkpoint=EVERY, at_step=watch)
+    assert done == list(range(10)), "no step waited for the disk"
+    check_readable(tmp_path)
+    assert steps(tmp_path)[-1] == 10
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of a few bytes, where that is permitted."""
+    folder.mkdir(parents=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={size}".encode()) != 0:
+        pytest.skip(f"mount is not permitted: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        libc.umount2(str(folder).encode(), 2)
+
+
+def make_read_only(folder: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", str(folder).encode(), None, 32 | 1, None) != 0:  # MS_REMOUNT | MS_RDONLY
+        pytest.skip(f"remount is not permitted: {os.strerror(ctypes.get_errno())}")
+
+
+def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path: Path) -> None:
+    with small_disk(tmp_path / files.FOLDER, "96k"):
+        train(tmp_path, num_steps=2, width=200, checkpoint=unisono.Checkpoints(keep=10))
+        assert steps(tmp_path) == [2]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            _, seen = train(tmp_path, num_steps=12, width=200, checkpoint=EVERY, resume="auto", wait=True)
+        assert seen.samples > 0
+        full = [str(w.message) for w in said if "No space left on device; the training goes on" in str(w.message)]
+        assert len(full) >= 2, "each that was due was tried"
+        check_readable(tmp_path)
+        assert 2 in steps(tmp_path)
+
+
+def test_a_failed_write_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
+    with small_disk(tmp_path / files.FOLDER, "16k"):
+        policy = unisono.Checkpoints(every_steps=2, must_succeed=True)
+        with pytest.raises(CheckpointError, match=r"step 2 was not written into .*: No space left on device. The run"):
+            train(tmp_path, num_steps=100, width=200, checkpoint=policy, wait=True)
+        assert steps(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    with small_disk(tmp_path / files.FOLDER, "1m"):
+        make_read_only(tmp_path / files.FOLDER)
+        with pytest.warns(UserWarning, match=r"was not written into .*: Read-only file system; the training goes on"):
+            train(tmp_path, num_steps=6, checkpoint=EVERY, wait=True)
+    assert len([line for line in read(tmp_path) if line["kind"] == "step"]) == 6
+
+
+# -- two runs on one directory ---------------------------------------------------------------------------
+
+
+def test_two_runs_cannot_go_on_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.rundir.LOCK_PATIENCE_S", 0.0)
+    refused: list[str] = []
+
+    def second(run: unisono.Run, step: unisono.Step) -> None:
+        for settings in ({"resume": "auto"}, {"overwrite": True}):
+            with pytest.raises(RunDirectoryError) as caught:
+                train(tmp_path, **settings)
+            refused.append(str(caught.value))
+
+    train(tmp_path, num_steps=1, at_step=second)
+    assert len(refused) == 2
+    for text in refused:
+        assert "is in use by another run (" in text
+        assert f"pid {os.getpid()} on" in text
+    train(tmp_path, num_steps=2, resume="auto")  # it is free again
+
+
+@pytest.mark.usefixtures("nursery")
+def test_workers_cannot_take_the_directory_of_a_run_that_is_going(unisono: Unisono, tmp_path: Path) -> None:
+    first = unisono("run", "--workers", 2, "--run-dir", tmp_path / "run", SCRIPT, "--", "--steps", 100000)
+    first.line("did step 1")
+    second = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "run"), "--resume", "auto"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert second.returncode == 1
+    assert "is in use by another run" in second.stderr
+    third = unisono("run", "--workers", 1, "--resume", tmp_path / "run", SCRIPT)
+    assert third.wait() == 2
+    assert "a run is going in" in third.line("a run is going in")
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait() == 75
+
+
+# -- the command -----------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, _ = train(tmp_path / "run", checkpoint=EVERY, wait=True)
+    listed = unisono("checkpoints", "run")
+    assert listed.wait() == 0
+    assert [line.split()[0] for line in listed.out] == names(tmp_path / "run")
+    assert unisono("checkpoints", "run", "export", "model.safetensors").wait() == 0
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
+    assert unisono("checkpoints", "run", "export", "o.pt", "--name", "optimizer", "--step", "4").wait() == 0
+    assert set(torch.load(tmp_path / "o.pt")) == {"state", "param_groups"}
+    newest = files.complete(tmp_path / "run" / files.FOLDER)[-1]
+    (newest / files.MANIFEST).unlink()
+    verified = unisono("checkpoints", "run", "verify")
+    assert verified.wait() == 1
+    assert "broken: step-0000000006 has no manifest.json" in verified.out[-1]
+    assert verified.out[0].endswith("every byte is right")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["checkpoints", "nowhere"], "nowhere holds no checkpoint; give the directory of a run"),
+        (["run", "--resume", "nowhere", "x.py"], "--resume nowhere: there is no such directory"),
+        (["run", "--resume", ".", "--overwrite", "x.py"], "give one of them"),
+    ],
+)
+def test_what_the_command_refuses(arguments: list[str], said: str, unisono: Unisono, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("")
+    command = unisono(*arguments)
+    assert command.wait() == 2
+    assert said in "\n".join(command.err)
