@@ -34,7 +34,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from unisono.children import Child, Nursery, spawn
 from unisono.errors import UsageError
-from unisono.lifetime import PARENT, Secret, bind_to_parent
+from unisono.lifetime import PARENT, Secret, bind_to_parent, end_when_silent
 from unisono.membership import Policy, exit_words
 from unisono.messages import (
     AgentHello,
@@ -62,6 +62,7 @@ FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
 TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
 LAST_WORDS_S: Final = 0.5
+OPEN_S: Final = 10.0
 MAX_HEADS: Final = 4
 HEADS_WITHIN_S: Final = 30.0
 RETRY_S: Final = 0.05
@@ -308,11 +309,12 @@ class _Agent:
             additional_headers={"Authorization": f"Bearer {self._token}"},
             compression=None,
             ping_interval=None,
-            open_timeout=30.0,
+            open_timeout=OPEN_S,
             close_timeout=1.0,
             max_size=None,
             proxy=None,
         ) as connection:
+            end_when_silent(connection.transport.get_extra_info("socket"))
             hello = AgentHello(
                 host=self._host,
                 pid=os.getpid(),

@@ -1,4 +1,4 @@
-"""Nothing outlives what started it.
+"""Nothing outlives what started it, and no connection outlives the path that carries it.
 
 A child of the command dies with it, also after ``kill -9``: on Linux the kernel is asked to send a signal when the
 parent's thread ends (``PR_SET_PDEATHSIG``); elsewhere the child looks for itself (`parent_is_gone`). The token is
@@ -11,15 +11,19 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PARENT", "Secret", "bind_to_parent", "end_group", "parent_is_gone"]
+__all__ = ["PARENT", "SILENCE_S", "Secret", "bind_to_parent", "end_group", "end_when_silent", "parent_is_gone"]
 
 PARENT: Final = "UNISONO_PARENT"
 """The environment variable with the process id of who started this process, and is to be survived by nobody."""
+
+SILENCE_S: Final = 5
+"""How long the other end of a connection may not even acknowledge."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _parent: int | None = None
@@ -52,6 +56,26 @@ def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
     if leader > 1 and leader != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, number)
+
+
+def end_when_silent(connection: socket.socket) -> None:
+    """Let a TCP connection break when the other machine has not acknowledged anything for `SILENCE_S`.
+
+    The kernels see to it: a process that is busy or stopped does not count as silent, a machine without power and a cut
+    cable do. Without this, whoever waits for a message would wait for ever.
+    """
+    settings = {
+        "TCP_KEEPIDLE": 1,
+        "TCP_KEEPALIVE": 1,  # the same on macOS
+        "TCP_KEEPINTVL": 1,
+        "TCP_KEEPCNT": SILENCE_S - 1,
+        "TCP_USER_TIMEOUT": SILENCE_S * 1000,  # of what was sent
+    }
+    with contextlib.suppress(OSError):  # not a TCP connection, or a system without these
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in settings.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Secret:

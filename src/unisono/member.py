@@ -30,7 +30,7 @@ from websockets.http11 import Response
 from websockets.uri import parse_uri
 
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UnisonoError, UsageError
-from unisono.lifetime import parent_is_gone
+from unisono.lifetime import end_when_silent, parent_is_gone
 from unisono.messages import (
     Beat,
     Ended,
@@ -121,6 +121,7 @@ class _Link:
         self.sock = socket.create_connection((uri.host, uri.port), timeout=CONNECT_TIMEOUT_S)
         try:
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_when_silent(self.sock)
             request = self._protocol.connect()
             request.headers["Authorization"] = f"Bearer {token}"
             self._protocol.send_request(request)

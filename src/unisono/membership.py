@@ -508,6 +508,9 @@ class _Turn:
         worker = self.state.workers[worker_id]
         if worker.state in _GONE and not isinstance(message, Hello):
             return
+        if worker.state is _S.LOST:  # its machine was cut off, and is back
+            self.actions.append(Hangup(worker_id, f"the run goes on without {worker.name}: it was out of reach"))
+            return
         table = TRANSITIONS[worker.state]
         if type(message) not in table:
             raise ProtocolError(f"{worker.name} is {worker.state.value} and may not say {type(message).__name__}")

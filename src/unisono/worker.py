@@ -6,6 +6,7 @@ runs a module; ``--callable FILE RESULT`` calls a pickled function (`unisono.lau
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -31,6 +32,21 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGKILL)
     faults.arm(os.environ)
+    code = [1]
+    atexit.register(_end_at_once, code)  # the first one registered is the last one called
+    code[0] = _work()
+    return code[0]
+
+
+def _end_at_once(code: list[int]) -> None:
+    """Leave the process where its orderly end would wait for a machine that is out of reach."""
+    wire = sys.modules.get("unisono.exchange.wire")
+    if wire is not None and wire.release_abandoned():
+        _flush()
+        os._exit(code[0])
+
+
+def _work() -> int:
     door = Door.from_environment()
     if door is None:
         print("python -m unisono.worker is started by `unisono run` and `unisono join`, not by hand", file=sys.stderr)

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -203,11 +203,11 @@ Unisono = Callable[..., Command]
 
 @pytest.fixture
 def unisono(tmp_path: Path, mark: str) -> Iterator[Unisono]:
-    """Start ``unisono ARGUMENTS`` in the test's folder."""
+    """Start ``unisono ARGUMENTS`` in the test's folder; ``before``: a command that starts it."""
     started: list[Command] = []
 
-    def start(*arguments: object) -> Command:
-        command = Command([sys.executable, "-P", "-m", "unisono", *map(str, arguments)], tmp_path, mark)
+    def start(*arguments: object, before: Sequence[str] = ()) -> Command:
+        command = Command([*before, sys.executable, "-P", "-m", "unisono", *map(str, arguments)], tmp_path, mark)
         started.append(command)
         return command
 

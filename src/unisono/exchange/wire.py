@@ -193,9 +193,14 @@ class Work:
         self._tensors = ()
 
 
-def release_abandoned() -> None:
-    """Delete the groups whose last operation has ended meanwhile. A closing wire does it for all before it."""
+def release_abandoned() -> bool:
+    """Delete the groups whose last operation has ended meanwhile. A closing wire does it for all before it.
+
+    Returns:
+        Whether one is left: to delete it would block until its operation times out, at the end of the process too.
+    """
     _abandoned[:] = [(group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)]
+    return bool(_abandoned)
 
 
 def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float) -> Any:

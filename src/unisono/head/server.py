@@ -23,7 +23,7 @@ from websockets.http11 import Request, Response
 
 from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
-from unisono.lifetime import end_group
+from unisono.lifetime import end_group, end_when_silent
 from unisono.membership import (
     ALIVE,
     Event,
@@ -222,6 +222,7 @@ class Head:
         line = _Line(connection)
         name = ""
         why = "its connection closed"
+        end_when_silent(connection.transport.get_extra_info("socket"))
         try:
             first = decode(_binary(await connection.recv()))
             if isinstance(first, Scale | Stop):
