@@ -49,13 +49,13 @@ def wait_until_gone(pids: set[int], deadline: float) -> None:
                 os.close(descriptor)
 
 
-_nursery: list[int] = []  # its process, once a test has asked for it
+_nurseries: list[int] = []  # standing ones
 
 
 def forked() -> dict[int, str]:
     """The workers that the standing nursery has forked, which do not carry the mark: pid and command."""
     found = {}
-    for pid in _nursery:
+    for pid in _nurseries:
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 found[int(child)] = "a worker of the standing nursery"
@@ -101,19 +101,28 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     assert not [thread.name for thread in threads if thread.is_alive()], "threads are left"
 
 
-@pytest.fixture(scope="session")
-def standing_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A process that has imported torch and forks the workers of all runs of this session; where it listens."""
-    path = tmp_path_factory.mktemp("nursery") / "socket"
+@contextlib.contextmanager
+def run_nursery(path: str, *, before: Sequence[str] = ()) -> Iterator[None]:
+    """A process that has imported torch and forks the workers of all runs that find it at ``path``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
-    command = [sys.executable, "-P", "-m", "unisono.nursery", "--listen", str(path)]
+    command = [*before, sys.executable, "-P", "-m", "unisono.nursery", "--listen", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
-        assert "listens" in process.stdout.readline()
-        _nursery.append(process.pid)
-        yield str(path)
-        _nursery.remove(process.pid)
-        process.kill()
+        try:
+            assert "listens" in process.stdout.readline()
+            _nurseries.append(process.pid)
+            yield
+            _nurseries.remove(process.pid)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def standing_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The nursery of this session; where it listens."""
+    path = str(tmp_path_factory.mktemp("nursery") / "socket")
+    with run_nursery(path):
+        yield path
 
 
 @pytest.fixture

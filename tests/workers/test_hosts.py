@@ -1,0 +1,219 @@
+"""Two hosts on one machine: network namespaces with a cable between them, which is cut, or loses packets.
+
+The head and two workers are on the first host; the second one joins with two workers. Skipped where namespaces are not
+permitted (they need root, and the commands of Debian's iproute2 and iptables).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.workers.conftest import Command, Unisono, run_nursery
+from tests.workers.gates import Gates
+from unisono.journal import compare, read
+from unisono.testing import run_workers
+
+pytestmark = pytest.mark.timeout(180)
+
+SCRIPT = Path(__file__).with_name("small_training.py")
+STEPS = 60
+ADDRESSES = ("10.213.57.1", "10.213.57.2")
+HEARTBEAT_TIMEOUT_S = 2.0
+SLACK_S = 3.0
+"""For the last heartbeat before, the steps after, and a busy machine."""
+# As a host of its own: another name, so that nobody there takes the other's memory for its own.
+ENTER = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
+
+
+def do(*command: object) -> None:
+    subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+
+
+class Cable:
+    """Two namespaces, `left` (the head's) and `right`, with a link between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nurseries = tuple(str(folder / side) for side in ("left", "right"))
+        self.names = tuple(f"unisono-{os.getpid()}-{side}" for side in ("left", "right"))
+        self.links = tuple(f"un{os.getpid() % 100000}{side}" for side in "lr")
+
+    def lay(self) -> None:
+        for name in self.names:
+            do("ip", "netns", "add", name)
+        do("ip", "link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+        for name, link, address in zip(self.names, self.links, ADDRESSES, strict=True):
+            do("ip", "link", "set", link, "netns", name)
+            do("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
+            do("ip", "-n", name, "link", "set", "lo", "up")
+            do("ip", "-n", name, "link", "set", link, "up")
+
+    def cut(self) -> None:
+        do("ip", "-n", self.names[0], "link", "set", self.links[0], "down")
+
+    def mend(self) -> None:
+        do("ip", "-n", self.names[0], "link", "set", self.links[0], "up")
+        for side, (name, link) in enumerate(zip(self.names, self.links, strict=True)):
+            do(*self.inside(side), "iptables", "-F")
+            subprocess.run(["tc", "-n", name, "qdisc", "delete", "dev", link, "root"], capture_output=True, check=False)
+
+    def drop(self, side: int, *match: str) -> None:
+        """Let what arrives on this side (0: the head's) be lost, where it matches."""
+        do(*self.inside(side), "iptables", "-A", "INPUT", "-i", self.links[side], *match, "-j", "DROP")
+
+    def inside(self, side: int) -> list[str]:
+        """What goes before a command that is to run on this host."""
+        nursery = f"UNISONO_NURSERY={self.nurseries[side]}"
+        return ["ip", "netns", "exec", self.names[side], "env", nursery, *ENTER, ("left", "right")[side]]
+
+    def remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cable]:
+    """Both hosts, each with a standing nursery."""
+    missing = [tool for tool in ("ip", "iptables", "unshare", "hostname") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"hosts on one machine need {', '.join(missing)} (Debian: iproute2, iptables)")
+    cable = Cable(tmp_path_factory.mktemp("nurseries"))
+    with ExitStack() as stack:
+        stack.callback(cable.remove)
+        try:
+            cable.lay()
+            do(*cable.inside(0), "iptables", "-L")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+        for side in (0, 1):
+            stack.enter_context(run_nursery(cable.nurseries[side], before=cable.inside(side)))
+        yield cable
+
+
+@pytest.fixture
+def cable(hosts: Cable) -> Iterator[Cable]:
+    """The cable between both hosts; whole again at the end."""
+    yield hosts
+    hosts.mend()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one worker."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)])
+    assert outcome.exit_code == 0, outcome.output
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+class Hosts:
+    """A run on the first host, and two workers of the second one that have joined it."""
+
+    def __init__(self, cable: Cable, unisono: Unisono, run_dir: Path, gates: Gates, *, away_s: float) -> None:
+        options = ("--bind", ADDRESSES[0], "--heartbeat-s", 0.3, "--heartbeat-timeout-s", HEARTBEAT_TIMEOUT_S)
+        self.left: Command = unisono(
+            *("run", SCRIPT, "-n", 2, "--run-dir", run_dir, *options),
+            *("--", "--steps", STEPS, "--gates", gates.folder),
+            before=cable.inside(0),
+        )
+        gates.wait(3)
+        url = json.loads((run_dir / "head.json").read_text())["url"]
+        self.right: Command = unisono(
+            *("join", url, "--token-file", run_dir / "token", "-n", 2, "--head-away-s", away_s), before=cable.inside(1)
+        )
+        self.left.line("joins; generation 2")
+        gates.open(3)
+        self.left.line("with 4 workers")
+        gates.open(20)
+        gates.wait(40)
+
+
+def by_step(run_dir: Path) -> list[set[str]]:
+    return [set(line["workers"]) for line in read(run_dir) if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize("how", ["cut", "nothing to the head", "nothing from the head"])
+def test_only_the_side_with_the_head_goes_on(
+    how: str, cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
+) -> None:
+    """A link that is cut, or carries one direction only: two workers go on, the other two end and say why."""
+    with Gates(tmp_path / "gates", (3, 20, 40, 50)) as gates:
+        hosts = Hosts(cable, unisono, run_dir, gates, away_s=1.0)
+        since = time.monotonic()
+        if how == "cut":
+            cable.cut()
+        else:
+            cable.drop(0 if how == "nothing to the head" else 1)
+        gates.open(40)
+        gates.wait(50)
+        seconds = time.monotonic() - since
+        assert hosts.right.wait(60) == 1
+        gates.open(50)
+        assert hosts.left.wait() == 0, hosts.left.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert by_step(run_dir)[39] == {"w0", "w1", "w2", "w3"}
+    assert by_step(run_dir)[-1] == {"w0", "w1"}
+    assert "has been silent for" in " ".join(hosts.left.err)
+    assert seconds < HEARTBEAT_TIMEOUT_S + SLACK_S, "the survivors waited longer than the heartbeat's deadline"
+    assert re.search(r"failed: the (connection to the )?head at ", hosts.right.err[-1]), hosts.right.err
+
+
+def test_the_other_side_comes_back(cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
+    """When the link is whole again, the joined machine starts new workers, and they are admitted."""
+    with Gates(tmp_path / "gates", (3, 20, 40, 50)) as gates:
+        hosts = Hosts(cable, unisono, run_dir, gates, away_s=60.0)
+        cable.cut()
+        gates.open(40)
+        gates.wait(50)
+        cable.mend()
+        hosts.left.line("w4 joins")  # one of those that replace the lost ones
+        gates.open(50)
+        assert hosts.left.wait() == 0, hosts.left.err
+        assert hosts.right.wait() == 0, hosts.right.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert by_step(run_dir)[50] == {"w0", "w1"}
+    assert len(by_step(run_dir)[-1]) > 2
+
+
+def test_lost_packets_cost_time_only(cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
+    """One packet of ten is lost in each direction: the four workers finish together."""
+    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
+        hosts = Hosts(cable, unisono, run_dir, gates, away_s=60.0)
+        for side in (0, 1):
+            cable.drop(side, "-m", "statistic", "--mode", "random", "--probability", "0.1")
+        gates.open(40)
+        assert hosts.left.wait(120) == 0, hosts.left.err
+        assert hosts.right.wait() == 0, hosts.right.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert by_step(run_dir)[-1] == {"w0", "w1", "w2", "w3"}
+
+
+def test_a_long_way_costs_time_only(cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
+    """200 ms from one host to the other: the four workers finish together."""
+    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
+        try:
+            for name, link in zip(cable.names, cable.links, strict=True):
+                do("tc", "-n", name, "qdisc", "add", "dev", link, "root", "netem", "delay", "100ms")
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            pytest.skip(f"this kernel cannot delay packets (sch_netem): {error}")
+        hosts = Hosts(cable, unisono, run_dir, gates, away_s=60.0)
+        gates.open(40)
+        assert hosts.left.wait(120) == 0, hosts.left.err
+        assert hosts.right.wait() == 0, hosts.right.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
