@@ -43,6 +43,10 @@ from unisono.tree import Node
 
 __all__ = ["Helping", "Rounds"]
 
+LEAST_PAUSE_S = 0.0005
+MOST_PAUSE_S = 0.02
+"""A member that is done looks this often whether another is late: four times in the time of a micro-batch."""
+
 
 class _Head(msgspec.Struct, frozen=True):
     """What goes before the tensors of a state."""
@@ -64,9 +68,11 @@ class _Last:
 class Helping:
     """Within one step: leave out what others have taken from this member, and take from those who are late."""
 
-    def __init__(self, work: Work, paces: Sequence[float], todo: Sequence[int]) -> None:
+    def __init__(self, team: Team, work: Work, paces: Sequence[float], todo: Sequence[int]) -> None:
+        self._team = team
         self._work = work
         self._paces = paces
+        self._pause_s = min(max(min(paces) / 4, LEAST_PAUSE_S), MOST_PAUSE_S)
         self._since = time.perf_counter()
         work.show_work(todo)
 
@@ -75,8 +81,19 @@ class Helping:
         return self._work.start(place, leaf)
 
     def take(self) -> int | None:
-        """A leaf of another member, now that the own ones are done. Whoever takes it computes it."""
-        return self._work.take(self._paces, time.perf_counter() - self._since)
+        """A leaf of another member, now that the own ones are done; None when all others have started their last.
+
+        Whoever takes a leaf computes it before the next combine.
+
+        Raises:
+            PeerLost, DeadlineExceeded: as the combine would.
+        """
+        while (leaf := self._work.take(self._paces, time.perf_counter() - self._since)) is None:
+            with self._team.waiting():
+                if not self._work.pause(self._pause_s):
+                    return None
+            self._team.check()
+        return leaf
 
 
 class Rounds:
@@ -247,7 +264,7 @@ class Rounds:
         if paces is None or found is None or not self._is_balanced():
             return None
         work, ranks = found
-        return Helping(work, [paces[rank] for rank in ranks], plan.ranges[self.team.rank])
+        return Helping(self.team, work, [paces[rank] for rank in ranks], plan.ranges[self.team.rank])
 
     def combine(self, plan: Plan, held: dict[Node, Slot], facts: Facts) -> Combined:
         """The sum of the step. Collective.

@@ -255,6 +255,7 @@ class Step:
             is_last = place == len(todo) - 1
             yield from self._compute_leaf(leaf, folder, None if is_last else todo[place + 1], plan if is_last else None)
         while helping is not None and len(folder.held) <= 2 + plan.num_leaves.bit_length():
+            self._clock.switch("waiting")
             taken = helping.take()
             if taken is None:
                 break

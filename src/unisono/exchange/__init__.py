@@ -69,7 +69,7 @@ class Combined:
 class Work(Protocol):
     """What the members of one host still have to do for the next combine: who is done computes leaves of who is late.
 
-    Local and without waiting, all of it. See `unisono.exchange.host` for why no leaf is lost, or counted twice.
+    Local, all of it. See `unisono.exchange.host` for why no leaf is lost, or counted twice.
     """
 
     def show_work(self, todo: Sequence[int]) -> None:
@@ -88,6 +88,13 @@ class Work(Protocol):
         Args:
             paces: by place in the host, seconds for a leaf, as known.
             elapsed_s: since the members have shown their work.
+        """
+        ...
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for a moment, if another member has leaves that it has not started. False: nothing to wait for.
+
+        Until then there is nothing to gain from beginning the combine, for which that member has to come anyway.
         """
         ...
 

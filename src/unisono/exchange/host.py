@@ -167,6 +167,7 @@ class _Peer:
     def __init__(self, sheet: Segment) -> None:
         self.sheet = _Sheet.from_buffer(sheet.map)
         self.left = _word(self.sheet, "left")
+        self.started = _word(self.sheet, "started")
         self.words = {name: _word(self.sheet, name) for name in ("published", "reduced", "mailed", "opened")}
         self.mapped: dict[str, Tensor] = {}
 
@@ -202,6 +203,7 @@ class Host:
         self._watched: ctypes.c_uint32 | None = None
         self._turn = 0
         self._num_letters = 0
+        self._work_deadline = 0.0
         self._segments: dict[str, Segment] = {}  # of this generation: sheet, result, mail
         segment = self._allocate("sheet", ctypes.sizeof(_Sheet))
         self._me = _Peer(segment)
@@ -281,6 +283,7 @@ class Host:
         sheet.num_todo = len(shown)
         sheet.started[0] = min(1, len(shown))
         sheet.num_taken[0] = 0
+        self._work_deadline = time.perf_counter() + self._timeout_s
         fence()
         sheet.work[0] = (self._turn + 1) & 0xFFFFFFFF
 
@@ -293,6 +296,7 @@ class Host:
         if place:
             self._sheet.started[0] = place + 1
             fence()
+            futex_wake(self._me.started)
         return leaf not in self._taken()
 
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
@@ -311,8 +315,7 @@ class Host:
         for rank, peer in enumerate(self._peers):
             if rank == self.rank or not self._is_at_work(peer):
                 continue
-            started = peer.sheet.started[0]
-            left = [leaf for leaf in peer.sheet.todo[started : peer.sheet.num_todo] if leaf not in taken]
+            started, left = self._left_of(peer, taken)
             if not left:
                 continue
             # It may be slower than it was, and is in the middle of the one that it has started last.
@@ -328,6 +331,28 @@ class Host:
         self._sheet.num_taken[0] = number + 1
         fence()
         return best[1]
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for a moment, if another member has leaves that it has not started: it may yet need help.
+
+        Returns:
+            False: there is nothing to wait for.
+        """
+        if self._error is not None or self._me.left.value or time.perf_counter() > self._work_deadline:
+            return False
+        taken = self._taken()
+        for peer in self._peers:
+            if peer is not self._me and not peer.left.value and self._is_at_work(peer):
+                started, left = self._left_of(peer, taken)
+                if left:
+                    futex_wait(peer.started, started, seconds)
+                    return True
+        return False
+
+    def _left_of(self, peer: _Peer, taken: set[int]) -> tuple[int, list[int]]:
+        """How many leaves a member has started, and those that nobody has."""
+        started = peer.sheet.started[0]
+        return started, [leaf for leaf in peer.sheet.todo[started : peer.sheet.num_todo] if leaf not in taken]
 
     def _taken(self) -> set[int]:
         at_work = [peer.sheet for peer in self._peers if self._is_at_work(peer)]

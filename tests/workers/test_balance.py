@@ -1,0 +1,153 @@
+"""Uneven workers get uneven shares, and help each other, with the same bits; and their time is accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.workers.uneven_training import NUM_LEAVES
+from unisono.journal import Line, compare
+from unisono.testing import Faults, Outcome, run_workers
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+
+SCRIPT = Path(__file__).with_name("uneven_training.py")
+LATE = 10
+"""The step in which a worker is late; by then all paces are known."""
+LATE_S = 1.0
+SHARED = ["--exchange", "shared"]
+TWO_LEVEL = ["--exchange", "two-level", "--simulate-hosts", "2"]
+
+Start = Callable[..., Outcome]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    def run(
+        name: str,
+        workers: int,
+        *arguments: str,
+        faults: Faults | None = None,
+        options: Sequence[str] = SHARED,
+    ) -> Outcome:
+        outcome = run_workers(
+            SCRIPT,
+            workers,
+            directory=tmp_path / name,
+            arguments=arguments,
+            options=options,
+            faults=faults,
+            timeout_s=90,
+        )
+        assert outcome.exit_code == 0, outcome.output
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One worker to which nothing happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run")
+
+
+def steps(outcome: Outcome) -> list[Line]:
+    return [line for line in outcome.lines if line["kind"] == "step"]
+
+
+def leaves(line: Line, worker: str) -> int:
+    return int(line["workers"][worker]["leaves"])
+
+
+def late(worker: str = "w1") -> Faults:
+    return Faults().delay(worker, LATE_S, step=LATE, at="before_backward")
+
+
+def test_a_slow_worker_gets_less_and_is_named(calm: Outcome, start: Start, tmp_path: Path) -> None:
+    hurt = start("slow", 2, "--extra", "25")
+    assert hurt.digests == calm.digests
+    assert hurt.final == calm.final
+    lines = steps(hurt)
+    assert leaves(lines[0], "w1") == NUM_LEAVES // 2, "nothing is known at first"
+    assert leaves(lines[-1], "w1") < NUM_LEAVES // 2 < leaves(lines[-1], "w0")
+    told = [line["balance"] for line in lines if "balance" in line]
+    assert any("w1 takes" in text and "as long as the others for a micro-batch" in text for text in told), told
+    assert told[0] in hurt.output
+    assert compare(tmp_path / "slow", tmp_path / "slow").startswith("identical: 16 steps"), "it knows these lines"
+
+
+def test_a_worker_that_is_fast_again_is_given_its_share_back(calm: Outcome, start: Start) -> None:
+    hurt = start("changing", 2, "--extra", "25", "--until-step", "9")
+    assert hurt.digests == calm.digests
+    lines = steps(hurt)
+    assert leaves(lines[8], "w1") < NUM_LEAVES // 2
+    assert leaves(lines[-1], "w1") > leaves(lines[8], "w1")
+
+
+@pytest.mark.parametrize("options", [SHARED, TWO_LEVEL], ids=["shared", "two-level"])
+def test_members_that_are_done_compute_what_a_late_one_has_not_started(
+    options: list[str], calm: Outcome, start: Start
+) -> None:
+    """Without it the late one would compute all of its share after its delay."""
+    workers = 2 if options is SHARED else 4
+    hurt = start("late", workers, faults=late(), options=options)
+    assert hurt.digests == calm.digests
+    line = steps(hurt)[LATE]
+    assert sum(leaves(line, worker) for worker in line["workers"]) == NUM_LEAVES
+    assert leaves(line, "w1") <= 1
+    assert leaves(line, "w0") > NUM_LEAVES // workers
+
+
+@pytest.mark.parametrize("at", ["before_combine", "published", "reduced", "committed"])
+@pytest.mark.parametrize("killed", ["w0", "w1"])
+def test_a_helper_or_the_late_one_may_die(killed: str, at: str, calm: Outcome, start: Start) -> None:
+    """The one has left leaves out that the other has computed; what dies with either is computed again."""
+    hurt = start("killed", 2, faults=late().kill(killed, step=LATE, at=at))
+    assert "SIGKILL" in hurt.output
+    assert hurt.digests == calm.digests
+    assert hurt.final == calm.final
+
+
+def test_a_kill_among_uneven_workers_changes_no_bit(calm: Outcome, start: Start) -> None:
+    faults = Faults().kill("w2", step=7, at="after_backward").kill("w0", step=11, at="published")
+    hurt = start("killed", 3, "--extra", "60", faults=faults)
+    assert hurt.output.count("SIGKILL") >= 2
+    assert hurt.digests == calm.digests
+    assert hurt.final == calm.final
+
+
+def test_balance_can_be_turned_off(calm: Outcome, start: Start) -> None:
+    """Everybody computes as many micro-batches, however slow, and nobody helps."""
+    hurt = start("unbalanced", 2, "--extra", "100", "--unbalanced", faults=late())
+    assert hurt.digests == calm.digests
+    assert {leaves(line, worker) for line in steps(hurt) for worker in ("w0", "w1")} == {NUM_LEAVES // 2}
+    assert not any("balance" in line for line in steps(hurt))
+
+
+@pytest.mark.parametrize("exchange", ["shared", "gloo"])
+def test_the_parts_of_a_step_are_all_of_it(exchange: str, start: Start, tmp_path: Path) -> None:
+    """By every worker's own clock, to 2%; and who waits for a slow one says so."""
+    hurt = start(
+        "parts",
+        2,
+        "--extra",
+        "40",
+        "--unbalanced",
+        "--evaluate",
+        "--walls",
+        str(tmp_path),
+        options=["--exchange", exchange],
+    )
+    lines = steps(hurt)
+    for worker in ("w0", "w1"):
+        wall = json.loads((tmp_path / worker).read_text())
+        # What is told with a step's sum is about the step before; the wall of step n ends where step n + 1 begins.
+        told = [sum(line["workers"][worker]["last"].values()) for line in lines[2:]]
+        assert sum(told) == pytest.approx(sum(wall[2:]), rel=0.02)
+    waiting = {worker: sum(line["workers"][worker]["last"]["waiting"] for line in lines[2:]) for worker in ("w0", "w1")}
+    assert waiting["w0"] > waiting["w1"]
