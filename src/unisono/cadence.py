@@ -72,6 +72,10 @@ class Checkpoints:
     """Keep also those of every so many steps."""
     on_signal: int | None = 143
     """At SIGTERM, finish the step, write a checkpoint and leave with this exit code; None: end at once."""
+    overlap: bool = True
+    """Copy large parameters and optimizer states while the next micro-batches are computed, which do not change them.
+    False copies everything before the next step begins: for a loop whose head, before the inner loop, writes them
+    through ``.data``, where it cannot be seen. (Other changes there are seen, and then it is False from there on.)"""
     must_succeed: bool = False
     """End the run when a checkpoint cannot be written; otherwise that is a warning."""
 

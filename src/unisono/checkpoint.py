@@ -198,17 +198,20 @@ def write_file(path: Path, data: memoryview, go_on: Callable[[], bool] = lambda:
     Args:
         go_on: asked before every block; None is returned when it says no.
     """
-    checks = []
+    starts = range(0, max(len(data), 1), BLOCK_BYTES)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        for start in range(0, max(len(data), 1), BLOCK_BYTES):
+        for start in starts:
             if not go_on():
                 return None
             block = data[start : start + BLOCK_BYTES]
-            checks.append(zlib.crc32(block))
             while block:
                 block = block[os.write(descriptor, block) :]
-        os.fsync(descriptor)
+        with ThreadPoolExecutor(1, "unisono-fsync") as pool:
+            synchronized = pool.submit(os.fsync, descriptor)
+            # While the disk works:
+            checks = [zlib.crc32(data[start : start + BLOCK_BYTES]) for start in starts]
+            synchronized.result()
     finally:
         os.close(descriptor)
     return FileFacts(len(data), checks)

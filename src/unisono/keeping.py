@@ -78,7 +78,7 @@ class Keeper:
         self.metrics: dict[str, float] = {}
         """What was logged last, by name."""
         journal = directory / JOURNAL if directory is not None else None
-        self.saver = Saver(policy, directory, device, tracked.state, journal=journal)
+        self.saver = Saver(policy, directory, device, tracked.state, tracked.updated, journal=journal)
 
     # -- life ----------------------------------------------------------------------------------------
 

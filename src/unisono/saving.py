@@ -1,9 +1,10 @@
 """Checkpoints of a run that goes on: copied at a step boundary, written by a thread, agreed on in passing.
 
-The only thing that training waits for is the copy of this member's part into memory of its own, which is made ready
-before it is needed. Everything else happens in a thread: checksums, writing, waiting for the disk, and on one member
-the manifest and the rename. What the members have to agree on travels with the combines of the steps
-(`unisono.cadence`).
+A member copies its part into memory of its own, which is made ready before it is needed. What is small, and all
+buffers, are copied at once. Large parameters and the states of optimizers do not change before the next update; a
+thread copies them while the next micro-batches are computed, and `Saver.tell`, with which every step's combine begins,
+waits for the rest. Everything else happens in the thread: checksums, writing, waiting for the disk, and on one member
+the manifest and the rename. What the members have to agree on travels with the combines (`unisono.cadence`).
 
 All members hold the same bits. So it does not matter who writes what, and at the end of a training one of them writes
 everything.
@@ -11,12 +12,13 @@ everything.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +98,31 @@ SLOW_S = 1.0
 """A checkpoint that is still being written after this time is worth a word when the next one is due."""
 
 
+LATER_BYTES = 1 << 20
+"""Tensors from this size on are copied while the next step computes."""
+MOVE_BYTES = 1 << 24
+
+
+class _Move:
+    """One tensor that is still to be copied."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self.target, self.source = target, source
+        self._version = source._version
+
+    def do(self, go_on: Callable[[], bool]) -> None:
+        # Not by torch: its number of threads is of the thread that calls it, and not to be meddled with in another one.
+        size = self.source.numel() * self.source.element_size()
+        for start in range(0, size, MOVE_BYTES):
+            if go_on():
+                place = self.source.data_ptr() + start
+                ctypes.memmove(self.target.data_ptr() + start, place, min(MOVE_BYTES, size - start))
+
+    @property
+    def was_changed(self) -> bool:
+        return self.source._version != self._version
+
+
 class _Buffer:
     """Memory that a part is copied into: kept, and touched before it is needed."""
 
@@ -112,8 +139,14 @@ class _Buffer:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
             self._memory.zero_()
 
-    def fill(self, layout: Layout, part: int, tensors: Sequence[Tensor]) -> memoryview:
-        """Copy a part of a state; returns the whole file."""
+    def fill(
+        self, layout: Layout, part: int, tensors: Sequence[Tensor], later: Collection[int] = ()
+    ) -> tuple[memoryview, list[_Move]]:
+        """Copy a part of a state, but the tensors ``later``.
+
+        Returns:
+            The whole file, and what is still to be copied into it.
+        """
         header, num_bytes = layout.headers[part], layout.num_bytes[part]
         self.reserve(num_bytes)
         mine = [place for place, entry in enumerate(layout.entries) if entry.part == part]
@@ -123,10 +156,12 @@ class _Buffer:
             self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         with torch.no_grad():
             for view, place in zip(self._views, mine, strict=True):
-                view.copy_(tensors[place], non_blocking=True)
+                if place not in later:
+                    view.copy_(tensors[place], non_blocking=True)
         if self._pinned:
             torch.cuda.synchronize()
-        return files.memory_at(self._memory.data_ptr(), num_bytes)
+        moves = [_Move(view, tensors[place]) for view, place in zip(self._views, mine, strict=True) if place in later]
+        return files.memory_at(self._memory.data_ptr(), num_bytes), moves
 
     def _view(self, offset: int, entry: Entry, tensor: Tensor) -> Tensor:
         start = offset + entry.start
@@ -140,14 +175,17 @@ class _Task:
         self.value: Any = None
         self.error: BaseException | None = None
         self.abandoned = False
+        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, args=(work,), name="unisono-checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self, work: Callable[[_Task], Any]) -> None:
+        began = time.monotonic()
         try:
             self.value = work(self)
         except Exception as error:
             self.error = error
+        self.seconds = time.monotonic() - began
 
     @property
     def done(self) -> bool:
@@ -173,6 +211,10 @@ class _Attempt:
     task: _Task | None
     """None: this member has nothing to write."""
     metrics: dict[str, float]
+    moves: list[_Move] = field(default_factory=list)
+    """What the task copies first."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """It has."""
 
 
 @dataclass
@@ -183,6 +225,7 @@ class Saver:
         policy: None writes one only when `request` was called.
         directory: of the run; None never writes.
         state: gives everything that the next step depends on.
+        stable: the memory addresses of tensors that only an optimizer changes.
         recipe: what a checkpoint must agree with when it is loaded.
     """
 
@@ -190,6 +233,7 @@ class Saver:
     directory: Path | None
     device: torch.device
     state: Callable[[], dict[str, Any]]
+    stable: Callable[[], Collection[int]] = tuple
     recipe: dict[str, Any] = field(default_factory=dict)
     fingerprint: dict[str, str] = field(default_factory=dict)
     journal: Path | None = None
@@ -209,8 +253,9 @@ class Saver:
         self._wanted = False
         self._warned_of = -1
         self._last_of = -1
+        self._overlaps = True
         self._began_at = time.monotonic()
-        self._copy_s = 0.0
+        self._copy_s = self._waited_s = 0.0
         self._words: list[Word] | None = None
         self._heard_in = -1
         self._news: dict[str, Any] = {}
@@ -227,10 +272,11 @@ class Saver:
     # -- with every combine --------------------------------------------------------------------------
 
     def tell(self) -> Word:
-        """What to say with the next combine."""
+        """What to say with the next combine. From here on the state may change."""
         every_s = self.policy.every_seconds if self.policy is not None else None
         if every_s is not None and time.monotonic() - self._began_at >= every_s:
             self._wanted = True
+        self._wait_for_copy()
         wants = float(self._wanted and self.directory is not None)
         attempt, reaches = self._attempt, float(self.reaches)
         if attempt is None:
@@ -242,6 +288,26 @@ class Saver:
         elif attempt.task.done:
             status = Status.WRITTEN if attempt.task.error is None else Status.FAILED
         return Word(wants, float(attempt.place.total), status, reaches)
+
+    def _wait_for_copy(self) -> None:
+        attempt = self._attempt
+        if attempt is None or not attempt.moves:
+            return
+        began = time.monotonic()
+        attempt.copied.wait()
+        self._waited_s = time.monotonic() - began
+        changed = sum(move.was_changed for move in attempt.moves)
+        attempt.moves = []
+        if changed:
+            self._overlaps = False
+            self._drop(again=True)
+            warnings.warn(
+                f"{changed} parameters or optimizer states were changed between the beginning of step "
+                f"{attempt.place.total} and its update, while a checkpoint copied them; it is made again, and from "
+                "now on they are copied before a step begins. "
+                "unisono.Checkpoints(overlap=False) does so from the start",
+                stacklevel=2,
+            )
 
     def hear(self, words: Sequence[Sequence[float]], generation: int) -> None:
         """What all members said with a combine, by rank."""
@@ -298,7 +364,7 @@ class Saver:
 
     def _begin(self, place: Place, rank: int, generation: int, metrics: Mapping[str, float]) -> None:
         assert self._words is not None
-        self._wanted = False
+        self._wanted, self._waited_s = False, 0.0
         self._began_at = began = time.monotonic()
         writers = [peer for peer, word in enumerate(self._words) if word.reaches]
         packed = pack(self.state(), "tracked")
@@ -306,18 +372,41 @@ class Saver:
         partial = self.folder / files.partial_name(place.total, generation)
         if self._prepare is not None:
             self._prepare.wait()  # it does what the copy would have to do
-        task = None
+        task, copied = None, threading.Event()
+        moves: list[_Move] = []
         if rank in writers:
             part = writers.index(rank)
-            data = self._buffer.fill(layout, part, packed.tensors)
+            data, moves = self._buffer.fill(layout, part, packed.tensors, self._choose_later(packed.tensors))
             self._copy_s = time.monotonic() - began
-            point("checkpoint_copied")
             path, is_first = partial / files.part_name(part, len(writers)), part == 0
-            task = _Task(lambda task: self._write_part(task, path, data, is_first))
+
+            def work(task: _Task) -> FileFacts | None:
+                try:
+                    for move in moves:
+                        move.do(task.go_on)
+                finally:
+                    copied.set()
+                point("checkpoint_copied")
+                return self._write_part(task, path, data, is_first)
+
+            task = _Task(work)
         self._attempt = _Attempt(
             place, generation, partial, layout, packed.skeleton, len(self._words), rank == writers[0], began, task,
-            dict(metrics),
+            dict(metrics), moves, copied,
         )  # fmt: skip
+
+    def _choose_later(self, tensors: Sequence[Tensor]) -> set[int]:
+        """The tensors that can be copied while the next step computes."""
+        if not self._overlaps or (self.policy is not None and not self.policy.overlap) or self.device.type != "cpu":
+            return set()
+        stable = set(self.stable())
+        return {
+            place
+            for place, tensor in enumerate(tensors)
+            if tensor.numel() * tensor.element_size() >= LATER_BYTES
+            and tensor.data_ptr() in stable
+            and tensor.is_contiguous()
+        }
 
     def _get_ready(self, rank: int, generation: int) -> None:
         """Make the memory for this member's part before it is needed."""
@@ -415,6 +504,8 @@ class Saver:
             "step": self.saved,
             "bytes": sum(attempt.layout.num_bytes),
             "copy_s": round(self._copy_s, 6),
+            "waited_s": round(self._waited_s, 6),
+            "write_s": round(attempt.task.seconds, 6) if attempt.task is not None else None,
             "seconds": round(time.monotonic() - attempt.began, 6),
         }
 
@@ -468,7 +559,7 @@ class Saver:
         began = time.monotonic()
         packed = pack(self.state(), "tracked")
         layout = self._layout(packed, 1)
-        data = self._buffer.fill(layout, 0, packed.tensors)
+        data, _ = self._buffer.fill(layout, 0, packed.tensors)
         self._copy_s = time.monotonic() - began
         point("checkpoint_copied")
         partial = self.folder / files.partial_name(place.total, generation)

@@ -130,6 +130,15 @@ class Tracked:
                 stacklevel=4,
             )
 
+    def updated(self) -> set[int]:
+        """The addresses of the tensors that nothing but an update changes: parameters, and the states of optimizers."""
+        found = {parameter.data_ptr() for _, parameter in self.parameters()}
+        for value in self._objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                for state in value.state.values():
+                    found |= {item.data_ptr() for item in state.values() if isinstance(item, Tensor)}
+        return found
+
     # -- state ---------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
