@@ -5,13 +5,14 @@ python -m benchmarks.uneven --quick --json uneven.json   # under five minutes
 python -m benchmarks.uneven --cases two_2x,changing
 
 A worker is made slow by stopping and continuing its process in a fine rhythm, so that it gets one half (or one quarter)
-of the processor time that it would get otherwise; the script and the library know nothing of it. That is measured against
-what the other workers get, so it holds on a machine with fewer cores than workers, and on one where others work too.
+of the processor time that it would get otherwise; the script and the library know nothing of it. That is measured
+against what the other workers get, so it holds on a machine with fewer cores than workers, and on one where others
+work too.
 
 The **ideal** is the sum of the workers' speeds. They are measured in turns with what is compared: the same number of
-processes, one of them slowed in the same way, each with a plain loop of its own and without any exchange. So it is an ideal
-without exchange, without waiting, and without whole micro-batches; ``whole_microbatches.CASE`` is the fraction that a plan of
-whole micro-batches can reach at best at these speeds.
+processes, one of them slowed in the same way, each with a plain loop of its own and without any exchange. So it is an
+ideal without exchange, without waiting, and without whole micro-batches; ``whole_microbatches.CASE`` is the fraction
+that a plan of whole micro-batches can reach at best at these speeds.
 
 Every run must have the digests of a calm run of one worker, step by step; otherwise this ends with an error.
 """
@@ -242,7 +243,7 @@ def steady(case: Case, sides: Sides, limit_s: float, num_turns: int) -> list[dic
     while len(turns) < num_turns or time.monotonic() - start < limit_s:
         turn: dict[str, Any] = {}
         for name in sides.names if len(turns) % 2 == 0 else reversed(sides.names):
-            turn[name] = sides.paces_s(1.0 * case.workers) if name == "alone" else sides.step_s(name)
+            turn[name] = sides.paces_s(0.6 * case.workers) if name == "alone" else sides.step_s(name)
         turn["ideal"] = ideal_s(turn["alone"], case.microbatches)
         turn["whole"] = whole_s(turn["alone"], case.microbatches)
         turns.append(turn)
@@ -260,9 +261,9 @@ def changing(case: Case, sides: Sides, limit_s: float, num_turns: int) -> list[d
                 turn[f"{name}_spells"] = sides.spells_s(name)
                 turn[name] = sum(turn[f"{name}_spells"].values())
                 continue
-            turn["alone"] = {"fast": sides.paces_s(1.5)}
+            turn["alone"] = {"fast": sides.paces_s(1.0)}
             sides.set(case.slow)
-            turn["alone"]["slow"] = sides.paces_s(1.5)
+            turn["alone"]["slow"] = sides.paces_s(1.0)
             sides.set(1.0)
         for key, seconds in (("ideal", ideal_s), ("whole", whole_s)):
             turn[key] = sum(SPELL_STEPS * seconds(paces, case.microbatches) for paces in turn["alone"].values())
@@ -273,7 +274,7 @@ def changing(case: Case, sides: Sides, limit_s: float, num_turns: int) -> list[d
 def measure(name: str, calm: Calm, directory: Path, quick: bool) -> tuple[dict[str, float], dict[str, Any], list[str]]:
     """One case: its figures, its turns, and its row for the table."""
     case = CASES[name]
-    num_steps, num_turns, limit_s = (8, 3, 0.0) if quick else (16, 7, 60.0)
+    num_steps, num_turns, limit_s = (6, 4, 0.0) if quick else (12, 10, 90.0)
     with ready(["unisono", "alone", "ddp"], case, directory / name, num_steps) as sides:
         turns = (changing if case.changing else steady)(case, sides, limit_s, num_turns)
     lines = [line for line in read(directory / name / "unisono") if line["kind"] == "step"]
