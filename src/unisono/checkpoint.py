@@ -304,7 +304,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_blocks(path: Path, facts: FileFacts, slices: Sequence[Slice] = (), threads: int = 0) -> None:
+def read_blocks(path: Path, facts: FileFacts, slices: Sequence[Slice] = ()) -> None:
     """Read a file into memory, and check every byte of it.
 
     Args:
@@ -325,34 +325,44 @@ def read_blocks(path: Path, facts: FileFacts, slices: Sequence[Slice] = (), thre
         if size != facts.num_bytes:
             raise Problem(f"{name} has {size} bytes, not {facts.num_bytes}: it was cut off or changed")
 
-        def read(block: int) -> None:
-            start = block * BLOCK_BYTES
-            end = min(start + BLOCK_BYTES, size)
-            check = 0
-            for piece in _pieces(slices, start, end):
-                done = 0
-                while done < len(piece):
-                    number = os.preadv(descriptor, [piece[done:]], start + done)
-                    if number == 0:
-                        raise Problem(f"{name} ends at byte {start + done}")
-                    done += number
-                start += len(piece)
-                check = zlib.crc32(piece, check)
-            if check != facts.crc32[block]:
-                raise Problem(
-                    f"{name} is damaged in bytes {block * BLOCK_BYTES} to {end}: CRC-32 {check:08x}, "
-                    f"not {facts.crc32[block]:08x}"
-                )
-
-        blocks = range(-(-size // BLOCK_BYTES))
+        blocks = range(0, size, BLOCK_BYTES)
         if len(facts.crc32) != max(len(blocks), 1):
             raise Problem(f"{name} has {len(facts.crc32)} checksums for {len(blocks)} blocks")
-        with ThreadPoolExecutor(threads or min(MAX_THREADS, os.cpu_count() or 1), "unisono-read") as pool:
-            list(pool.map(read, blocks))
+        # One thread reads, in order, which disks like best; others take the checksums of what was read.
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "unisono-check") as pool:
+            checks = []
+            for start in blocks:
+                pieces = list(_pieces(slices, start, min(start + BLOCK_BYTES, size)))
+                _read_into(descriptor, pieces, start, name)
+                checks.append(pool.submit(_check_pieces, pieces))
+            for number, (start, check) in enumerate(zip(blocks, checks, strict=True)):
+                if check.result() != facts.crc32[number]:
+                    raise Problem(
+                        f"{name} is damaged in bytes {start} to {min(start + BLOCK_BYTES, size)}: CRC-32 "
+                        f"{check.result():08x}, not {facts.crc32[number]:08x}"
+                    )
     except OSError as error:
         raise Problem(f"{name} cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
+
+
+def _read_into(descriptor: int, pieces: Sequence[memoryview], start: int, name: str) -> None:
+    for piece in pieces:
+        rest = piece
+        while rest:
+            number = os.preadv(descriptor, [rest], start)
+            if number == 0:
+                raise Problem(f"{name} ends at byte {start}")
+            rest = rest[number:]
+            start += number
+
+
+def _check_pieces(pieces: Sequence[memoryview]) -> int:
+    check = 0
+    for piece in pieces:
+        check = zlib.crc32(piece, check)
+    return check
 
 
 def _pieces(slices: Sequence[Slice], start: int, end: int) -> Iterable[memoryview]:

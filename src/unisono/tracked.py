@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from unisono.errors import StepError, UsageError
 from unisono.gradients import Buffers
-from unisono.state import digest_of_state
+from unisono.state import digest_of_state, is_same_state
 
 __all__ = ["Tracked"]
 
@@ -166,7 +166,7 @@ class Tracked:
         for name, part in state["objects"].items():
             value = self._objects[name]
             value.load_state_dict(part)
-            if digest_of_state(value.state_dict()) != digest_of_state(part):
+            if not is_same_state(value.state_dict(), part):
                 raise StepError(
                     f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(); a worker that "
                     f"joins would not "
