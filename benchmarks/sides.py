@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Client
 
 import torch
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--microbatches", type=int, required=True, help="of a global batch, over all workers")
+    parser.add_argument("--microbatch-size", type=int, default=0, help="samples; default: the case's")
     parser.add_argument("--control", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
@@ -162,6 +164,8 @@ def main() -> None:
     if arguments.keep_freed_memory:
         keep_freed_memory(os.environ)
     case, microbatches = CASES[arguments.case], arguments.microbatches
+    if arguments.microbatch_size:
+        case = replace(case, microbatch_size=arguments.microbatch_size)
     control = Control(arguments.control)
     if arguments.side == "unisono":
         with_unisono(case, microbatches, control, directory=arguments.directory, balance=not arguments.unbalanced)

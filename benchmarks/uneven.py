@@ -3,6 +3,7 @@
 python -m benchmarks.uneven                              # everything
 python -m benchmarks.uneven --quick --json uneven.json   # under five minutes
 python -m benchmarks.uneven --cases two_2x,changing
+python -m benchmarks.uneven --curve                      # samples a second by number of micro-batches
 
 A worker is made slow by stopping and continuing its process in a fine rhythm, so that it gets one half (or one quarter)
 of the processor time that it would get otherwise; the script and the library know nothing of it. That is measured
@@ -28,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ ADAPT_STEPS = 12
 """Of every side before it is measured: in the steady cases the plan has found the speeds by then."""
 SPELL_STEPS = 20
 """In the case `changing`, how long the worker is slow, and then fast."""
+CURVE_BATCH = 256
+CURVE_MICROBATCHES = (2, 4, 8, 16, 32, 64)
+"""Of which the curve is made: global batch, and cuts of it."""
 TICK_S = 0.002
 BURST_S = 0.004
 """Of processor time, that a slowed worker has used when it is stopped."""
@@ -56,6 +60,8 @@ class Case:
     slow: float
     microbatches: int = 16
     changing: bool = False
+    microbatch_size: int = 0
+    """Samples; 0: the model's."""
 
 
 CASES = {
@@ -178,7 +184,11 @@ def commands(side: str, case: Case, directory: Path | None = None) -> Callable[[
         size = case.workers
         kind = {"unbalanced": "unisono", "calm": "unisono", "alone": "plain"}.get(side, side)
         own = case.microbatches // size if side == "alone" else case.microbatches
-        words = [kind, MODEL, "--microbatches", str(own), "--control", str(folder / f"{side}.socket")]
+        # The same allocator on all sides: that is not what is compared here.
+        words = [kind, MODEL, "--microbatches", str(own), "--keep-freed-memory"]
+        words += ["--control", str(folder / f"{side}.socket")]
+        if case.microbatch_size:
+            words += ["--microbatch-size", str(case.microbatch_size)]
         module = [sys.executable, "-m", "benchmarks.sides"]
         if side == "calm":
             return [[*module, *words, "--directory", str(directory)]]
@@ -321,6 +331,32 @@ def measure_equal(calm: Calm, directory: Path, quick: bool) -> tuple[dict[str, f
     return figures, run, ["equal (balance=False)", str(case.microbatches), "", "", str(cost)]
 
 
+def measure_curve(quick: bool) -> dict[str, float]:
+    """Samples a second by the number of micro-batches of the same global batch, for equal and for uneven workers."""
+    figures: dict[str, float] = {}
+    cases = {
+        f"m{number}": Case(workers=2, slow=1, microbatches=number, microbatch_size=CURVE_BATCH // number)
+        for number in CURVE_MICROBATCHES
+    }
+    seconds: dict[str, list[float]] = {}
+    with ExitStack() as doors:
+        folder = Path(doors.enter_context(tempfile.TemporaryDirectory(prefix="unisono-uneven-")))
+        sides = {
+            name: doors.enter_context(ready(["unisono"], case, folder / name, 4 if quick else 12))
+            for name, case in cases.items()
+        }
+        for _ in range(3 if quick else 8):
+            for slow in (1.0, 2.0, 4.0):
+                for name, side in sides.items():
+                    side.set(slow)
+                    side.step_s("unisono")  # the plan follows
+                    seconds.setdefault(f"{name}.{slow:.0f}x", []).append(side.step_s("unisono"))
+                    side.set(1.0)
+    for name, times in seconds.items():
+        figures[f"samples_per_s.{name}"] = CURVE_BATCH / statistics.median(times)
+    return figures
+
+
 HEADER = ("case", "M", "of the ideal (95%)", "whole micro-batches", "DDP's time (95%)")
 
 
@@ -329,7 +365,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer turns")
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and all turns")
     parser.add_argument("--cases", default=",".join([*CASES, "equal"]), metavar="A,B")
+    parser.add_argument("--curve", action="store_true", help="instead: samples a second by number of micro-batches")
     options = parser.parse_args(arguments)
+    if options.curve:
+        curve = measure_curve(options.quick)
+        rows = [
+            [str(number), *(f"{curve[f'samples_per_s.m{number}.{slow}x']:.0f}" for slow in (1, 2, 4))]
+            for number in CURVE_MICROBATCHES
+        ]
+        print_table(("M", "equal", "one 2x slow", "one 4x slow"), rows)
+        if options.json:
+            write_json(options.json, curve, [])
+        return
     names = options.cases.split(",")
     unknown = set(names) - {*CASES, "equal"}
     if unknown:

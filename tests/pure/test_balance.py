@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.balance import REST, WARM_UP, WINDOW, Balance, balanced
+from unisono.balance import REST, WARM_UP, WINDOW, Balance, Change, balanced
 from unisono.plan import plan
-from unisono.tree import missing
+from unisono.tree import Node, leaf, missing, outermost, schedule
 
 paces_of = st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple)
 
@@ -91,3 +91,43 @@ def test_members_that_see_the_same_decide_the_same_whenever_they_look_ahead() ->
 
 def test_without_knowledge_the_plan_is_even() -> None:
     assert Balance(3).decide(8) == plan(3, 8)
+
+
+def test_another_pace_is_seen_after_two_steps() -> None:
+    balance = Balance(2)
+    observe(balance, [1.0, 1.0], 12, 10)
+    assert observe(balance, [1.0, 2.0], 12, 3) == [8, 4]
+
+
+def test_a_change_says_who_is_slow_and_who_is_not_any_more() -> None:
+    balance = Balance(3)
+    observe(balance, [1.0, 1.0, 1.0], 12, 10)
+    assert balance.change is None
+    said = []
+    for paces in ([1.0, 2.1, 1.0], [1.0, 1.0, 1.0]):
+        for _ in range(6):
+            observe(balance, paces, 12)
+            if balance.change is not None:
+                said.append(balance.change.say(["w0", "w3", "w5"]))
+    assert said == [
+        "w3 takes 2.1x as long as the others for a micro-batch: it gets 2 of 12 now",
+        "w3 is as fast as the others again: it gets 4 of 12 now",
+    ]
+
+
+def test_a_change_without_a_slow_member_says_the_shares() -> None:
+    change = Change((5, 4, 3), (0.9, 1.0, 1.15), frozenset())
+    assert change.say(["w0", "w1", "w2"]) == "the 12 micro-batches follow the workers' paces: w0 5, w1 4, w2 3"
+
+
+@given(st.integers(1, 40), st.data())
+def test_the_outermost_nodes_have_all_leaves_once(num_leaves: int, data: st.DataObject) -> None:
+    """Also when several members have computed the same leaves, as long as every leaf has been computed."""
+    held: list[Node] = []
+    shares: list[list[int]] = [[], [], []]
+    for index in range(num_leaves):
+        for member in data.draw(st.sets(st.integers(0, 2), min_size=1)):
+            shares[member].append(index)
+    for share in shares:
+        held += schedule([leaf(index, num_leaves) for index in share], num_leaves)[1]
+    assert missing(outermost(held), num_leaves) == []
