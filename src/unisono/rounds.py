@@ -88,11 +88,11 @@ class Helping:
         Raises:
             PeerLost, DeadlineExceeded: as the combine would.
         """
-        while (leaf := self._work.take(self._paces, time.perf_counter() - self._since)) is None:
-            with self._team.waiting():
+        with self._team.waiting():
+            while (leaf := self._work.take(self._paces, time.perf_counter() - self._since)) is None:
                 if not self._work.pause(self._pause_s):
                     return None
-            self._team.check()
+                self._team.check()
         return leaf
 
 
