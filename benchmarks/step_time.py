@@ -62,6 +62,9 @@ class Team:
     pids: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     peak_bytes: float = 0.0
+    """Of a worker."""
+    share_bytes: float = 0.0
+    """Of all processes of the side together, by worker."""
 
     def steps(self, number: int) -> list[float]:
         """Let all workers do steps; the times of rank 0."""
@@ -77,7 +80,7 @@ class Team:
         self.blocks.append(Block(statistics.median(times), (self._cpu_s() - before) / (number + 1)))
 
     def measure_memory(self, seconds: float) -> None:
-        """The largest proportional set size of a worker, looked at again and again while it trains."""
+        """The largest proportional set sizes, looked at again and again while it trains."""
         over = threading.Event()
         number = max(3, round(seconds / self.blocks[-1].step_s))
 
@@ -88,7 +91,9 @@ class Team:
         thread = threading.Thread(target=train, daemon=True)
         thread.start()
         while not over.wait(0.002):
-            self.peak_bytes = max(self.peak_bytes, *(_pss(pid) for pid in self.pids))
+            sizes = {pid: _pss(pid) for process in self.processes for pid in _tree(process.pid)}
+            self.peak_bytes = max(self.peak_bytes, *(sizes.get(pid, 0.0) for pid in self.pids))
+            self.share_bytes = max(self.share_bytes, sum(sizes.values()) / len(self.pids))
         thread.join()
 
     def finish(self) -> None:
@@ -150,9 +155,10 @@ def _cpu_s(pid: int) -> float:
 
 def _pss(pid: int) -> float:
     """Bytes, where a page that n processes share counts 1/n."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return float(line.split()[1]) * 1024
+    with suppress(OSError):  # a helper that has ended meanwhile
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return float(line.split()[1]) * 1024
     return 0.0
 
 
@@ -273,13 +279,15 @@ def compare(case: str, microbatches: int, workers: int, limit_s: float, *, same_
             "step_ms": {team.name: [round(1000 * block.step_s, 3) for block in team.blocks] for team in sides},
             "cpu_ms": {team.name: [round(1000 * block.cpu_s, 3) for block in team.blocks] for team in sides},
             "peak_mib": {team.name: round(team.peak_bytes / 2**20, 1) for team in sides},
+            "share_mib": {team.name: round(team.share_bytes / 2**20, 1) for team in sides},
         }
 
 
 def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]]]:
     """The named figures of one comparison, and its rows for the table."""
     name = result["case"] + ("" if result["microbatches"] == 2 else f"_m{result['microbatches']}")
-    workers, step, cpu, memory = result["workers"], result["step_ms"], result["cpu_ms"], result["peak_mib"]
+    workers, step, cpu = result["workers"], result["step_ms"], result["cpu_ms"]
+    memory, whole = result["peak_mib"], result["share_mib"]
     figures: dict[str, float] = {}
     rows = []
     for other in step:
@@ -292,6 +300,7 @@ def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]
         figures[f"ratio_to_{other}_low.{place}"] = ratio.low
         figures[f"ratio_to_{other}_high.{place}"] = ratio.high
         figures[f"memory_to_{other}.{place}"] = memory["unisono"] / memory[other]
+        figures[f"whole_memory_to_{other}.{place}"] = whole["unisono"] / whole[other]
         figures[f"cpu_to_{other}.{place}"] = cpu_ratio
         rows.append(
             [
@@ -303,12 +312,23 @@ def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]
                 str(ratio),
                 f"{statistics.median(cpu['unisono']):.0f} / {statistics.median(cpu[other]):.0f}",
                 f"{memory['unisono']:.0f} / {memory[other]:.0f}",
+                f"{whole['unisono']:.0f} / {whole[other]:.0f}",
             ]
         )
     return figures, rows
 
 
-HEADER = ("case", "workers", "against", "step ms", "theirs", "ratio (95%)", "CPU ms a step", "peak MiB a worker")
+HEADER = (
+    "case",
+    "workers",
+    "against",
+    "step ms",
+    "theirs",
+    "ratio (95%)",
+    "CPU ms a step",
+    "peak MiB a worker",
+    "with all else",
+)
 
 
 def _numbers(text: str) -> list[int]:
