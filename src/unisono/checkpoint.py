@@ -131,9 +131,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(facts.num_bytes for facts in self.files.values())
 
 
-def memory_at(address: int, num_bytes: int) -> memoryview:
-    """Some memory as bytes, e.g. that of a tensor, which the caller keeps alive."""
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+def memory_at(address: int, num_bytes: int, owner: object) -> memoryview:
+    """Some memory of ``owner`` as bytes, e.g. that of a tensor. It keeps it alive."""
+    array: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
+    array.owner = owner
+    return memoryview(array).cast("B")
 
 
 # -- names -------------------------------------------------------------------------------------------

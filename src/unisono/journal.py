@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ class Journal:
         self._recent: deque[Line] = deque(maxlen=KEPT_LINES)
         self._number = 0
         self._written = -1
+        self._warned = False
 
     def start(self, *, writer: bool) -> None:
         """Begin, or go on as (or no longer as) the writer, at the same number as the others. Local."""
@@ -56,6 +58,8 @@ class Journal:
 
     def go_on_at(self, number: int) -> None:
         """The run has ``number`` lines already: what a newcomer is told."""
+        if number == 0:
+            return  # the run begins, and all members have said the same until here
         self._number = number
         self._recent.clear()
 
@@ -75,9 +79,15 @@ class Journal:
     def _write(self, line: Line) -> None:
         if self._path is None or line["line"] <= self._written:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(line)) + "\n")
         self._written = line["line"]
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_plain(line)) + "\n")
+        except OSError as error:
+            # Training is worth more than its diary: a full disk, or a machine that does not see the directory.
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"the journal {self._path} cannot be written: {error}; training goes on", stacklevel=2)
 
 
 def _plain(value: Any) -> Any:

@@ -225,9 +225,7 @@ class Keeper:
             SystemExit: after SIGTERM, with the exit code of the policy.
         """
         if self._leaving or ends():
-            self.save_last(rounds)
-            with rounds.team.waiting():
-                self.saver.finish()
+            self.save_together(rounds)
         if self._leaving:
             assert self.policy is not None
             raise SystemExit(self.policy.on_signal)
@@ -239,9 +237,23 @@ class Keeper:
     def save_last(self, rounds: Rounds) -> None:
         """No step follows this one at once."""
         team = rounds.team
-        self.saver.save_last(
-            self.place(rounds), rank=team.rank, generation=team.generation, num_workers=team.size, metrics=self.metrics
-        )
+        with team.waiting():  # for a disk, which is nobody's fault
+            self.saver.save_last(
+                self.place(rounds),
+                rank=team.rank,
+                generation=team.generation,
+                num_workers=team.size,
+                metrics=self.metrics,
+            )
+
+    def save_together(self, rounds: Rounds) -> None:
+        """The last checkpoint is on the disk when this returns, also if its writer is lost. Collective."""
+
+        def work() -> None:
+            self.save_last(rounds)
+            self.saver.finish()
+
+        rounds.together(work)
 
     def place(self, rounds: Rounds) -> Place:
         return Place(phase=rounds.phase, step=rounds.step, total=rounds.total, lines=rounds.lines)

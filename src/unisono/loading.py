@@ -190,7 +190,7 @@ def _read_tensors(checkpoint: Path, manifest: Manifest, places: Sequence[int]) -
             entry = manifest.tensors[place]
             if place in wanted:
                 tensors[place] = torch.empty(entry.shape, dtype=_dtype(entry.dtype))
-                data = files.memory_at(tensors[place].data_ptr(), entry.num_bytes)
+                data = files.memory_at(tensors[place].data_ptr(), entry.num_bytes, tensors[place])
             else:
                 data = memoryview(bytearray(entry.num_bytes))
             slices.append(Slice(start, data))

@@ -671,7 +671,15 @@ class _Turn:
 
     def suspect(self, worker: Worker, message: Suspect) -> None:
         state = self.state
-        if message.generation != state.generation or worker.worker_id not in state.members:
+        # While a planned generation is on its way and nobody has taken it, it is the one before that has broken.
+        overtaken = (
+            state.notice is not None
+            and not state.notice.immediate
+            and not self.moved()
+            and worker.worker_id in state.before
+            and message.generation == worker.generation
+        )
+        if not overtaken and (message.generation != state.generation or worker.worker_id not in state.members):
             return  # the cause is known already
         blamed = message.peers or [worker.worker_id]
         counts = {**state.suspicions}
@@ -721,7 +729,7 @@ class _Turn:
                 self.lose(worker.worker_id, f"{words}; another worker tries it", replace=False)
                 return
             words += f" (as before on worker {first[0]})"
-        elif not message.retry and self.state.held and worker.state in (_S.STARTING, _S.READY):
+        elif not message.retry and self.state.held and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED) and others:
             # It has never been a member: what it lacks (a package, a file) the members have.
             self.lose(worker.worker_id, words)
             self.tell(worker, message.traceback)

@@ -63,6 +63,8 @@ class _Last:
 
     digest: int = 0
     letter: bytes = b""
+    layout: FlatLayout | None = None
+    """What it summed; the next one may sum something else."""
 
 
 class Helping:
@@ -166,7 +168,8 @@ class Rounds:
                     state = self._transfer(0, packed)
                     if self.team.rank != 0:
                         self.tracked.load(state)
-            except LOST:
+            except LOST as lost:
+                self.team.suspect(lost)
                 self._begins_at = None
                 continue
             self._take(place)
@@ -202,6 +205,10 @@ class Rounds:
         """Sum what this layout describes from now on. Collective."""
         self._layout = layout
         try:
+            if self._must_meet:  # those who are ahead wait for that, and `_settle` prepares
+                self._must_meet = False
+                self._reports = self._settle(self.team.meet(self._report()))
+                return
             with self.team.waiting():
                 self.team.exchange.prepare(layout)
         except LOST as lost:
@@ -275,7 +282,7 @@ class Rounds:
         self._held = held
         self.team.check()
         combined = self._combine(Share(plan.num_leaves, plan.nodes, held), facts)
-        self._finish(_Last(digest=combined.digest))
+        self._finish(_Last(digest=combined.digest, layout=self._layout))
         self._result = combined.slot
         point("committed")
         return combined
@@ -311,6 +318,23 @@ class Rounds:
         """
         self._held = held if isinstance(held, dict) else {}
         return self._replan(self._settle_after(lost, list(held)))
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Do something that counts only when the first member has done it; the others wait for it. Collective.
+
+        When that member is lost meanwhile, the next first one does it. ``work`` is called on all of them, perhaps
+        more than once.
+        """
+        self.start("evaluation", 1)
+        while True:
+            try:
+                with self.team.waiting():
+                    work()
+                self.gather(b"")
+                break
+            except LOST as lost:
+                self.recover(lost, [])
+        self.gathered(b"")
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -363,8 +387,11 @@ class Rounds:
         """After a meeting: stand by those who are a round behind, until all who are not behind me are in my round."""
         while True:
             try:
-                self._bring_slots()
+                # Whoever is behind with a step sums it as it was.
+                behind = any(report.round < self.number and report.kind == "step" for report in reports)
+                self._bring_slots(self._last.layout if behind else self._layout)
                 if all(report.round == self.number for report in reports):
+                    self._must_meet = False
                     return reports
                 if self.number == min(report.round for report in reports):
                     self._must_meet = True
@@ -374,13 +401,13 @@ class Rounds:
             except LOST as lost:
                 reports = self.team.regroup(self._report(have), lost)
 
-    def _bring_slots(self) -> None:
+    def _bring_slots(self, layout: FlatLayout | None) -> None:
         """Make the slots that are in use those of the new exchange. Collective."""
-        if self._layout is None:
+        if layout is None:
             return
         result = [] if self._result is None else [self._result]
         with self.team.waiting():
-            brought = self.team.exchange.prepare(self._layout, [*self._held.values(), *result])
+            brought = self.team.exchange.prepare(layout, [*self._held.values(), *result])
         self._held.update(zip(self._held, brought, strict=False))
         self._result = brought[-1] if result else None
 

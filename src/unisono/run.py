@@ -19,7 +19,7 @@ from unisono.cadence import Checkpoints
 from unisono.connect import build_exchange
 from unisono.cursor import Cursor
 from unisono.data import Fetcher, MapDataset, check_dataset
-from unisono.errors import UnisonoError, UsageError
+from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.evaluation import Totals, check_batches, evaluate
 from unisono.faults import at_step, point
 from unisono.gradients import GradientFolder
@@ -136,19 +136,21 @@ class Run:
     ) -> None:
         try:
             if error is None:
+                assert self._rounds is not None
                 try:
                     if self._training is not None:
                         self._training.close()
                     self._leave_step()
                     self._save_what_was_left()
-                    self._keeper.saver.finish()
+                    if self._joined:
+                        self._keeper.save_together(self._rounds)
                 except UnisonoError as failure:
                     self._append_failure(failure)
                     raise
                 self._append({"kind": "end", "ok": True, "reason": "", "digests": self._tracked.digests()})
             else:
                 self._note_place(error)
-                if self._joined and not isinstance(error, SystemExit):
+                if self._joined and not self._is_others_affair(error):
                     self._append_failure(error)
         finally:
             if self._training is not None:
@@ -271,8 +273,7 @@ class Run:
             raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
         self._keeper.saver.request()
         if not self._inside:
-            self._keeper.save_last(self._rounds)
-            self._keeper.saver.finish()
+            self._keeper.save_together(self._rounds)
 
     def evaluate(
         self,
@@ -400,8 +401,7 @@ class Run:
     def _save_what_was_left(self) -> None:
         """A loop that was left by ``break`` has not come to its end, where it would have written a checkpoint."""
         if self._step is not None and self._rounds is not None and self._joined:
-            self._note_position(self._step.number + 1)
-            self._keeper.save_last(self._rounds)
+            self._note_position(self._step.number + (1 if self._step.has_begun else 0))
 
     def _join(self, phase: int, cursor: Cursor) -> int | None:
         """Get into the run; returns the step to begin with, None if the run is past this phase."""
@@ -502,11 +502,23 @@ class Run:
 
     def _append(self, line: dict[str, Any]) -> None:
         # In a team nobody has a rank before it has joined; the first writer writes what was said until then.
-        writes = self._team is not None and self._team.rank == 0 and (self._joined or members.current() is None)
+        # Who was left behind is not the writer any more, whatever its rank was.
+        writes = (
+            self._team is not None
+            and self._team.rank == 0
+            and (self._joined or members.current() is None)
+            and not self._team.is_out()
+        )
         if writes != self._writes:
             self._writes = writes
             self._journal.start(writer=writes)
         self._journal.append(line, writer=writes)
+
+    def _is_others_affair(self, error: BaseException) -> bool:
+        """This worker ends, and the run perhaps does not: it was asked to leave, or another one tries the same again."""
+        assert self._team is not None
+        is_tried_again = self._team.size > 1 and hasattr(error, "unisono_place")
+        return isinstance(error, (SystemExit, RunStopped)) or is_tried_again
 
     def _append_failure(self, error: BaseException) -> None:
         self._append({"kind": "end", "ok": False, "reason": f"{type(error).__name__}: {error}", "digests": {}})

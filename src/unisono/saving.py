@@ -129,12 +129,12 @@ class _Buffer:
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._memory: Tensor = torch.empty(0, dtype=torch.uint8)
-        self._key: object = None
+        self._filled: tuple[Layout, int] | None = None
         self._views: list[Tensor] = []
 
     def reserve(self, num_bytes: int) -> None:
         if self._memory.numel() < num_bytes:
-            self._views, self._key = [], None
+            self._views, self._filled = [], None
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
             self._memory.zero_()
@@ -150,8 +150,8 @@ class _Buffer:
         header, num_bytes = layout.headers[part], layout.num_bytes[part]
         self.reserve(num_bytes)
         mine = [place for place, entry in enumerate(layout.entries) if entry.part == part]
-        if self._key != (id(layout), part):
-            self._key = (id(layout), part)
+        if self._filled is None or self._filled[0] is not layout or self._filled[1] != part:
+            self._filled = (layout, part)
             self._views = [self._view(len(header), layout.entries[place], tensors[place]) for place in mine]
             self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         with torch.no_grad():
@@ -161,7 +161,7 @@ class _Buffer:
         if self._pinned:
             torch.cuda.synchronize()
         moves = [_Move(view, tensors[place]) for view, place in zip(self._views, mine, strict=True) if place in later]
-        return files.memory_at(self._memory.data_ptr(), num_bytes), moves
+        return files.memory_at(self._memory.data_ptr(), num_bytes, self._memory), moves
 
     def _view(self, offset: int, entry: Entry, tensor: Tensor) -> Tensor:
         start = offset + entry.start
@@ -249,6 +249,7 @@ class Saver:
         self._publishing: _Attempt | None = None
         self._publish: _Task | None = None
         self._prepare: _Task | None = None
+        self._given_up: _Task | None = None
         self._prepared_for = -1
         self._wanted = False
         self._warned_of = -1
@@ -280,7 +281,7 @@ class Saver:
         wants = float(self._wanted and self.directory is not None)
         attempt, reaches = self._attempt, float(self.reaches)
         if attempt is None:
-            busy = self._publish is not None and not self._publish.done
+            busy = any(task is not None and not task.done for task in (self._publish, self._given_up))
             return Word(wants, NO_ATTEMPT, Status.BUSY if busy else Status.IDLE, reaches)
         status = Status.BUSY
         if attempt.task is None:
@@ -370,8 +371,9 @@ class Saver:
         packed = pack(self.state(), "tracked")
         layout = self._layout(packed, len(writers))
         partial = self.folder / files.partial_name(place.total, generation)
-        if self._prepare is not None:
-            self._prepare.wait()  # it does what the copy would have to do
+        for earlier in (self._prepare, self._given_up):
+            if earlier is not None:
+                earlier.wait()  # one does what the copy would have to do, the other has ended
         task, copied = None, threading.Event()
         moves: list[_Move] = []
         if rank in writers:
@@ -413,7 +415,8 @@ class Saver:
         assert self._words is not None
         self._prepared_for = generation
         writers = [peer for peer, word in enumerate(self._words) if word.reaches]
-        if rank in writers and self._attempt is None and self._publish is None:
+        tasks = (self._publish, self._given_up)
+        if rank in writers and self._attempt is None and all(task is None or task.done for task in tasks):
             layout = self._layout(pack(self.state(), "tracked"), len(writers))
             num_bytes = layout.num_bytes[writers.index(rank)]
             self._prepare = _Task(lambda task: self._buffer.reserve(num_bytes))
@@ -513,7 +516,7 @@ class Saver:
         attempt, self._attempt = self._attempt, None
         if attempt is not None and attempt.task is not None:
             attempt.task.abandoned = True
-            attempt.task.wait()  # the end of one block; its memory is used again
+            self._given_up = attempt.task  # it may wait for the disk: until it has ended, its memory is not used again
         self._wanted = self._wanted or again
 
     def _failed(self, step: int, error: BaseException | None) -> None:
@@ -579,7 +582,7 @@ class Saver:
         Raises:
             CheckpointError: see `boundary`.
         """
-        for task in (self._prepare, self._publish):
+        for task in (self._prepare, self._given_up, self._publish):
             if task is not None:
                 task.wait()
         self._look_after()
@@ -587,7 +590,7 @@ class Saver:
     def close(self) -> None:
         """End the threads; what is not complete stays garbage."""
         self._drop(again=False)
-        for task in (self._prepare, self._publish):
+        for task in (self._prepare, self._given_up, self._publish):
             if task is not None:
                 task.wait()
 

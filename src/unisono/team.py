@@ -85,6 +85,14 @@ class Team(Protocol):
         """A member is lost: get into the generation of the survivors, and meet them."""
         ...
 
+    def suspect(self, lost: Exception) -> None:
+        """Tell the head that this member's exchange failed, which it may not have seen."""
+        ...
+
+    def is_out(self) -> bool:
+        """The others go on without this worker, and it has not noticed yet."""
+        ...
+
     def check(self) -> None:
         """Raise what an exchange would raise now, without waiting: a lost peer, or the end of the run."""
         ...
@@ -143,6 +151,12 @@ class AloneTeam:
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
         raise lost
+
+    def suspect(self, lost: Exception) -> None:
+        pass
+
+    def is_out(self) -> bool:
+        return False
 
     def check(self) -> None:
         pass
@@ -258,6 +272,14 @@ class HeadTeam:
                 continue
             self.holding()
             return reports
+
+    def suspect(self, lost: Exception) -> None:
+        self._member.suspect(self.generation, str(lost))
+
+    def is_out(self) -> bool:
+        with self._changed:
+            later = [n for n in self._notices.values() if n.immediate and n.generation > self.generation]
+            return bool(later) and self._place_in(max(later, key=lambda n: n.generation)) < 0
 
     def check(self) -> None:
         if self._alarm is not None:

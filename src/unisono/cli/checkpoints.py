@@ -120,4 +120,5 @@ def _write_safetensors(file: Path, state: dict[str, Any]) -> None:
         target.write(files.encode_header(entries))
         for entry in entries:
             if entry.num_bytes:
-                target.write(files.memory_at(state[entry.name].data_ptr(), entry.num_bytes))
+                tensor = state[entry.name]
+                target.write(files.memory_at(tensor.data_ptr(), entry.num_bytes, tensor))

@@ -318,6 +318,9 @@ class Head:
         elif isinstance(message, StepDone):
             self._last = message
             self._tell_agents(message)
+        # Before anybody acts on it: whoever follows this head must not decide otherwise.
+        if not isinstance(message, Beat | StepDone):
+            self._remember()
         for action in actions:
             line = self._lines.get(action.to if isinstance(action, Send) else action.worker_id)
             if line is None:
@@ -331,8 +334,6 @@ class Head:
             self._reason = reason
             if self._state.ended is None:
                 self._tell_agents(Told(text=reason))
-        if not isinstance(message, Beat | StepDone):
-            self._remember()
         self._set_timer()
 
     def _note_place(self, worker: Worker) -> None:
