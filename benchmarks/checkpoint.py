@@ -241,7 +241,7 @@ def _read_raw(run: Path) -> float:
     began = time.perf_counter()
     for path in paths:
         data = torch.empty(path.stat().st_size, dtype=torch.uint8)
-        view = files.memory_at(data.data_ptr(), data.numel())
+        view = files.memory_at(data.data_ptr(), data.numel(), data)
         with path.open("rb", buffering=0) as file:
             while view:
                 view = view[file.readinto(view) :]

@@ -43,7 +43,7 @@ def write(folder: Path, step: int, num_parts: int = 2) -> Path:
         for entry, tensor in zip(layout.entries, packed.tensors, strict=True):
             if entry.part == part and entry.num_bytes:
                 start = len(header) + entry.start
-                data[start : start + entry.num_bytes] = files.memory_at(tensor.data_ptr(), entry.num_bytes)
+                data[start : start + entry.num_bytes] = files.memory_at(tensor.data_ptr(), entry.num_bytes, tensor)
         name = files.part_name(part, num_parts)
         found[name] = files.write_file(partial / name, memoryview(data))
     files.write_manifest(partial, manifest(step, layout.entries, {k: v for k, v in found.items() if v is not None}))
