@@ -207,6 +207,8 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
 }
 
 FORGIVE_STEPS: Final = 100
+FIRST_STEP: Final = 10
+"""So many times longer may the first step of a worker take before it counts as hanging."""
 MAX_DELAY_S: Final = 30.0
 MAX_SUSPICIONS: Final = 3
 """So often in a row the same members try again before one of them has to go."""
@@ -226,6 +228,8 @@ class Worker:
     closed_at: float | None = None
     """Since when its connection is closed."""
     beat: Beat | None = None
+    first_step: tuple[int, int] | None = None
+    """Phase and step in which it was first seen as a member."""
     late_at: int = -1
     """The progress value at which it was reported late."""
     draining: bool = False
@@ -648,16 +652,21 @@ class _Turn:
             why = f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended"
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
-        if worker.state is not _S.HOLDING or beat.waiting:
+        if worker.state is not _S.HOLDING:
+            return
+        # The first step of its life may load and compile for a long time, on every worker.
+        settled = self.has_settled(worker, beat)
+        if beat.waiting:
             return
         if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
             return
+        hang_s = max(policy.hang_s, 10 * state.step_seconds) * (1 if settled else FIRST_STEP)
         where = f"step {beat.step}" + (f", micro-batch {beat.microbatch}" if beat.microbatch >= 0 else "")
-        if beat.seconds_at > max(policy.hang_s, 10 * state.step_seconds):
+        if beat.seconds_at > hang_s:
             why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
-        elif beat.seconds_at > max(policy.aside_s, 10 * state.step_seconds):
+        elif settled and beat.seconds_at > max(policy.aside_s, 10 * state.step_seconds):
             self.worker(worker.worker_id, state=_S.ASIDE)
             self.broken.append(f"{worker.name} gets nowhere for {beat.seconds_at:.0f} s at {where} and is left aside")
         elif beat.seconds_at > max(policy.late_s, 5 * state.step_seconds) and worker.late_at != beat.progress:
@@ -668,6 +677,15 @@ class _Turn:
             )
             if worker.agent in state.agents:
                 self.send(worker.agent, late)
+
+    def has_settled(self, worker: Worker, beat: Beat) -> bool:
+        """Whether it has been seen in more than one step."""
+        if beat.step < 0:
+            return False
+        if worker.first_step is None:
+            self.worker(worker.worker_id, first_step=(beat.phase, beat.step))
+            return False
+        return worker.first_step != (beat.phase, beat.step)
 
     def suspect(self, worker: Worker, message: Suspect) -> None:
         state = self.state

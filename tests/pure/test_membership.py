@@ -111,14 +111,14 @@ class Story:
         return self.says(AGENT, WorkerExit(worker_id=worker_id, exit_code=exit_code))
 
     def beat(
-        self, worker_id: str, *, seconds_at: float = 0.0, waiting: bool = False, progress: int = 1
+        self, worker_id: str, *, seconds_at: float = 0.0, waiting: bool = False, progress: int = 1, step: int = 4
     ) -> list[Action]:
         return self.says(
             worker_id,
             Beat(
                 generation=self.state.generation,
                 phase=0,
-                step=4,
+                step=step,
                 microbatch=2,
                 progress=progress,
                 waiting=waiting,
@@ -147,10 +147,12 @@ class Story:
 
 
 def training(num_workers: int = 3, **policy: int | float | bool) -> Story:
-    """A run whose first generation everybody has taken."""
+    """A run whose first generation everybody has taken, and whose first step is done."""
     story = Story(num_workers, **policy)
     story.arrive(*story.agent(num_workers))
     story.hold()
+    for number in range(num_workers):
+        story.beat(f"w{number}", step=0)
     return story
 
 
@@ -818,8 +820,50 @@ def test_another_process_cannot_take_a_name() -> None:
 def test_a_lost_worker_cannot_come_back() -> None:
     story = training(2)
     story.exits("w1")
-    with pytest.raises(ProtocolError, match="is lost and may not say Hello"):
-        story.says("w1", Hello(info=info("w1"), fingerprint={}))
+    actions = story.says("w1", Hello(info=info("w1"), fingerprint={}))
+    assert [type(action) for action in actions] == [Hangup]
+    assert story.state.members == ("w0",)
+
+
+def test_a_slow_first_step_is_no_hang() -> None:
+    """Everybody compiles, or loads: the first who is done would throw all others out, again and again."""
+    story = training(3, aside_s=10.0, hang_s=60.0)
+    story.beat("w0", waiting=True, step=0)
+    story.beat("w1", seconds_at=38.0, step=0)
+    assert story.state.members == ("w0", "w1", "w2")
+    story.beat("w1", seconds_at=601.0, step=0)
+    assert story.state.members == ("w0", "w2")
+
+
+def test_a_newcomer_in_its_first_step_is_given_time() -> None:
+    story = training(1, maximum=2, aside_s=10.0, hang_s=60.0)
+    story.arrive("w5")
+    story.hold()
+    story.beat("w0", waiting=True, step=7)
+    story.beat("w5", seconds_at=30.0, step=7)
+    assert story.state.members == ("w0", "w5")
+    story.beat("w5", seconds_at=30.0, step=8)
+    assert story.state.members == ("w0",)
+
+
+def test_an_exchange_that_breaks_before_a_planned_generation_is_taken_is_formed_again() -> None:
+    story = training(2, maximum=3)
+    story.arrive("w5")
+    assert story.state.generation == 2
+    story.says("w0", Suspect(generation=1, reason="timed out"))
+    story.says("w1", Suspect(generation=1, reason="timed out"))
+    story.tick(story.state.policy.suspect_s)
+    assert story.state.notice is not None
+    assert story.state.notice.immediate
+    assert story.state.members == ("w0", "w1")
+
+
+def test_a_newcomer_that_cannot_take_over_the_state_ends_alone() -> None:
+    story = training(2, maximum=3)
+    story.arrive("w5")
+    story.says("w5", Failed(error="RuntimeError: size mismatch", traceback="..."))
+    assert story.state.ended is None
+    assert story.state.members == ("w0", "w1")
 
 
 def test_a_late_worker_is_reported_once() -> None:
