@@ -237,6 +237,7 @@ class Member:
         self._generation = 0
         self._place = (-1, -1, -1)
         self._progress = 0
+        self._num_steps = 0
         self._progress_at = time.monotonic()
         self._is_waiting = False
         self._has_failed = False
@@ -298,6 +299,8 @@ class Member:
 
     def at(self, *, phase: int, step: int, microbatch: int) -> None:
         """Progress; goes out with the next heartbeat. Cheap."""
+        if self._place[:2] != (phase, step):
+            self._num_steps += 1
         self._place = (phase, step, microbatch)
         self._progress += 1
         self._progress_at = time.monotonic()
@@ -549,6 +552,7 @@ class Member:
             microbatch=microbatch,
             progress=self._progress,
             waiting=self._is_waiting,
+            num_steps=self._num_steps,
             seconds_at=now - self._progress_at,
         )
 

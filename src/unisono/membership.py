@@ -228,8 +228,6 @@ class Worker:
     closed_at: float | None = None
     """Since when its connection is closed."""
     beat: Beat | None = None
-    first_step: tuple[int, int] | None = None
-    """Phase and step in which it was first seen as a member."""
     late_at: int = -1
     """The progress value at which it was reported late."""
     draining: bool = False
@@ -655,7 +653,7 @@ class _Turn:
         if worker.state is not _S.HOLDING:
             return
         # The first step of its life may load and compile for a long time, on every worker.
-        settled = self.has_settled(worker, beat)
+        settled = beat.num_steps > 1
         if beat.waiting:
             return
         if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
@@ -677,15 +675,6 @@ class _Turn:
             )
             if worker.agent in state.agents:
                 self.send(worker.agent, late)
-
-    def has_settled(self, worker: Worker, beat: Beat) -> bool:
-        """Whether it has been seen in more than one step."""
-        if beat.step < 0:
-            return False
-        if worker.first_step is None:
-            self.worker(worker.worker_id, first_step=(beat.phase, beat.step))
-            return False
-        return worker.first_step != (beat.phase, beat.step)
 
     def suspect(self, worker: Worker, message: Suspect) -> None:
         state = self.state

@@ -120,6 +120,8 @@ class Beat(Message):
     """Grows whenever the main thread gets anywhere; the same value for long means that it hangs."""
     waiting: bool
     """The main thread waits for others: no progress is no reproach. Only while somebody waits can another be late."""
+    num_steps: int = 0
+    """In how many steps of the run it has been; in its first one a worker may be slow."""
     seconds_at: float = 0.0
     """How long the main thread has been at this progress value."""
 

@@ -111,16 +111,17 @@ class Story:
         return self.says(AGENT, WorkerExit(worker_id=worker_id, exit_code=exit_code))
 
     def beat(
-        self, worker_id: str, *, seconds_at: float = 0.0, waiting: bool = False, progress: int = 1, step: int = 4
+        self, worker_id: str, *, seconds_at: float = 0.0, waiting: bool = False, progress: int = 1, num_steps: int = 5
     ) -> list[Action]:
         return self.says(
             worker_id,
             Beat(
                 generation=self.state.generation,
                 phase=0,
-                step=step,
+                step=4,
                 microbatch=2,
                 progress=progress,
+                num_steps=num_steps,
                 waiting=waiting,
                 seconds_at=seconds_at,
             ),
@@ -147,12 +148,10 @@ class Story:
 
 
 def training(num_workers: int = 3, **policy: int | float | bool) -> Story:
-    """A run whose first generation everybody has taken, and whose first step is done."""
+    """A run whose first generation everybody has taken."""
     story = Story(num_workers, **policy)
     story.arrive(*story.agent(num_workers))
     story.hold()
-    for number in range(num_workers):
-        story.beat(f"w{number}", step=0)
     return story
 
 
@@ -828,10 +827,10 @@ def test_a_lost_worker_cannot_come_back() -> None:
 def test_a_slow_first_step_is_no_hang() -> None:
     """Everybody compiles, or loads: the first who is done would throw all others out, again and again."""
     story = training(3, aside_s=10.0, hang_s=60.0)
-    story.beat("w0", waiting=True, step=0)
-    story.beat("w1", seconds_at=38.0, step=0)
+    story.beat("w0", waiting=True, num_steps=1)
+    story.beat("w1", seconds_at=38.0, num_steps=1)
     assert story.state.members == ("w0", "w1", "w2")
-    story.beat("w1", seconds_at=601.0, step=0)
+    story.beat("w1", seconds_at=601.0, num_steps=1)
     assert story.state.members == ("w0", "w2")
 
 
@@ -839,10 +838,10 @@ def test_a_newcomer_in_its_first_step_is_given_time() -> None:
     story = training(1, maximum=2, aside_s=10.0, hang_s=60.0)
     story.arrive("w5")
     story.hold()
-    story.beat("w0", waiting=True, step=7)
-    story.beat("w5", seconds_at=30.0, step=7)
+    story.beat("w0", waiting=True)
+    story.beat("w5", seconds_at=30.0, num_steps=1)
     assert story.state.members == ("w0", "w5")
-    story.beat("w5", seconds_at=30.0, step=8)
+    story.beat("w5", seconds_at=30.0, num_steps=2)
     assert story.state.members == ("w0",)
 
 
