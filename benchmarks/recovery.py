@@ -80,9 +80,9 @@ class Watch:
             return found()
 
     def of_step(self, step: int, pids: set[int]) -> list[Told]:
-        """What these processes told of a step, if all of them have."""
-        found = [t for t in self.told if t.step == step and t.pid in pids]
-        return found if {t.pid for t in found} == pids else []
+        """The first thing that each of these processes told of this step or a later one, if all of them have."""
+        found = {t.pid: t for t in reversed(self.told) if t.step >= step and t.pid in pids}
+        return list(found.values()) if found.keys() == pids else []
 
     def reaches(self, step: int) -> bool:
         return any(t.step >= step for t in self.told)
