@@ -65,8 +65,8 @@ class Case:
 
 
 CASES = {
-    "two_2x": Case(workers=2, slow=2),
-    "two_4x": Case(workers=2, slow=4),
+    "two_2x": Case(workers=2, slow=2, microbatches=32),
+    "two_4x": Case(workers=2, slow=4, microbatches=32),
     # 16 micro-batches at speeds 2 : 2 : 2 : 1 leave 9% to whole micro-batches, 28 nothing.
     "four_2x": Case(workers=4, slow=2, microbatches=28),
     "four_4x": Case(workers=4, slow=4),
@@ -306,6 +306,7 @@ def measure(name: str, calm: Calm, directory: Path, quick: bool) -> tuple[dict[s
         "model": MODEL,
         "microbatches": case.microbatches,
         "compared_steps": num_compared,
+        "leaves": [[worker["leaves"] for worker in line["workers"].values()] for line in lines],
         "turns": turns,
     }
     return figures, run, [name, str(case.microbatches), str(fraction), f"{whole:.3f}", str(speedup)]
