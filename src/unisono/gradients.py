@@ -163,6 +163,7 @@ class GradientFolder:
             new_slot: where an empty slot comes from if this leaf has nobody to be added to yet.
             following: the leaf that will probably be computed after this one.
         """
+        self._versions = [parameter._version for parameter in self._parameters]
         node = leaf(index, self._num_leaves)
         self._chain: list[tuple[Node, Slot]] = []
         while (other := sibling(node, self._num_leaves)) in self._held:
@@ -207,6 +208,7 @@ class GradientFolder:
         Returns:
             Slots of nodes that were merged into a larger one: free for use.
         """
+        self._check_unchanged()
         for index in range(len(self._parameters)):
             if not self._folded[index]:
                 self._fold(index, self._pending.pop(index, None))
@@ -229,6 +231,16 @@ class GradientFolder:
         freed = [] if self._opens else [self._held.pop(merged) for merged, _ in self._chain][:-1]
         self._held[node] = slot
         return freed
+
+    def _check_unchanged(self) -> None:
+        """A micro-batch may not write parameters: its worker would go on with others than the rest."""
+        if self._versions != (versions := [parameter._version for parameter in self._parameters]):
+            index = next(i for i, (a, b) in enumerate(zip(self._versions, versions, strict=True)) if a != b)
+            raise StepError(
+                f"parameter {self._names[index]!r} was changed within a micro-batch, on the worker that computed it "
+                "only. Update parameters after the inner loop; use nn.Embedding without max_norm (or renormalise "
+                "after optimizer.step())"
+            )
 
     def leave_leaf(self) -> None:
         """The micro-batch was not finished; its step is of no use any more."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from unisono.team import AloneTeam, HeadTeam, Team
 from unisono.tracked import Tracked
 
 __all__ = ["Run"]
+
+TELL_EVERY_S = 5.0
 
 
 class Run:
@@ -109,6 +112,7 @@ class Run:
         self._writes = False
         self._phases = 0
         self._steps_before = 0
+        self._told_at = 0.0
         self._step: Step | None = None
         self._training: Generator[Step, None, None] | None = None
         self._inside = False
@@ -482,7 +486,14 @@ class Run:
             line["balance"] = step.news
         self._append(line)
         member = members.current()
-        if step.news and member is not None and self._team.rank == 0:
+        # The journal has all of them; on a screen, steps of milliseconds would say nothing else.
+        if (
+            step.news
+            and member is not None
+            and self._team.rank == 0
+            and time.monotonic() - self._told_at > TELL_EVERY_S
+        ):
+            self._told_at = time.monotonic()
             member.send(Told(text=step.news))
         if member is not None and self._team.rank == 0:
             member.send(
@@ -515,7 +526,7 @@ class Run:
         self._journal.append(line, writer=writes)
 
     def _is_others_affair(self, error: BaseException) -> bool:
-        """This worker ends, and the run perhaps does not: it was asked to leave, or another one tries the same again."""
+        """This worker ends, and the run perhaps does not: it was asked to leave, or another tries the same again."""
         assert self._team is not None
         is_tried_again = self._team.size > 1 and hasattr(error, "unisono_place")
         return isinstance(error, (SystemExit, RunStopped)) or is_tried_again
