@@ -168,7 +168,7 @@ class Command:
             self._changed.wait_for(lambda: found() or not any(r.is_alive() for r in self._readers), timeout_s)
             line = found()
         if line is None:
-            self._give_up(f"no line with {text!r} within {timeout_s} s")
+            self.give_up(f"no line with {text!r} within {timeout_s} s")
         return line or ""
 
     def wait(self, timeout_s: float = 40.0) -> int:
@@ -176,12 +176,12 @@ class Command:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._give_up(f"still running after {timeout_s} s")
+            self.give_up(f"still running after {timeout_s} s")
         for reader in self._readers:
             reader.join(END_S)
         return code
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Ask everybody for its Python stack, and fail with all that was said."""
         for pid, command in (marked(self._mark) | forked()).items():
             if "unisono" in command or pid in forked():
