@@ -105,7 +105,7 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
         if not overwrite:
             raise RunDirectoryError(
                 f"{directory} holds another run ({other}); choose another directory, or pass overwrite=True "
-                "(--overwrite on the command line) to replace it, or resume=\"auto\" (--resume) to go on with it"
+                '(--overwrite on the command line) to replace it, or resume="auto" (--resume) to go on with it'
             )
         for name in _OURS:
             path = directory / name
