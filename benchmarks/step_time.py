@@ -354,6 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = set(options.cases.split(",")) - set(CASES)
     if unknown:
         parser.error(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was made is removed
     limit_s = options.seconds or LIMIT_S["quick" if options.quick else "full"]
     runs, figures, rows = [], {}, []
     for case in options.cases.split(","):
