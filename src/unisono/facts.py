@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = ["PARTS", "Facts"]
@@ -35,6 +36,10 @@ class Facts(NamedTuple):
     def last(self) -> dict[str, float]:
         """The parts of the step before, by name."""
         return dict(zip(PARTS, self[3:8], strict=True))
+
+    def saying(self, word: Sequence[float]) -> Facts:
+        """These, with that word about checkpoints."""
+        return Facts(*self[:9], *word)
 
     @property
     def word(self) -> tuple[float, ...]:

@@ -242,10 +242,6 @@ class GradientFolder:
                 "after optimizer.step())"
             )
 
-    def leave_leaf(self) -> None:
-        """The micro-batch was not finished; its step is of no use any more."""
-        self._inside = False
-
     # -- inside --------------------------------------------------------------------------------------
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:

@@ -223,8 +223,6 @@ class Notice(Message):
     seen this. No members at all: everybody leaves there."""
     paused: bool = False
     """Finish the step, then wait for another notice before the next."""
-    help: list[int] = []
-    """Leaves of the current step that idle members may compute as well: their owner is late."""
     reason: str = ""
 
 

@@ -344,8 +344,7 @@ class Rounds:
         self.number += 1
 
     def _combine(self, share: Share, facts: Facts) -> Combined:
-        told = facts._replace(notice=float(self.team.newest()))
-        told = Facts(*told[:9], *self.about_checkpoints())
+        told = facts._replace(notice=float(self.team.newest())).saying(self.about_checkpoints())
         generation = self.team.generation
         with self.team.waiting():
             combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])

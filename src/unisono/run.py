@@ -145,7 +145,7 @@ class Run:
                     if self._training is not None:
                         self._training.close()
                     self._leave_step()
-                    self._save_what_was_left()
+                    self._note_where_it_was_left()
                     if self._joined:
                         self._keeper.save_together(self._rounds)
                 except UnisonoError as failure:
@@ -402,8 +402,8 @@ class Run:
         assert self._rounds is not None
         self._rounds.step, self._rounds.total, self._rounds.lines = step, self._steps_before, self._journal.number
 
-    def _save_what_was_left(self) -> None:
-        """A loop that was left by ``break`` has not come to its end, where it would have written a checkpoint."""
+    def _note_where_it_was_left(self) -> None:
+        """A loop that was left by ``break`` has not come to its end, where it would have said so."""
         if self._step is not None and self._rounds is not None and self._joined:
             self._note_position(self._step.number + (1 if self._step.has_begun else 0))
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import threading
 import time
 import warnings
@@ -593,9 +592,3 @@ class Saver:
         for task in (self._prepare, self._given_up, self._publish):
             if task is not None:
                 task.wait()
-
-    def can_reach(self, run_file: str) -> bool:
-        """Look whether the run's directory is there, with the file that its first member wrote, and can be written."""
-        if self.directory is None:
-            return False
-        return (self.directory / run_file).exists() and os.access(self.directory, os.W_OK)
