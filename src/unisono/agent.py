@@ -53,6 +53,7 @@ from unisono.messages import (
     WorkerLate,
     decode,
     encode,
+    is_refusal,
 )
 from unisono.watch.terminal import Terminal, terminal
 
@@ -286,11 +287,11 @@ class _Agent:
             try:
                 why = await self._connect()
                 away_since = None
-            except InvalidStatus as error:
-                why = f"the head at {self._url} refuses this machine with HTTP {error.response.status_code}"
-                self._finish(Ended(ok=False, reason=why, exit_code=1))
             except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
                 why = f"the connection to the head at {self._url} broke: {error}"
+                if isinstance(error, InvalidStatus) and is_refusal(status := error.response.status_code):
+                    why = f"the head at {self._url} refuses this machine with HTTP {status}"
+                    self._finish(Ended(ok=False, reason=why, exit_code=1))
             except Exception as error:
                 self._finish(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
                 raise

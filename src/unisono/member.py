@@ -50,6 +50,7 @@ from unisono.messages import (
     Welcome,
     decode,
     encode,
+    is_refusal,
 )
 
 __all__ = ["Door", "Member", "current", "trimmed_traceback"]
@@ -476,10 +477,10 @@ class Member:
             while not self._closing and self._stopped is None:
                 try:
                     link = _Link(self.door.head, self.door.token)
-                except InvalidStatus as error:
-                    self._stop(RunStopped(f"the head refuses this worker: HTTP {error.response.status_code}"))
-                    return
                 except (OSError, InvalidHandshake) as error:
+                    if isinstance(error, InvalidStatus) and is_refusal(status := error.response.status_code):
+                        self._stop(RunStopped(f"the head refuses this worker: HTTP {status}"))
+                        return
                     self._look_around(away_since, error)
                     continue
                 try:

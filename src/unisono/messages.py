@@ -58,9 +58,18 @@ __all__ = [
     "WorkerLate",
     "decode",
     "encode",
+    "is_refusal",
 ]
 
 PROTOCOL = 1
+
+
+def is_refusal(status: int) -> bool:
+    """Whether an HTTP status says that this connection is not wanted, now or later.
+
+    A server error is not such a word: a head that is about to end answers 503, and whoever asks looks for it again.
+    """
+    return status < 500
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

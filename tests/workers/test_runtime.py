@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import http.server
 import json
 import os
 import signal
@@ -315,6 +316,30 @@ def test_a_head_that_stays_away_ends_the_wait(serve: Callable[..., Served]) -> N
     served.loop.call_soon_threadsafe(served.head.over.set)
     with pytest.raises(RunStopped, match="has been away for 0 s"):
         member.wait_notice(0, 20)
+
+
+def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse() -> None:
+    asked = []
+
+    class Ending(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(http.HTTPStatus.SERVICE_UNAVAILABLE)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Ending) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        door = Door(head=f"ws://127.0.0.1:{server.server_port}", token="t", worker_id="w0", host="lab", head_away_s=0.3)
+        member = Member(door, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
+        with pytest.raises(RunStopped, match=r"has been away for 0 s: .*503"):
+            member.connect(10)
+        member.close()
+        server.shutdown()
+    assert len(asked) > 1
 
 
 def test_64_members_form_every_generation_in_under_a_second(serve: Callable[..., Served]) -> None:

@@ -71,6 +71,8 @@ def ask_status(address: Address) -> dict[str, Any]:
             raise NotGoing(f"no head answers at {address.url}: {error}") from error
     if answer.status == http.client.UNAUTHORIZED:
         raise UsageError(f"the head at {address.url} refuses the token; it is fresh for every run (RUN/token)")
+    if answer.status >= http.client.INTERNAL_SERVER_ERROR:  # it is about to end
+        raise NotGoing(f"the head at {address.url} answers HTTP {answer.status}")
     if answer.status != http.client.OK:
         raise UsageError(f"the head at {address.url} answers HTTP {answer.status}")
     found: dict[str, Any] = json.loads(body)
