@@ -38,7 +38,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.report import median_interval, print_table, write_json
-from unisono import checkpoint as files
+from unisono.checkpoint import files
 from unisono.journal import read
 from unisono.state import pack
 

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.models import CASES, Case
 from unisono.lifetime import bind_to_parent
-from unisono.settings import keep_freed_memory
+from unisono.training.settings import keep_freed_memory
 
 __all__ = ["SIDES"]
 

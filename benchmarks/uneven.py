@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.step_time import Team, _cpu_s, _receive, started
-from unisono.balance import balanced
+from unisono.decisions.balance import balanced
 from unisono.journal import read
 
 MODEL = "cnn"

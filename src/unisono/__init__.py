@@ -26,11 +26,11 @@ from unisono.errors import (
 )
 
 if TYPE_CHECKING:
-    from unisono.cadence import Checkpoints as Checkpoints
+    from unisono.checkpoint.loading import load_model as load_model
+    from unisono.decisions.cadence import Checkpoints as Checkpoints
     from unisono.launcher import launch as launch
-    from unisono.loading import load_model as load_model
-    from unisono.run import Run as Run
-    from unisono.step import Step as Step
+    from unisono.training.run import Run as Run
+    from unisono.training.step import Step as Step
 
 __version__ = "0.1.0"
 
@@ -56,11 +56,11 @@ __all__ = [
 
 # The command line and the head import this package too, and have no use for torch.
 _LATER = {
-    "Checkpoints": "unisono.cadence",
-    "Run": "unisono.run",
-    "Step": "unisono.step",
+    "Checkpoints": "unisono.decisions.cadence",
+    "Run": "unisono.training.run",
+    "Step": "unisono.training.step",
     "launch": "unisono.launcher",
-    "load_model": "unisono.loading",
+    "load_model": "unisono.checkpoint.loading",
 }
 
 

@@ -27,7 +27,7 @@ class Facts(NamedTuple):
     notice: float = 0.0
     """The newest planned generation that this member has heard of; 0: none."""
     checkpoint: float = 0.0
-    """From here on: what it says about checkpoints (`unisono.cadence.Word`)."""
+    """From here on: what it says about checkpoints (`unisono.decisions.cadence.Word`)."""
     checkpoint_attempt: float = -1.0
     checkpoint_status: float = 0.0
     checkpoint_reaches: float = 0.0

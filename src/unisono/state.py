@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.cursor import MASK, mix
+from unisono.decisions.cursor import MASK, mix
 from unisono.errors import UsageError
 
 __all__ = ["Packed", "digest_of_state", "digest_of_tensor", "is_same_state", "pack", "unpack"]

@@ -20,44 +20,44 @@ FLOORS = {
     "messages": 0,
     "facts": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
-    "tree": 1,
-    "plan": 1,
-    "cursor": 1,
-    "membership": 1,
-    "balance": 1,
-    "cadence": 1,
+    "decisions.tree": 1,
+    "decisions.plan": 1,
+    "decisions.cursor": 1,
+    "decisions.membership": 1,
+    "decisions.balance": 1,
+    "decisions.cadence": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
-    "flat": 2,
+    "exchange.flat": 2,
     "exchange": 2,
     "store": 2,
-    "data": 2,
+    "training.data": 2,
     "journal": 2,
     "rundir": 2,
-    "checkpoint": 2,
+    "checkpoint.files": 2,
     "member": 2,
     "fingerprint": 2,
     "lifetime": 2,
-    "randomness": 2,
-    "settings": 2,
+    "training.randomness": 2,
+    "training.settings": 2,
     "state": 2,
     # 3, strategies: what a step means.
-    "gradients": 3,
-    "tracked": 3,
-    "saving": 3,
-    "loading": 3,
+    "training.gradients": 3,
+    "training.tracked": 3,
+    "checkpoint.saving": 3,
+    "checkpoint.loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
-    "connect": 4,
-    "team": 4,
-    "rounds": 4,
-    "evaluation": 4,
-    "step": 4,
-    "keeping": 4,
-    "run": 4,
-    "worker": 4,
-    "nursery": 4,
-    "agent": 4,
-    "children": 4,
+    "training.connect": 4,
+    "training.team": 4,
+    "training.rounds": 4,
+    "training.evaluation": 4,
+    "training.step": 4,
+    "training.keeping": 4,
+    "training.run": 4,
+    "machine.worker": 4,
+    "machine.nursery": 4,
+    "machine.agent": 4,
+    "machine.children": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
     "launcher": 5,
@@ -71,24 +71,31 @@ FLOORS = {
 NEIGHBOURS = {
     # Rooms of one floor do not know each other, except:
     "messages": {"errors"},
-    "plan": {"tree"},
-    "balance": {"plan", "tree"},
-    "exchange": {"faults", "flat"},
-    "data": {"lifetime", "randomness"},
+    "decisions.plan": {"decisions.tree"},
+    "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "exchange": {"faults", "exchange.flat"},
+    "training.data": {"lifetime", "training.randomness"},
     "member": {"lifetime"},
     "store": {"member"},
     "rundir": {"journal"},
-    "tracked": {"gradients"},
+    "training.tracked": {"training.gradients"},
     "__main__": {"cli"},
-    "agent": {"children", "watch"},  # what its workers say goes to the screen
-    "children": {"nursery"},  # what is said between the two
-    "nursery": {"run", "worker"},  # it imports them before it forks
+    "machine.agent": {"machine.children", "watch"},  # what its workers say goes to the screen
+    "machine.children": {"machine.nursery"},  # what is said between the two
+    "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults"},
-    "rounds": {"team"},
-    "step": {"rounds", "team"},
-    "evaluation": {"rounds", "team"},
-    "keeping": {"rounds"},
-    "run": {"connect", "evaluation", "keeping", "rounds", "step", "team"},
+    "training.rounds": {"training.team"},
+    "training.step": {"training.rounds", "training.team"},
+    "training.evaluation": {"training.rounds", "training.team"},
+    "training.keeping": {"training.rounds"},
+    "training.run": {
+        "training.connect",
+        "training.evaluation",
+        "training.keeping",
+        "training.rounds",
+        "training.step",
+        "training.team",
+    },
 }
 
 PURE = {
@@ -98,14 +105,16 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "head", "agent", "watch", "membership", "messages", "journal", "rundir", "lifetime", "testing"),
-    *("cadence", "checkpoint"),
+    *("cli", "head", "machine.agent", "watch", "decisions.membership", "messages", "journal", "rundir", "lifetime"),
+    *("testing", "decisions.cadence", "checkpoint.files"),
 )
 
 
 def room_of(module: str) -> str:
-    """The first entry of FLOORS that holds the module, itself or a package that it lies in."""
-    return module.partition(".")[0]
+    """The longest entry of FLOORS that holds the module, itself or a package that it lies in."""
+    names = module.split(".")
+    prefixes = [".".join(names[:count]) for count in range(len(names), 0, -1)]
+    return next((prefix for prefix in prefixes if prefix in FLOORS), module)
 
 
 def floor_of(module: str) -> int:

@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.balance import REST, WARM_UP, WINDOW, Balance, Change, balanced
-from unisono.plan import plan
-from unisono.tree import Node, leaf, missing, outermost, schedule
+from unisono.decisions.balance import REST, WARM_UP, WINDOW, Balance, Change, balanced
+from unisono.decisions.plan import plan
+from unisono.decisions.tree import Node, leaf, missing, outermost, schedule
 
 paces_of = st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple)
 

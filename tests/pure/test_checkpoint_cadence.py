@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cadence import (
+from unisono.decisions.cadence import (
     Checkpoints,
     Status,
     Verdict,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from unisono import checkpoint as files
-from unisono.checkpoint import BLOCK_BYTES, Entry, FileFacts, Manifest, Problem, Slice
+from unisono.checkpoint import files
+from unisono.checkpoint.files import BLOCK_BYTES, Entry, FileFacts, Manifest, Problem, Slice
+from unisono.checkpoint.loading import load_model, newest, read
+from unisono.checkpoint.saving import Layout, tensor_names
 from unisono.errors import CheckpointError
-from unisono.loading import load_model, newest, read
-from unisono.saving import Layout, tensor_names
 from unisono.state import pack
 
 STATE = {

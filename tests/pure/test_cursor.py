@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cursor import Cursor, Permutation, mix, seed_of
+from unisono.decisions.cursor import Cursor, Permutation, mix, seed_of
 from unisono.errors import RecipeError, UsageError
 
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.errors import ProtocolError, UsageError
-from unisono.membership import (
+from unisono.decisions.membership import (
     ALIVE,
     TRANSITIONS,
     Action,
@@ -28,6 +27,7 @@ from unisono.membership import (
     next_deadline,
     step,
 )
+from unisono.errors import ProtocolError, UsageError
 from unisono.messages import (
     AgentHello,
     Beat,

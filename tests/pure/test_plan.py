@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono import tree
-from unisono.plan import plan, replan
-from unisono.tree import Node
+from unisono.decisions import tree
+from unisono.decisions.plan import plan, replan
+from unisono.decisions.tree import Node
 
 
 @given(st.integers(1, 80), st.integers(1, 200))

@@ -105,7 +105,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 def run_nursery(path: str, *, before: Sequence[str] = ()) -> Iterator[None]:
     """A process that has imported torch and forks the workers of all runs that find it at ``path``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
-    command = [*before, sys.executable, "-P", "-m", "unisono.nursery", "--listen", path]
+    command = [*before, sys.executable, "-P", "-m", "unisono.machine.nursery", "--listen", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
         try:

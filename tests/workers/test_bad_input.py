@@ -25,7 +25,7 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import LossError, RecipeError, RunDirectoryError, StepError, UsageError
 from unisono.journal import read
-from unisono.step import Step
+from unisono.training.step import Step
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -29,8 +29,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from tests.workers.conftest import Unisono
 from tests.workers.processes import when_blocked_in
-from unisono import checkpoint as files
-from unisono import saving
+from unisono.checkpoint import files, saving
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare, read
@@ -433,7 +432,7 @@ def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
         return whole(path, data, *rest)
 
     monkeypatch.setattr(files, "write_file", slow)
-    monkeypatch.setattr("unisono.saving.SLOW_S", 0.0)
+    monkeypatch.setattr("unisono.checkpoint.saving.SLOW_S", 0.0)
     done: list[int] = []
 
     def watch(run: unisono.Run, step: unisono.Step) -> None:

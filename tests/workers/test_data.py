@@ -26,8 +26,8 @@ from tests.workers.conftest import Command, marked, wait_until_gone
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.data import Fetcher
 from unisono.errors import StepError
+from unisono.training.data import Fetcher
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.workers.processes import KILLED, Seat, Team, num_descriptors, num_threads, when_blocked_in
+from unisono.decisions.plan import plan, replan
+from unisono.decisions.tree import Node, fold, leaf, schedule
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
 from unisono.exchange import NUM_FACTS, Combined, Exchange, Share
 from unisono.exchange.alone import Alone
+from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.host import MAX_NODES, MAX_TEAM, Board, Host
 from unisono.exchange.memory import Segment, futex_wait
 from unisono.exchange.network import Network
@@ -28,9 +31,6 @@ from unisono.exchange.reduce import Reduction
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import SLICE_S, Wire, release_abandoned
-from unisono.flat import FlatLayout, Slot
-from unisono.plan import plan, replan
-from unisono.tree import Node, fold, leaf, schedule
 
 pytestmark = pytest.mark.timeout(120)
 

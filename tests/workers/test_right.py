@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 from tests.workers.models import Cnn, Images, Mlp, Rare, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.cursor import Cursor
+from unisono.decisions.cursor import Cursor
 from unisono.journal import read
-from unisono.run import Run
+from unisono.training.run import Run
 
 pytestmark = pytest.mark.timeout(120)
 

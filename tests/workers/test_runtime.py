@@ -21,11 +21,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.workers.conftest import Unisono, marked, wait_until_gone
-from unisono.agent import MAX_HEADS
+from unisono.decisions.membership import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head
+from unisono.machine.agent import MAX_HEADS
 from unisono.member import Door, Member
-from unisono.membership import Policy
 from unisono.messages import (
     AgentHello,
     Finished,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import click
 
-from unisono import checkpoint as files
-from unisono.checkpoint import Manifest
+from unisono.checkpoint import files
+from unisono.checkpoint.files import Manifest
 from unisono.errors import CheckpointError, UsageError
 
 __all__ = ["checkpoints"]
@@ -83,7 +83,7 @@ def _export(place: Path, file: Path, name: str | None) -> None:
         raise UsageError(f"{file} must end in .safetensors or, for torch.save, in .pt or .pth")
     import torch
 
-    from unisono.loading import load_model
+    from unisono.checkpoint.loading import load_model
 
     state: dict[str, Any] = load_model(place, name=name)
     temporary = file.with_name(f".{file.name}.new")

@@ -27,9 +27,9 @@ def join(
 
     They run the script that the run was started with. Ctrl-C takes them away again, at the end of the step.
     """
-    from unisono import agent
     from unisono.cli.reach import Address, ask_status, read_token
     from unisono.cli.run import parse_workers
+    from unisono.machine import agent
 
     if not url.startswith("ws://"):
         raise UsageError(f"the address of a run is ws://HOST:PORT (url in RUN/head.json), got {url!r}")

@@ -17,7 +17,7 @@ import click
 from unisono.errors import UsageError
 
 if TYPE_CHECKING:
-    from unisono.agent import Job, Service
+    from unisono.machine.agent import Job, Service
 
 __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script_arguments"]
 
@@ -62,7 +62,7 @@ def run(**given: Any) -> int:
 
         unisono run train.py --workers 4 -- --lr 0.01
     """
-    from unisono import agent
+    from unisono.machine import agent
 
     return agent.run(*render(Options(**given)))
 
@@ -116,8 +116,8 @@ class Options:
 
 def render(options: Options) -> tuple[Job, Service]:
     """What the agent and the head are to do, checked before anything is started."""
-    from unisono.agent import Job, Service
-    from unisono.membership import Policy
+    from unisono.decisions.membership import Policy
+    from unisono.machine.agent import Job, Service
 
     if options.function:
         command = ["--callable", options.function, options.result]

@@ -1,6 +1,6 @@
 """How the partial sums of a step's members meet.
 
-Every member holds some nodes of the summation tree, each in a slot (`unisono.flat`). A combine has the same
+Every member holds some nodes of the summation tree, each in a slot (`unisono.exchange.flat`). A combine has the same
 shape everywhere:
 
 1. **publish**: everyone's nodes are complete;
@@ -22,7 +22,7 @@ What differs between the implementations is where chunks are read from:
 `TwoLevel`          several members on each of several hosts    the two above, composed
 ==================  ==========================================  =============================
 
-All of them give the same bits: the order of additions is `unisono.tree`'s, never theirs.
+All of them give the same bits: the order of additions is `unisono.decisions.tree`'s, never theirs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from unisono.flat import FlatLayout, Slot
-from unisono.tree import Node
+from unisono.decisions.tree import Node
+from unisono.exchange.flat import FlatLayout, Slot
 
 __all__ = ["NUM_FACTS", "Combined", "Exchange", "Share", "Work"]
 

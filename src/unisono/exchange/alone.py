@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unisono.decisions.tree import root
 from unisono.exchange import Combined, Share, Work
+from unisono.exchange.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows
 from unisono.exchange.pool import Pool
-from unisono.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows
-from unisono.tree import root
 
 __all__ = ["Alone"]
 

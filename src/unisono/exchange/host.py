@@ -48,12 +48,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from unisono.decisions.tree import Node, outermost
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError
 from unisono.exchange import NUM_FACTS
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 from unisono.exchange.memory import Segment, fence, futex_wait, futex_wake
 from unisono.exchange.pool import Pool
-from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
-from unisono.tree import Node, outermost
 
 __all__ = ["MAX_TEAM", "Board", "Host", "split_rows"]
 

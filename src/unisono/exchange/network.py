@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from unisono.exchange import NUM_FACTS, Combined, Share, Work
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 from unisono.exchange.pool import Pool
 from unisono.exchange.reduce import Reduction, padded_rows
 from unisono.exchange.wire import Wire
 from unisono.faults import point
-from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 
 __all__ = ["Network", "broadcast_over"]
 

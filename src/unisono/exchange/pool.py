@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from unisono.flat import FlatLayout, Slot
+from unisono.exchange.flat import FlatLayout, Slot
 
 __all__ = ["Pool"]
 

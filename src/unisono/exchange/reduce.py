@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from unisono.decisions.tree import Node
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows
 from unisono.exchange.wire import Wire, Work
-from unisono.flat import ROW_BYTES, FlatLayout, Rows, fold_rows
-from unisono.tree import Node
 
 __all__ = ["BUCKET_BYTES", "Reduction", "padded_rows"]
 

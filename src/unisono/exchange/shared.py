@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unisono.exchange import Combined, Share, Work
+from unisono.exchange.flat import FlatLayout, Slot, fold_rows
 from unisono.exchange.host import Board, Host, split_rows
 from unisono.faults import point
-from unisono.flat import FlatLayout, Slot, fold_rows
 
 __all__ = ["SharedMemory"]
 

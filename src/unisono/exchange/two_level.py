@@ -14,15 +14,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from unisono.decisions.tree import schedule
 from unisono.errors import UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share, Work
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, fold_rows
 from unisono.exchange.host import MAX_TEAM, Host, split_rows
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.reduce import Reduction, padded_rows
 from unisono.exchange.wire import Wire
 from unisono.faults import point
-from unisono.flat import ROW_BYTES, FlatLayout, Rows, Slot, fold_rows
-from unisono.tree import schedule
 
 __all__ = ["TwoLevel"]
 

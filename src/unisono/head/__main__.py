@@ -1,4 +1,4 @@
-"""The head as a process of its own: ``python -m unisono.head SETTINGS``, started by `unisono.agent`."""
+"""The head as a process of its own: ``python -m unisono.head SETTINGS``, started by `unisono.machine.agent`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from unisono.decisions.membership import Policy
 from unisono.head.server import Head
 from unisono.lifetime import bind_to_parent
-from unisono.membership import Policy
 
 __all__ = ["Settings", "main"]
 

@@ -1,4 +1,4 @@
-"""Connections in, decisions of `unisono.membership`, connections out."""
+"""Connections in, decisions of `unisono.decisions.membership`, connections out."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from unisono.errors import ProtocolError
-from unisono.head.keys import Keys
-from unisono.lifetime import end_group, end_when_silent
-from unisono.membership import (
+from unisono.decisions.membership import (
     ALIVE,
     Event,
     Hangup,
@@ -39,6 +36,9 @@ from unisono.membership import (
     resumed,
     step,
 )
+from unisono.errors import ProtocolError
+from unisono.head.keys import Keys
+from unisono.lifetime import end_group, end_when_silent
 from unisono.messages import (
     AgentHello,
     Beat,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.tree import Node, schedule
+from unisono.decisions.tree import Node, schedule
 
 __all__ = [
     "ROW_BYTES",

@@ -4,7 +4,7 @@ A member copies its part into memory of its own, which is made ready before it i
 buffers, are copied at once. Large parameters and the states of optimizers do not change before the next update; a
 thread copies them while the next micro-batches are computed, and `Saver.tell`, with which every step's combine begins,
 waits for the rest. Everything else happens in the thread: checksums, writing, waiting for the disk, and on one member
-the manifest and the rename. What the members have to agree on travels with the combines (`unisono.cadence`).
+the manifest and the rename. What the members have to agree on travels with the combines (`unisono.decisions.cadence`).
 
 All members hold the same bits. So it does not matter who writes what, and at the end of a training one of them writes
 everything.
@@ -27,8 +27,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono import checkpoint as files
-from unisono.cadence import (
+from unisono.checkpoint import files
+from unisono.checkpoint.files import Entry, FileFacts, Manifest
+from unisono.decisions.cadence import (
     NO_ATTEMPT,
     Checkpoints,
     Place,
@@ -41,7 +42,6 @@ from unisono.cadence import (
     judge,
     may_begin,
 )
-from unisono.checkpoint import Entry, FileFacts, Manifest
 from unisono.errors import CheckpointError
 from unisono.faults import point
 from unisono.state import Packed, pack

@@ -32,10 +32,10 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from unisono.children import Child, Nursery, spawn
+from unisono.decisions.membership import Policy, exit_words
 from unisono.errors import UsageError
 from unisono.lifetime import PARENT, Secret, bind_to_parent, end_when_silent
-from unisono.membership import Policy, exit_words
+from unisono.machine.children import Child, Nursery, spawn
 from unisono.messages import (
     AgentHello,
     Drain,
@@ -74,7 +74,7 @@ class Job:
     """What this machine's workers run, and how."""
 
     arguments: list[str]
-    """After ``python -m unisono.worker``."""
+    """After ``python -m unisono.machine.worker``."""
     num_workers: int
     threads: int = 1
     run_dir: str = ""
@@ -418,7 +418,7 @@ class _Agent:
         if self._nursery is not None and self._nursery.alive:
             self._nursery.bear(worker_id, self._job.arguments, environment, started)
             return
-        command = [sys.executable, "-P", "-m", "unisono.worker", *self._job.arguments]
+        command = [sys.executable, "-P", "-m", "unisono.machine.worker", *self._job.arguments]
         try:
             started(spawn(worker_id, command, environment, (self._secret.descriptor,)))
         except OSError as error:

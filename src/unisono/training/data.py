@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from unisono.cursor import seed_of
+from unisono.decisions.cursor import seed_of
 from unisono.errors import RecipeError
 from unisono.lifetime import PARENT, bind_to_parent
-from unisono.randomness import seed_everything
+from unisono.training.randomness import seed_everything
 
 __all__ = ["Fetcher", "MapDataset", "check_dataset", "to_device"]
 

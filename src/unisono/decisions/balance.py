@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from unisono.plan import Plan, plan
-from unisono.tree import cover
+from unisono.decisions.plan import Plan, plan
+from unisono.decisions.tree import cover
 
 __all__ = ["Balance", "Change", "balanced"]
 

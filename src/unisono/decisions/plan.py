@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.tree import Node, cover, leaf, leaves, schedule
+from unisono.decisions.tree import Node, cover, leaf, leaves, schedule
 
 __all__ = ["Plan", "plan", "replan"]
 

@@ -22,7 +22,7 @@ import msgspec
 
 from unisono.errors import UsageError
 from unisono.lifetime import Secret, end_group
-from unisono.nursery import Birth, Born, Death
+from unisono.machine.nursery import Birth, Born, Death
 
 __all__ = ["Child", "Nursery", "Output", "spawn"]
 
@@ -172,7 +172,7 @@ def spawn(name: str, command: list[str], environment: Mapping[str, str], pass_fd
 
 
 class Nursery:
-    """The process that forks workers (`unisono.nursery`)."""
+    """The process that forks workers (`unisono.machine.nursery`)."""
 
     def __init__(self, environment: Mapping[str, str], secret: Secret, standing: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -187,7 +187,7 @@ class Nursery:
                 raise UsageError(f"no nursery answers at UNISONO_NURSERY={standing}: {error.strerror}") from error
         else:
             self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-P", "-m", "unisono.nursery", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "unisono.machine.nursery", str(theirs.fileno())]
             try:
                 self.child = spawn("nursery", command, environment, (theirs.fileno(),))
             finally:

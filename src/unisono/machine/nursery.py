@@ -8,7 +8,7 @@ An agent starts one for itself and speaks to it over a pair of sockets: `Birth` 
 token attached, and back `Born` and `Death`. When the agent ends, its workers are ended. A nursery can also stand by
 itself and serve many runs, one after the other or at once::
 
-    python -m unisono.nursery --listen /run/user/1000/nursery &
+    python -m unisono.machine.nursery --listen /run/user/1000/nursery &
     UNISONO_NURSERY=/run/user/1000/nursery unisono run train.py
 """
 
@@ -37,7 +37,7 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     arguments: list[str]
-    """As after ``python -m unisono.worker``."""
+    """As after ``python -m unisono.machine.worker``."""
     environment: dict[str, str]
     folder: str
     """The working directory."""
@@ -67,8 +67,8 @@ def main() -> int:
     # What every worker needs; the script's own imports find it there.
     import torch._dynamo  # noqa: F401 - a second's import, which the first optimizer would do
 
-    import unisono.run
-    import unisono.worker  # noqa: F401
+    import unisono.machine.worker
+    import unisono.training.run  # noqa: F401
 
     gc.collect()
     gc.freeze()
@@ -162,7 +162,7 @@ def _say(agent: socket.socket, message: Born | Death) -> None:
 
 
 def _be_worker(birth: Birth, descriptors: list[int]) -> int:
-    """In the forked child: look like ``python -m unisono.worker ARGUMENTS`` that was just started."""
+    """In the forked child: look like ``python -m unisono.machine.worker ARGUMENTS`` that was just started."""
     nursery = os.getppid()
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,8 +181,8 @@ def _be_worker(birth: Birth, descriptors: list[int]) -> int:
     for folder in reversed(birth.environment.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:
             sys.path.insert(1, folder)
-    sys.argv = ["unisono.worker", *birth.arguments]
-    from unisono.worker import main as work
+    sys.argv = ["unisono.machine.worker", *birth.arguments]
+    from unisono.machine.worker import main as work
 
     return work()
 

@@ -1,4 +1,4 @@
-"""A worker's process: ``python -m unisono.worker SCRIPT ARGUMENTS``, started by `unisono.agent`.
+"""A worker's process: ``python -m unisono.machine.worker SCRIPT ARGUMENTS``, started by `unisono.machine.agent`.
 
 It connects to the head, runs the script as ``python SCRIPT ARGUMENTS`` would, and reports how it went. ``-m MODULE``
 runs a module; ``--callable FILE RESULT`` calls a pickled function (`unisono.launch`).
@@ -49,10 +49,13 @@ def _end_at_once(code: list[int]) -> None:
 def _work() -> int:
     door = Door.from_environment()
     if door is None:
-        print("python -m unisono.worker is started by `unisono run` and `unisono join`, not by hand", file=sys.stderr)
+        print(
+            "python -m unisono.machine.worker is started by `unisono run` and `unisono join`, not by hand",
+            file=sys.stderr,
+        )
         return 2
     if len(sys.argv) < 2:
-        print("python -m unisono.worker needs a script", file=sys.stderr)
+        print("python -m unisono.machine.worker needs a script", file=sys.stderr)
         return 2
     try:
         member = _connect(door)
@@ -105,7 +108,9 @@ def _report(member: Member, arguments: list[str]) -> int:
         return code & 0xFF or 1
     except BaseException as error:
         _flush()
-        place = getattr(error, "unisono_place", None)  # set by `unisono.run` where a micro-batch's computation raised
+        place = getattr(
+            error, "unisono_place", None
+        )  # set by `unisono.training` where a micro-batch's computation raised
         if place is None:
             member.failed(error)
         else:

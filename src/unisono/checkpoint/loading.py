@@ -12,8 +12,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from unisono import checkpoint as files
-from unisono.checkpoint import Manifest, Problem, Slice
+from unisono.checkpoint import files
+from unisono.checkpoint.files import Manifest, Problem, Slice
 from unisono.errors import CheckpointError
 from unisono.state import unpack
 

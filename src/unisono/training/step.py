@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.cursor import Cursor, StepPosition
-from unisono.data import Fetcher
+from unisono.decisions.cursor import Cursor, StepPosition
+from unisono.decisions.plan import Plan
 from unisono.errors import LossError, StepError
 from unisono.exchange import Combined, Share
 from unisono.facts import PARTS, Facts
 from unisono.faults import point
-from unisono.gradients import GradientFolder
-from unisono.plan import Plan
-from unisono.randomness import seed_place
-from unisono.rounds import Rounds
-from unisono.team import LOST
+from unisono.training.data import Fetcher
+from unisono.training.gradients import GradientFolder
+from unisono.training.randomness import seed_place
+from unisono.training.rounds import Rounds
+from unisono.training.team import LOST
 
 __all__ = ["Clock", "Step", "StepContext"]
 

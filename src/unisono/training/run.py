@@ -16,25 +16,25 @@ import torch
 from torch.utils.data import default_collate
 
 from unisono import member as members
-from unisono.cadence import Checkpoints
-from unisono.connect import build_exchange
-from unisono.cursor import Cursor
-from unisono.data import Fetcher, MapDataset, check_dataset
+from unisono.decisions.cadence import Checkpoints
+from unisono.decisions.cursor import Cursor
+from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, UnisonoError, UsageError
-from unisono.evaluation import Totals, check_batches, evaluate
 from unisono.faults import at_step, point
-from unisono.gradients import GradientFolder
 from unisono.journal import JOURNAL, Journal
-from unisono.keeping import Keeper
 from unisono.messages import RunDirectory, StepDone, Told
-from unisono.plan import Plan
-from unisono.plan import plan as even_plan
-from unisono.randomness import seed_place
-from unisono.rounds import Rounds
-from unisono.settings import Arithmetic, choose_device, choose_threads
-from unisono.step import Clock, Step, StepContext
-from unisono.team import AloneTeam, HeadTeam, Team
-from unisono.tracked import Tracked
+from unisono.training.connect import build_exchange
+from unisono.training.data import Fetcher, MapDataset, check_dataset
+from unisono.training.evaluation import Totals, check_batches, evaluate
+from unisono.training.gradients import GradientFolder
+from unisono.training.keeping import Keeper
+from unisono.training.randomness import seed_place
+from unisono.training.rounds import Rounds
+from unisono.training.settings import Arithmetic, choose_device, choose_threads
+from unisono.training.step import Clock, Step, StepContext
+from unisono.training.team import AloneTeam, HeadTeam, Team
+from unisono.training.tracked import Tracked
 
 __all__ = ["Run"]
 

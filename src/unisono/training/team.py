@@ -5,7 +5,7 @@ do is
 collective: they call the same things in the same order. Each such thing is a **round** (the commit of a step, an
 evaluation), and rounds are counted. When a member is lost, the survivors meet in the next generation and tell each
 other
-which round they are in and which nodes of it they have; see `unisono.rounds`.
+which round they are in and which nodes of it they have; see `unisono.training.rounds`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from unisono.cursor import seed_of
+from unisono.decisions.cursor import seed_of
 
 __all__ = ["seed_everything", "seed_place"]
 

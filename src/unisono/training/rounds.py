@@ -28,18 +28,18 @@ from typing import Any
 import msgspec
 import torch
 
-from unisono.balance import Balance
-from unisono.cadence import Place
+from unisono.decisions.balance import Balance
+from unisono.decisions.cadence import Place
+from unisono.decisions.plan import Plan, plan, replan
+from unisono.decisions.tree import Node
 from unisono.errors import StepError, UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share, Work
+from unisono.exchange.flat import FlatLayout, Slot
 from unisono.facts import Facts
 from unisono.faults import point
-from unisono.flat import FlatLayout, Slot
-from unisono.plan import Plan, plan, replan
 from unisono.state import Packed, digest_of_tensor, pack, unpack
-from unisono.team import LOST, Report, Team
-from unisono.tracked import Tracked
-from unisono.tree import Node
+from unisono.training.team import LOST, Report, Team
+from unisono.training.tracked import Tracked
 
 __all__ = ["Helping", "Rounds"]
 

@@ -15,15 +15,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.data import Fetcher
+from unisono.decisions.plan import plan as even_plan
+from unisono.decisions.tree import fold, leaf
 from unisono.errors import RecipeError, UsageError
 from unisono.faults import point
-from unisono.plan import plan as even_plan
-from unisono.randomness import seed_place
-from unisono.rounds import Rounds
 from unisono.state import pack, unpack
-from unisono.team import LOST
-from unisono.tree import fold, leaf
+from unisono.training.data import Fetcher
+from unisono.training.randomness import seed_place
+from unisono.training.rounds import Rounds
+from unisono.training.team import LOST
 
 __all__ = ["Totals", "check_batches", "evaluate"]
 

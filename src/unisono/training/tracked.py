@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import StepError, UsageError
-from unisono.gradients import Buffers
 from unisono.state import digest_of_state, is_same_state
+from unisono.training.gradients import Buffers
 
 __all__ = ["Tracked"]
 

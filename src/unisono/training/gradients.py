@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
-from unisono.flat import Entry, FlatLayout, Slot
-from unisono.tree import Node, leaf, parent, sibling
+from unisono.exchange.flat import Entry, FlatLayout, Slot
 
 __all__ = ["Buffers", "GradientFolder"]
 

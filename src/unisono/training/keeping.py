@@ -16,17 +16,17 @@ from typing import Any, Final
 
 import torch
 
-from unisono import checkpoint as files
-from unisono.cadence import Checkpoints, Place, differences, table
-from unisono.cursor import Cursor
+from unisono.checkpoint import files
+from unisono.checkpoint.loading import Loaded, newest
+from unisono.checkpoint.saving import Saver
+from unisono.decisions.cadence import Checkpoints, Place, differences, table
+from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, truncate
-from unisono.loading import Loaded, newest
-from unisono.rounds import Rounds
 from unisono.rundir import Lock, claim, describe, holder, make, read_facts
-from unisono.saving import Saver
-from unisono.tracked import Tracked
+from unisono.training.rounds import Rounds
+from unisono.training.tracked import Tracked
 
 __all__ = ["Keeper"]
 
