@@ -50,7 +50,7 @@ def test_the_source_distribution_can_be_built_from_and_tested(built: Path) -> No
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "Makefile"} <= names
     assert {
-        "src/unisono/tree.py",
+        "src/unisono/decisions/tree.py",
         "tests/house/test_package.py",
         "examples/digits.py",
         "requirements/test.txt",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from unisono.decisions.membership import (
@@ -454,6 +454,19 @@ def test_a_drained_worker_that_is_not_a_member_just_ends() -> None:
     story.says("agent1", Drain())
     assert story.sent("agent1", Evict)
     assert story.worker("w1").state is WorkerState.LEFT
+
+
+def test_a_drained_worker_whose_admission_is_overtaken_just_ends() -> None:
+    story = training(2)
+    story.arrive(*story.agent(1, "agent1", primary=False))
+    assert story.worker("w2").state is WorkerState.ADMITTED
+    story.says("agent1", Drain())
+    story.exits("w1")
+    assert story.state.members == ("w0",)
+    assert story.worker("w2").state is WorkerState.LEFT
+    assert story.sent("agent1", Evict)
+    story.hold("w0")
+    assert story.state.members == ("w0",), "it is not admitted only to leave again"
 
 
 def test_the_last_members_stay_until_a_newcomer_has_the_state() -> None:
@@ -1188,6 +1201,7 @@ class World:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), start=st.integers(1, 64), minimum=st.integers(1, 4))
+@example(seed=164, start=19, minimum=1)  # many are drained while they are being admitted
 def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minimum: int) -> None:
     """Whatever happens, `World.check` holds, and in a calm that follows all who are there take part."""
     rng = random.Random(seed)

@@ -898,7 +898,9 @@ class _Turn:
             self.announce(fresh, why, immediate=True)
             return
         for worker_id in fresh:
-            self.worker(worker_id, state=_S.READY)
+            newcomer = self.worker(worker_id, state=_S.READY)
+            if newcomer.draining:  # asked to leave before it had taken its generation
+                self.dismiss(newcomer, "drained before it was admitted")
         self.announce(survivors, why, immediate=True)
 
     def finish(self) -> bool:
