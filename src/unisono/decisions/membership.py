@@ -939,9 +939,10 @@ class _Turn:
             return
         holding = self.workers(_S.HOLDING)
         staying = [w.worker_id for w in holding if not w.draining]
+        admitted = ready[: max(policy.maximum - len(staying), 0)]
         if not staying and self.workers(_S.ORDERED, _S.STARTING, _S.READY):
             staying = [w.worker_id for w in holding]  # until a newcomer has taken over the state
-        want = (staying + ready)[: max(policy.maximum, len(staying))]
+        want = staying + admitted
         joins = [i for i in want if i not in state.members]
         leaves = [i for i in state.members if i not in want and state.workers[i].state is _S.HOLDING]
         enough = len(want) >= policy.minimum
