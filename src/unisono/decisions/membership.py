@@ -749,11 +749,6 @@ class _Turn:
         if state.finishing or worker.worker_id not in {*state.members, *state.before} or not state.held:
             return
         self.put(finishing=True)
-        late = self.workers(_S.ORDERED, _S.STARTING, _S.READY)
-        if not self.moved():
-            late += [w for w in self.workers(_S.ADMITTED) if w.worker_id not in state.before]
-        for newcomer in late + self.workers(_S.ASIDE):
-            self.dismiss(newcomer, "the run has finished its training")
 
     def dismiss(self, worker: Worker, reason: str) -> None:
         """Send away somebody who is not needed and holds nothing."""
@@ -875,6 +870,8 @@ class _Turn:
         """Announce what the new situation asks for: at once after a loss, else when everybody is ready for it."""
         if self.state.ended is None and self.broken:
             self.go_on_without()
+        if self.state.ended is None and self.state.finishing:
+            self.keep_the_door_closed()
         if self.state.ended is None and not self.finish():
             self.plan()
 
@@ -902,6 +899,14 @@ class _Turn:
             if newcomer.draining:  # asked to leave before it had taken its generation
                 self.dismiss(newcomer, "drained before it was admitted")
         self.announce(survivors, why, immediate=True)
+
+    def keep_the_door_closed(self) -> None:
+        """Dismiss who is not a member yet, also a machine's workers that come when the first has finished already."""
+        late = self.workers(_S.ORDERED, _S.STARTING, _S.READY, _S.ASIDE)
+        if not self.moved():
+            late += [w for w in self.workers(_S.ADMITTED) if w.worker_id not in self.state.before]
+        for newcomer in late:
+            self.dismiss(newcomer, "the run has finished its training")
 
     def finish(self) -> bool:
         """End the run if there is nothing left to do."""
