@@ -1,8 +1,7 @@
 """Unisono: many workers, one result.
 
 Trains an ordinary PyTorch model on as many workers as there are, with the same bits whatever their number and speed,
-and
-whoever dies or joins on the way. Start with `Run`.
+and whoever dies or joins on the way. Start with `Run`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The journal of a run: one line of JSON a step, only ever appended.
 
-A line is what all members agree on after a commit (step, loss, weight, digest), and how long each of them took.
-Whoever is
-rank 0 writes; when rank 0 dies after a commit and before its line, the next one writes it, because every member keeps
-the last
-few. The last line says how the run ended, with a digest of every tracked object.
+A line is what all members agree on after a commit (step, loss, weight, digest), and how long each of them took. Whoever
+is rank 0 writes; when rank 0 dies after a commit and before its line, the next one writes it, because every member
+keeps the last few. The last line says how the run ended, with a digest of every tracked object.
 
 Lines by ``kind``: ``step``, ``evaluation``, ``end``.
 """

@@ -1,10 +1,8 @@
 """State dicts as a skeleton and a list of tensors, without pickle.
 
 What a newcomer receives and what a checkpoint holds is the ``state_dict()`` of each tracked object. `pack` takes the
-tensors
-out and describes the rest in MessagePack; `unpack` puts them together again. Nothing is executed on the way, and a
-value
-of a type that is not known here is refused by its path, before anything is sent or written.
+tensors out and describes the rest in MessagePack; `unpack` puts them together again. Nothing is executed on the way,
+and a value of a type that is not known here is refused by its path, before anything is sent or written.
 """
 
 from __future__ import annotations

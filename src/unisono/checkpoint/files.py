@@ -6,15 +6,13 @@
         skeleton.msgpack                    what is not a tensor, and where each tensor belongs (`unisono.state`)
         manifest.json                       step, recipe, every tensor, every file with its size and checksums
 
-Parts are written by different processes into one directory with a name that begins with a dot. When all of them are
-on the
-disk, one process writes the manifest, and renames the directory into place. Every file is synchronized before the
-manifest, the manifest before the rename, and the parent after it. So a directory under its final name was
-complete when it got that name, and whatever has a dot or no manifest is garbage of a process that was killed.
+Parts are written by different processes into one directory with a name that begins with a dot. When all of them are on
+the disk, one process writes the manifest, and renames the directory into place. Every file is synchronized before the
+manifest, the manifest before the rename, and the parent after it. So a directory under its final name was complete when
+it got that name, and whatever has a dot or no manifest is garbage of a process that was killed.
 
 Checksums (CRC-32) are those of the bytes in memory, not of what a file gives back, one for every 16 MiB: files are
-checked by
-several threads, and what is damaged is named with its place. They find what disks and copies do wrong; they
+checked by several threads, and what is damaged is named with its place. They find what disks and copies do wrong; they
 do not resist an adversary.
 """
 

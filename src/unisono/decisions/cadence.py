@@ -1,11 +1,9 @@
 """When checkpoints are written, by whom, and which are kept: decisions without I/O.
 
-A checkpoint is an **attempt** of all members: at the same step boundary each of them copies its part of the state,
-and writes it
-while training goes on. They never wait for each other about it. With every combine each member says one `Word`:
-whether it
-wants a checkpoint, which attempt it is at, and how far it is. All hear the same words at the same step, so all decide
-the same:
+A checkpoint is an **attempt** of all members: at the same step boundary each of them copies its part of the state, and
+writes it while training goes on. They never wait for each other about it. With every combine each member says one
+`Word`: whether it wants a checkpoint, which attempt it is at, and how far it is. All hear the same words at the same
+step, so all decide the same:
 
 ====================================  ==========================================================
 the words of all members say          at the next boundary

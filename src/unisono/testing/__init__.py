@@ -6,8 +6,8 @@
 
     def test_my_script_survives(tmp_path):
         calm = run_workers("train.py", 3, directory=tmp_path / "calm")
-        hurt = run_workers("train.py", 3, directory=tmp_path / "hurt", faults=Faults().kill("w1", step=3,
-        at="after_backward"))
+        faults = Faults().kill("w1", step=3, at="after_backward")
+        hurt = run_workers("train.py", 3, directory=tmp_path / "hurt", faults=faults)
         assert hurt.digests == calm.digests
 
 The points at which a fault can happen are the keys of `POINTS`. Runs are real: ``unisono run`` with its head, agent
@@ -35,8 +35,7 @@ class Faults:
     """What shall happen to which worker, at which point. Each call adds one fault and returns a new `Faults`.
 
     Workers are named by their id: ``w0``, ``w1`` ... in the order of their start (at first also their rank); a
-    replacement has
-    an id of its own. A fault happens once in a worker's life.
+    replacement has an id of its own. A fault happens once in a worker's life.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:

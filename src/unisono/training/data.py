@@ -4,11 +4,9 @@ A dataset needs ``len`` and ``[i]``. Before each sample the random generators ar
 ``(seed, epoch, sample index)``, in this process or in a loader process, so an augmentation does not depend on who
 loads it.
 
-Loader processes (torch's `DataLoader`) fetch ahead what the plan will ask for. Its sampler reads the plan at the
-moment at which a
-fetch is sent out; when the plan changes, what is on its way and still useful is kept, the rest is dropped, and what
-nobody
-had asked for is fetched here.
+Loader processes (torch's `DataLoader`) fetch ahead what the plan will ask for. Its sampler reads the plan at the moment
+at which a fetch is sent out; when the plan changes, what is on its way and still useful is kept, the rest is dropped,
+and what nobody had asked for is fetched here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Exact totals over a dataset, shared out over the workers.
 
-A batch is a leaf: it is evaluated once, by whoever the plan says, and the totals of all batches are added in the
-order of the
-tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the workers.
+A batch is a leaf: it is evaluated once, by whoever the plan says, and the totals of all batches are added in the order
+of the tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the workers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """What the members of a run do together, round by round, and how a round survives the loss of some of them.
 
 A **round** is a step's sum or an evaluation: work that is cut into leaves, done by whoever the plan says, and put
-together at
-the end by all. Rounds are counted. A round is over for a member when it has seen the commit; a member that is lost at
-that
-moment can leave others who have not. So two members are never more than one round apart, and after a loss:
+together at the end by all. Rounds are counted. A round is over for a member when it has seen the commit; a member that
+is lost at that moment can leave others who have not. So two members are never more than one round apart, and after a
+loss:
 
 1. the survivors enter the next generation and **meet**: each reports its round and the nodes of it that it has;
 2. those in the earlier round plan what is missing of it from these reports, compute it, and combine. Those who are
@@ -12,9 +11,8 @@ ahead
    **stand by**: they take part in the combine, hold nothing, and throw the result away (after looking at its digest);
 3. then all are in the same round, meet again, and plan what is missing of that one.
 
-Nobody is sent gradients, nothing is rolled back, and finished nodes are never computed again. A newcomer is admitted
-at a
-step boundary only: it gets the tracked state from the first member that has it.
+Nobody is sent gradients, nothing is rolled back, and finished nodes are never computed again. A newcomer is admitted at
+a step boundary only: it gets the tracked state from the first member that has it.
 """
 
 from __future__ import annotations

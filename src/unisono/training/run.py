@@ -202,8 +202,7 @@ class Run:
         ``load_state_dict``.
 
         Gradients are summed for the parameters of tracked modules and optimizers. A worker that joins receives the
-        state of
-        everything that is tracked, and a checkpoint holds it.
+        state of everything that is tracked, and a checkpoint holds it.
 
         Raises:
             UsageError: an object has no ``state_dict``, or its name is taken.

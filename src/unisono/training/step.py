@@ -157,8 +157,7 @@ class Step:
             loss: () the **mean** loss of this micro-batch.
             weight: what the mean is over: samples (the default), tokens ... The step's gradient is
                 ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. A micro-batch with
-                weight 0 does
-                not count. When a micro-batch calls this several times, all calls need the same weight.
+                weight 0 does not count. When a micro-batch calls this several times, all calls need the same weight.
             scaler: a tracked ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded
                 without it.
 

@@ -1,8 +1,7 @@
 """What the user tracks: where parameters and buffers are found, and the state that a newcomer receives.
 
 The state is the ``state_dict()`` of every tracked object, and what these leave out although the next step depends on
-it:
-buffers that are not persistent, and which parameters need a gradient.
+it: buffers that are not persistent, and which parameters need a gradient.
 """
 
 from __future__ import annotations
