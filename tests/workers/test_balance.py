@@ -131,7 +131,7 @@ def test_balance_can_be_turned_off(calm: Outcome, start: Start) -> None:
 
 @pytest.mark.parametrize("exchange", ["shared", "gloo"])
 def test_the_parts_of_a_step_are_all_of_it(exchange: str, start: Start, tmp_path: Path) -> None:
-    """By every worker's own clock, to 2%; and who waits for a slow one says so."""
+    """Of each step by every worker's own clock, to 2%; and who waits for a slow one says so."""
     hurt = start(
         "parts",
         2,
@@ -146,8 +146,10 @@ def test_the_parts_of_a_step_are_all_of_it(exchange: str, start: Start, tmp_path
     lines = steps(hurt)
     for worker in ("w0", "w1"):
         wall = json.loads((tmp_path / worker).read_text())
-        # What is told with a step's sum is about the step before; the wall of step n ends where step n + 1 begins.
-        told = [sum(line["workers"][worker]["last"].values()) for line in lines[2:]]
-        assert sum(told) == pytest.approx(sum(wall[2:]), rel=0.02)
+        # What is told with a step's sum is about the step before.
+        told = [sum(line["workers"][worker]["last"].values()) for line in lines[1:]]
+        off = [abs(parts / seconds - 1) for parts, seconds in zip(told[1:], wall[1:], strict=False)]
+        assert sum(told[1:]) == pytest.approx(sum(wall[1:-1]), rel=0.02)
+        assert sum(each > 0.02 for each in off) <= 1, "a process may be interrupted between the two clocks, but rarely"
     waiting = {worker: sum(line["workers"][worker]["last"]["waiting"] for line in lines[2:]) for worker in ("w0", "w1")}
     assert waiting["w0"] > waiting["w1"]

@@ -1,7 +1,7 @@
 """A training whose rank 1 may have more to do for each micro-batch: ``unisono run uneven_training.py -- --extra 30``.
 
 The extra work touches nothing that is trained. ``--walls DIR`` lets each worker write there how long its steps took, by
-its own clock: from the head of one step to that of the next.
+its own clock: from the end of one turn of the loop to that of the next.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ def main() -> None:
 
         since = time.perf_counter()
         for step in run.steps(data, batch_size=32, microbatches=NUM_LEAVES, epochs=1000, max_steps=arguments.steps):
-            now = time.perf_counter()
-            wall.append(now - since)
-            since = now
             is_slow = run.rank == 1 and arguments.from_step <= step.number < arguments.until_step
             for inputs, labels in step:
                 for _ in range(10 + (arguments.extra if is_slow else 0)):
@@ -56,6 +53,9 @@ def main() -> None:
             optimizer.step()
             if arguments.evaluate and step.number % 4 == 3:
                 run.evaluate(data, count, batch_size=16)
+            now = time.perf_counter()
+            wall.append(now - since)
+            since = now
         if arguments.walls is not None:
             (arguments.walls / f"w{run.rank}").write_text(json.dumps(wall))
 

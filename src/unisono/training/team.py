@@ -1,7 +1,7 @@
 """The peers of this worker: the generation that it is in, and how it gets into the next.
 
-A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members do is
-collective: they call the same things in the same order. Each such thing is a **round** (the commit of a step, an
+A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members do
+is collective: they call the same things in the same order. Each such thing is a **round** (the commit of a step, an
 evaluation), and rounds are counted. When a member is lost, the survivors meet in the next generation and tell each
 other which round they are in and which nodes of it they have; see `unisono.training.rounds`.
 """
