@@ -114,6 +114,20 @@ def test_order_and_end_of_an_epoch(options: dict[str, Any], expected: list[int] 
         assert seen == expected
 
 
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [8, 8, 5]), (True, [8, 8])])
+def test_a_step_knows_its_epoch_and_the_end_of_it(drop_last: bool, sizes: list[int]) -> None:
+    model = Scale()
+    told = []
+    with AloneRun(seed=1) as run:
+        run.track(model=model)
+        for step in run.steps(Draws(), batch_size=8, microbatches=4, epochs=2, drop_last=drop_last):
+            told.append((step.number, step.epoch, step.num_samples, step.is_last_of_epoch))
+            for _ in step:
+                step.backward(model(torch.ones(1)))
+    count = len(sizes)
+    assert told == [(n, n // count, sizes[n % count], n % count == count - 1) for n in range(2 * count)]
+
+
 def _trained(seat: Seat, place: Place, loader_workers: int) -> str:
     with place.run(seed=1) as run:
         model = Cnn()
