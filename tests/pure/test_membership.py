@@ -483,6 +483,19 @@ def test_the_last_members_stay_until_a_newcomer_has_the_state() -> None:
     assert story.ended is None
 
 
+def test_a_machine_raises_the_maximum_only_as_long_as_it_is_there() -> None:
+    story = training(2)
+    for _ in range(3):
+        story.agent(3, "agent1", primary=False)
+        assert story.state.policy.maximum == 5
+        story.says("agent1", Lost(reason="closed"))
+        assert story.state.policy.maximum == 2
+    story.agent(3, "agent1", primary=False)
+    story.says("", Scale(num_workers=4))
+    story.says("agent1", Lost(reason="closed"))
+    assert story.state.policy.maximum == 4
+
+
 def test_members_that_leave_take_no_place_from_who_comes() -> None:
     story = training(3)
     story.says(AGENT, Drain(worker_ids=["w1", "w2"]))
@@ -701,7 +714,7 @@ def test_another_agent_may_go_and_its_workers_follow_quickly() -> None:
     story.says("w1", Lost(reason="closed"))
     story.tick(story.state.policy.grace_s)
     assert story.state.members == ("w0",)
-    assert "nobody is there to start another one" in story.reason
+    assert story.sent(AGENT, Start) == [], "whom that machine brought is not replaced on another"
 
 
 # -- errors of user code -----------------------------------------------------------------------------

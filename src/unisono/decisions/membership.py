@@ -94,7 +94,7 @@ class Policy:
     maximum: int
     """More are not admitted."""
     grows: bool = True
-    """A machine that joins raises ``maximum`` by its workers."""
+    """A machine that joins raises ``maximum`` by its workers as long as it is there."""
     max_restarts: int = 10
     """How many lost workers are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
@@ -246,6 +246,8 @@ class Agent:
     agent_id: str
     host: str
     primary: bool
+    adds: int = 0
+    """By how much it raises `Policy.maximum` while it is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -565,12 +567,13 @@ class _Turn:
             if hello.agent_id != agent_id:
                 raise ProtocolError(f"agent {agent_id} has said hello twice")
             return  # it is back, after the head was away
-        agent = Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
-        self.put(agents={**state.agents, agent_id: agent})
+        adds = hello.num_workers if state.policy.grows and not hello.primary else 0
+        agent = Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, adds=adds)
+        self.put(
+            agents={**state.agents, agent_id: agent},
+            policy=dataclasses.replace(state.policy, maximum=state.policy.maximum + adds),
+        )
         if not hello.primary:
-            if state.policy.grows:
-                policy = dataclasses.replace(state.policy, maximum=state.policy.maximum + hello.num_workers)
-                self.put(policy=policy)
             self.reasons.append(f"{hello.host} joins with {_count(hello.num_workers, 'worker')}")
         self.order(agent_id, hello.num_workers)
 
@@ -589,6 +592,9 @@ class _Turn:
         if agent.primary:
             self.end(False, f"the command that started the run is gone ({message.reason})")
             return
+        policy = self.state.policy
+        if policy.grows:  # not after `unisono scale`, which says how many there shall be
+            self.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
         self.reasons.append(f"the agent of {agent.host} is gone")
         for worker in list(self.state.workers.values()):
             if worker.agent == agent_id:
