@@ -33,6 +33,8 @@ STEPS = 480
 EVERY = 24
 """Steps between two gates."""
 LEAST_GENERATIONS = 24
+IMMORTAL = "w1"
+"""Nothing happens to this worker, and it belongs to no machine that leaves: so somebody always holds the state."""
 MOST_WORKERS = 5
 
 
@@ -59,7 +61,7 @@ class Weather:
         """Guests that were told to leave, or killed."""
 
     def faults(self) -> Faults:
-        """Kills for every third worker that there may be: the others carry the state through."""
+        """Kills for every third worker that there may be."""
         faults = Faults()
         for number in range(0, 150, 3):
             at, step = self._draw.choice(list(POINTS)), self._draw.randrange(1, STEPS)
@@ -69,15 +71,15 @@ class Weather:
     def strike(self) -> None:
         """One thing, from outside."""
         training = [w for w in ask_status(find(str(self._run_dir)))["workers"] if w["state"] == "training"]
-        safe = [w for w in training if int(w["worker_id"][1:]) % 3]
+        targets = [w for w in training if w["worker_id"] != IMMORTAL]
         present = [guest for guest in self.guests if guest.pid not in self._gone and guest.process.poll() is None]
         what = self._draw.random()
         if len(training) < 3 or (what < 0.4 and len(training) < MOST_WORKERS):
             self._join(self._draw.randint(1, 2))
-        elif what < 0.8 and len(safe) > 1:
+        elif what < 0.8 and targets:
             number = signal.SIGSTOP if what > 0.74 else signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._draw.choice(safe)["pid"], number)
+                os.kill(self._draw.choice(targets)["pid"], number)
         elif present and len(training) > 3:
             guest = self._draw.choice(present)
             self._gone.add(guest.pid)
