@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOURNAL", "Difference", "Journal", "compare", "read", "summary", "truncate"]
+__all__ = ["JOURNAL", "Difference", "Journal", "compare", "conclude", "end_line", "read", "summary", "truncate"]
 
 JOURNAL = "journal.jsonl"
 KEPT_LINES = 4
@@ -132,6 +132,28 @@ def truncate(path: Path, number: int) -> None:
                 file.truncate()
                 os.fsync(file.fileno())
                 return
+
+
+def end_line(*, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> Line:
+    """The last line of a run, to be appended: ``digests`` are those of the tracked objects, by name."""
+    return {"kind": "end", "ok": ok, "reason": reason, "digests": digests or {}}
+
+
+def conclude(directory: Path, reason: str) -> None:
+    """Write why a run failed whose members could not say so: all of them are gone. Does nothing where one has.
+
+    Raises:
+        OSError: the journal cannot be written.
+    """
+    path = directory / JOURNAL
+    if not path.exists():
+        return
+    _drop_torn_line(path)
+    lines = list(read(path))
+    if lines and lines[-1]["kind"] == "end":
+        return
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"line": len(lines), **end_line(ok=False, reason=reason)}) + "\n")
 
 
 def summary(directory: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.journal import JOURNAL, KEPT_LINES, Difference, Journal, compare, read, summary
+from unisono.journal import JOURNAL, KEPT_LINES, Difference, Journal, compare, conclude, read, summary
 
 Line = dict[str, Any]
 
@@ -230,3 +230,27 @@ def test_a_summary_says_where_the_run_stands(tmp_path: Path) -> None:
     assert (finished["state"], finished["digests"]) == ("finished", {"model": "5f3a"})
     failed = summary(run_with(tmp_path / "failed", step(0), end(False, reason="KeyError: 3")))
     assert (failed["state"], failed["reason"]) == ("failed", "KeyError: 3")
+
+
+# -- a run whose members are gone --------------------------------------------------------------------
+
+
+def test_the_end_is_written_for_those_who_could_not(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", step(0), step(1))
+    with (run / JOURNAL).open("a") as file:
+        file.write('{"line": 2, "kin')  # its writer was killed
+    conclude(run, "all are gone")
+    conclude(run, "again")
+    *steps, last = read(run)
+    assert [line["step"] for line in steps] == [0, 1]
+    assert last == {"line": 2, "kind": "end", "ok": False, "reason": "all are gone", "digests": {}}
+    assert summary(run)["state"] == "failed"
+
+
+def test_no_end_is_written_where_there_is_one_or_nothing(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", step(0), end())
+    before = (run / JOURNAL).read_bytes()
+    conclude(run, "all are gone")
+    assert (run / JOURNAL).read_bytes() == before
+    conclude(tmp_path, "all are gone")
+    assert not (tmp_path / JOURNAL).exists()

@@ -142,7 +142,7 @@ def test_a_stopped_worker_is_noticed_within_the_heartbeat_timeout(exchange: str,
     assert_same_bits(hurt, calm)
     silent = re.search(r"worker w1 .* has been silent for ([0-9.]+) s", hurt.output)
     assert silent is not None, hurt.output
-    assert 1.0 <= float(silent[1]) < 1.5
+    assert 1.0 <= float(silent[1]) < 3.0
 
 
 def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
@@ -166,3 +166,4 @@ def test_an_error_that_comes_again(tmp_path: Path) -> None:
     assert last[0].startswith("unisono.faults.FaultInjected: the fault that was asked for")
     assert re.fullmatch(r"\(in step 3, micro-batch 2, samples [0-9, .]+\)", last[1])
     assert len(hurt.digests) == STEP, "what was done before stays in the journal"
+    assert "micro-batch 2" in hurt.lines[-1]["reason"], "and why it ended stands below"

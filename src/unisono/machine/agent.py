@@ -34,6 +34,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from unisono.decisions.membership import Policy, exit_words
 from unisono.errors import UsageError
+from unisono.journal import conclude
 from unisono.lifetime import PARENT, Secret, bind_to_parent, end_when_silent
 from unisono.machine.children import Child, Nursery, spawn
 from unisono.messages import (
@@ -245,6 +246,7 @@ class _Agent:
         self._is_leaving = False
         self._num_signals = 0
         self._on_signal = -1
+        self._run_dir = ""
         self._stops_for = ""
 
     async def run(self) -> int:
@@ -275,6 +277,9 @@ class _Agent:
                     await self._outbox.join()  # the head hears of every end that this agent has seen
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
+        if not ended.ok and self._head is not None and self._run_dir:
+            with contextlib.suppress(OSError):  # a directory that this machine may not write to
+                conclude(Path(self._run_dir), ended.reason)
         self._show(ended)
         return ended.exit_code
 
@@ -370,6 +375,7 @@ class _Agent:
                 self._finish(self._left_by_signal(message))
             case RunDirectory():
                 self._on_signal = message.on_signal
+                self._run_dir = message.path
             case Welcome():
                 self._agent_id = message.agent_id
             case Snapshot():

@@ -22,7 +22,7 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.faults import at_step, point
-from unisono.journal import JOURNAL, Journal
+from unisono.journal import JOURNAL, Journal, end_line
 from unisono.messages import RunDirectory, StepDone, Told
 from unisono.training.connect import build_exchange
 from unisono.training.data import Fetcher, MapDataset, check_dataset
@@ -151,7 +151,7 @@ class Run:
                 except UnisonoError as failure:
                     self._append_failure(failure)
                     raise
-                self._append({"kind": "end", "ok": True, "reason": "", "digests": self._tracked.digests()})
+                self._append(end_line(ok=True, digests=self._tracked.digests()))
             else:
                 self._note_place(error)
                 if self._joined and not self._is_others_affair(error):
@@ -531,7 +531,7 @@ class Run:
         return isinstance(error, (SystemExit, RunStopped)) or is_tried_again
 
     def _append_failure(self, error: BaseException) -> None:
-        self._append({"kind": "end", "ok": False, "reason": f"{type(error).__name__}: {error}", "digests": {}})
+        self._append(end_line(ok=False, reason=f"{type(error).__name__}: {error}"))
 
     def _note_place(self, error: BaseException) -> None:
         """Say where in the data an error of the user's code came from."""
