@@ -9,7 +9,9 @@ One of 4 workers is killed (SIGKILL) at a random moment of a step.
 beyond the worker's own micro-batches of that step, which the others compute in its place (their share of a calm step).
 `lost_time_vs_torchrun`, `lost_time_vs_torchft`: the time that they lose, divided by the time that Unisono loses, these
 micro-batches included. torchrun has lost what passes until the step at which the worker was killed is reached again; a
-checkpoint is written every 50 steps, and the kills are spread evenly between two of them.
+checkpoint is written every 50 steps, and the kills are spread evenly between two of them. torchft has lost what the
+same two steps took longer, the attempt that its survivors discard included; that they then go on with fewer samples is
+not counted. `lost_time_vs_torchft_tuned`: the same with deadlines shorter than torchft's documentation has them.
 `admit_ms`: how much longer than usual the members stand between two steps when a worker is admitted, and in
 `admit_steps` the same in steps.
 """
@@ -33,15 +35,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery_sides import CHECKPOINT_EVERY, MICROBATCHES, Told
+from benchmarks.recovery_sides import CHECKPOINT_EVERY, MICROBATCHES, WANTED, Told
 from benchmarks.report import print_table, write_json
 from unisono.cli.reach import find, tell
+from unisono.lifetime import PARENT
 from unisono.messages import Scale
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 4
 CALM_STEPS = 15
 TIMEOUT_S = 90.0
+TORCHFT = "torchft==0.2.0"
+KILLS = {"unisono": 20, "torchrun": 10, "torchft": 12, "torchft_tuned": 12}
+QUICK_KILLS = {"unisono": 8, "torchrun": 4, "torchft": 5, "torchft_tuned": 5}
 
 Loss = dict[str, float]
 """What one kill cost, by figure."""
@@ -101,6 +107,8 @@ def side(name: str, folder: Path, command: list[str]) -> Iterator[Watch]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "REPLICAS": str(WORKERS),
+        "RUST_LOG": "warn",  # torchft's lighthouse and managers write several lines a step without it
+        PARENT: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's second start fails without it
     }
@@ -138,8 +146,10 @@ def hurt_unisono(num_kills: int, folder: Path) -> list[Loss]:
     return hurt_team("unisono", command, num_kills, folder, replace)
 
 
-def hurt_torchft(num_kills: int, folder: Path) -> list[Loss]:
-    return hurt_team("torchft", [sys.executable], num_kills, folder, lambda: None)
+def hurt_torchft(num_kills: int, folder: Path, *, name: str) -> list[Loss]:
+    """As with Unisono, a replacement starts when the others have gone on, and takes no time of theirs until then."""
+    found = hurt_team(name, [sys.executable], num_kills, folder, (folder / WANTED).touch)
+    return [{figure: one[figure] for figure in ("lost_ms", "step_ms")} for one in found]
 
 
 def hurt_team(name: str, command: list[str], num_kills: int, folder: Path, replace: Callable[[], None]) -> list[Loss]:
@@ -240,20 +250,22 @@ def main() -> None:
     parser.add_argument("--json", default="", metavar="FILE", help="write figures and single losses there")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    num_kills = QUICK_KILLS if arguments.quick else KILLS
+    sides: dict[str, Callable[[int, Path], list[Loss]]] = {"unisono": hurt_unisono, "torchrun": hurt_torchrun}
+    if importlib.util.find_spec("torchft") is not None:
+        sides |= {name: partial(hurt_torchft, name=name) for name in ("torchft", "torchft_tuned")}
+    else:
+        print(f"lost_time_vs_torchft: skipped, torchft is not installed (pip install {TORCHFT})", flush=True)
+    losses = {}
     with tempfile.TemporaryDirectory(prefix="unisono-benchmark-") as place:
-        sides: dict[str, Callable[[int, Path], list[Loss]]] = {"unisono": hurt_unisono, "torchrun": hurt_torchrun}
-        if importlib.util.find_spec("torchft") is not None:
-            sides["torchft"] = hurt_torchft
-        losses = {}
         for name, hurt in sides.items():
             (folder := Path(place) / name).mkdir()
-            num_kills = 20 if name == "unisono" else 10
             try:
-                losses[name] = hurt(num_kills * 2 // 5 if arguments.quick else num_kills, folder)
+                losses[name] = hurt(num_kills[name], folder)
             except TimeoutError as error:
-                if name != "torchft":
+                if "torchft" not in name:
                     raise
-                print(f"lost_time_vs_torchft: not measured, it did not go on: {error}", flush=True)
+                print(f"lost_time_vs_{name}: not measured, it did not go on: {error}", flush=True)
     ours = losses["unisono"]
     recover = [one["recover_ms"] for one in ours]
     lost = {name: statistics.mean(one["lost_ms"] for one in found) for name, found in losses.items()}
@@ -264,11 +276,9 @@ def main() -> None:
         **{f"lost_time_vs_{name}": value / lost["unisono"] for name, value in lost.items() if name != "unisono"},
         "admit_ms.median": statistics.median(one["admit_ms"] for one in ours),
         "admit_steps.worst": max(one["admit_ms"] / one["step_ms"] for one in ours),
-        "step_ms": statistics.median(one["step_ms"] for one in ours),
+        **{f"step_ms.{name}": statistics.median(one["step_ms"] for one in found) for name, found in losses.items()},
     }
     print_table(["figure", "value"], [[name, f"{value:.1f}"] for name, value in figures.items()])
-    if "torchft" not in sides:
-        print("lost_time_vs_torchft: not measured, torchft is not installed (pip install torchft==0.2.0)")
     if arguments.json:
         write_json(arguments.json, figures, [{"side": name, **one} for name, found in losses.items() for one in found])
 

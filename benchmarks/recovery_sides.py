@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,13 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import unisono
 from benchmarks.models import CASES
+from unisono.lifetime import PARENT, bind_to_parent
 
-__all__ = ["MICROBATCHES", "SIDES", "Told"]
+__all__ = ["CHECKPOINT_EVERY", "MICROBATCHES", "SIDES", "WANTED", "Told"]
 
 CASE = CASES["cnn"]
 MICROBATCHES = 8
 BATCHES = 64
 CHECKPOINT_EVERY = 50
+WANTED = "wanted"
+"""A file of this name in the folder asks torchft's supervisor to start the replicas that are missing."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,32 @@ def compute(model: nn.Module, step: int, rank: int, size: int, tensors: tuple[to
             (CASE.loss(model, inputs, labels) / own).backward()
 
 
-def with_torchft(pipe: Pipe, folder: Path) -> None:
-    """torchft: one replica a process, a lighthouse, and somebody who starts again who was killed."""
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """How long torchft waits for whom, in milliseconds."""
+
+    heartbeat_ms: int
+    """The lighthouse takes a replica for dead that has been silent for so long."""
+    join_ms: int
+    """The lighthouse waits so long for replicas that it takes for alive and that have not come to the next step."""
+    tick_ms: int
+    """The lighthouse looks so often."""
+    collective_ms: int
+    """A collective of gloo fails after so long."""
+
+
+DOCUMENTED = Deadlines(heartbeat_ms=5000, join_ms=10000, tick_ms=100, collective_ms=5000)
+"""Join and tick: the lighthouse's command line in the README. Heartbeat: its default. Collective: `train_ddp.py`."""
+TUNED = Deadlines(heartbeat_ms=1000, join_ms=10000, tick_ms=10, collective_ms=1000)
+"""As short as torchft's issue 35 says is fine for the heartbeat (they are sent every 100 ms), and all else with it."""
+
+
+def with_torchft(pipe: Pipe, folder: Path, *, deadlines: Deadlines) -> None:
+    """torchft: one worker a replica group, a lighthouse, and somebody who starts again who was killed."""
     if "REPLICA" not in os.environ:
-        _supervise()
+        bind_to_parent(signal.SIGTERM)
+        _supervise(folder, deadlines)
+    bind_to_parent(signal.SIGKILL)
     from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
@@ -145,16 +171,17 @@ def with_torchft(pipe: Pipe, folder: Path) -> None:
         optimizer.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        pg=ProcessGroupGloo(timeout=timedelta(milliseconds=deadlines.collective_ms)),
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=1,
-        timeout=timedelta(seconds=10),
+        timeout=timedelta(seconds=30),
         rank=0,
         world_size=1,
         store_addr="localhost",
         store_port=store.port,
         replica_id=f"replica{rank}",
+        hostname="localhost",
     )
     guarded = Optimizer(manager, optimizer)
     data = CASE.data(CASE.microbatch_size * MICROBATCHES * BATCHES)
@@ -164,7 +191,8 @@ def with_torchft(pipe: Pipe, folder: Path) -> None:
         guarded.zero_grad()  # asks who is there
         compute(model, step, rank, size, data.tensors)
         computed = time.monotonic()
-        # In one piece, and not by its DistributedDataParallel: with torch 2.13 that one ends at the first lost peer.
+        # In one piece, and not by its DistributedDataParallel: over gloo that one raises at the first lost peer, in
+        # all survivors (torchft 0.2.0 with torch 2.13: ddp.py line 76, `assert fut._fut`).
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         manager.allreduce(flat).wait()
@@ -172,24 +200,36 @@ def with_torchft(pipe: Pipe, folder: Path) -> None:
             gradient.copy_(mean.view_as(gradient))
         guarded.step()  # only if all were there to the end; else the step is done again
         if manager.current_step() > step:
-            pipe.tell(step, manager.num_participants(), MICROBATCHES // size, head, computed)
+            # Not `step`: who was behind has got the state of the others in between, and with it the number.
+            pipe.tell(manager.current_step() - 1, manager.num_participants(), MICROBATCHES // size, head, computed)
             head = time.monotonic()
 
 
-def _supervise() -> NoReturn:
-    """Be the lighthouse, and keep as many replicas as there shall be."""
+def _supervise(folder: Path, deadlines: Deadlines) -> NoReturn:
+    """Be the lighthouse, and start all replicas; those that ended again, each time that it is `WANTED`."""
     from torchft.coordination import LighthouseServer  # type: ignore[import-not-found]
 
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10000, quorum_tick_ms=100)
-    address = lighthouse.address().replace(socket.gethostname(), "localhost")
+    lighthouse = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=1,
+        join_timeout_ms=deadlines.join_ms,
+        quorum_tick_ms=deadlines.tick_ms,
+        heartbeat_timeout_ms=deadlines.heartbeat_ms,
+    )
+    address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
     replicas: dict[int, subprocess.Popen[bytes]] = {}
+    wanted = folder / WANTED
+    wanted.touch()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, PARENT: str(os.getpid())}
     try:
         while True:
-            for number in range(int(os.environ["REPLICAS"])):
-                if number not in replicas or replicas[number].poll() is not None:
-                    environment = {**os.environ, "REPLICA": str(number), "TORCHFT_LIGHTHOUSE": address}
-                    replicas[number] = subprocess.Popen([sys.executable, *sys.argv], env=environment)
+            if wanted.exists():
+                wanted.unlink()
+                for number in range(int(os.environ["REPLICAS"])):
+                    if number not in replicas or replicas[number].poll() is not None:
+                        command = [sys.executable, *sys.argv]
+                        replicas[number] = subprocess.Popen(command, env={**environment, "REPLICA": str(number)})
             time.sleep(0.05)
     finally:
         for replica in replicas.values():
@@ -198,7 +238,12 @@ def _supervise() -> NoReturn:
         lighthouse.shutdown()
 
 
-SIDES = {"unisono": with_unisono, "torchrun": with_torchrun, "torchft": with_torchft}
+SIDES: dict[str, Callable[[Pipe, Path], None]] = {
+    "unisono": with_unisono,
+    "torchrun": with_torchrun,
+    "torchft": partial(with_torchft, deadlines=DOCUMENTED),
+    "torchft_tuned": partial(with_torchft, deadlines=TUNED),
+}
 
 
 def main() -> None:
