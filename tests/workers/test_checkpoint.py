@@ -131,6 +131,25 @@ def test_sigterm_finishes_the_step_writes_and_leaves_with_the_code_that_was_aske
     assert compare(directory, tmp_path / "other").startswith(f"identical: {done} steps")
 
 
+@pytest.mark.usefixtures("nursery")
+def test_a_pause_begins_with_a_checkpoint(
+    unisono: Unisono, calm: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it ends: here it is stopped. No checkpoint was due before."""
+    directory = tmp_path / "run"
+    for name, value in Faults().kill("w1", at="after_backward", step=4).environment().items():
+        monkeypatch.setenv(name, value)
+    options = ["--workers", "2:2", "--max-restarts", 0, "--run-dir", directory]
+    command = unisono("run", *options, SCRIPT, "--", "--every", 0)
+    command.line("paused: 1 of at least 2 workers")
+    assert unisono("stop", directory).wait() == 0
+    assert command.wait() == 0, command.err
+    assert steps(directory) == [5]
+    monkeypatch.undo()
+    end = run_workers(SCRIPT, 2, directory=directory, options=["--resume", str(directory)])
+    assert (end.digests, end.final, end.evaluations) == (calm.digests, calm.final, calm.evaluations)
+
+
 def test_sigterm_of_a_run_alone(mark: str, calm: Outcome, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     command = [sys.executable, str(SCRIPT), str(directory), "--every", "0"]

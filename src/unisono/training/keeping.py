@@ -230,6 +230,9 @@ class Keeper:
             assert self.policy is not None
             raise SystemExit(self.policy.on_signal)
         rounds.boundary()
+        while rounds.pauses():
+            self.save_together(rounds)  # so that nothing is lost, whatever ends the pause
+            rounds.wait()
         self.saver.boundary(
             self.place(rounds), rank=rounds.team.rank, generation=rounds.team.generation, metrics=self.metrics
         )

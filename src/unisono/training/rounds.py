@@ -212,29 +212,35 @@ class Rounds:
         except LOST as lost:
             self._reports = self._settle_after(lost)
 
-    def boundary(self) -> bool:
-        """Between two steps: move to the planned generation that all agreed on, wait while the run is paused.
-
-        Collective where something is to do. Returns whether the members have changed.
+    def boundary(self) -> None:
+        """Between two steps: move to the planned generation that all agreed on. Collective where there is one.
 
         Raises:
             RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
         """
-        if self._must_meet:
-            return False
-        if self.team.paused():
-            reports = self.team.wait_until_resumed(self._report())
-        elif self._agreed > self.team.generation:
-            reports = self.team.switch(self._agreed, self._report())
-        else:
-            return False
+        if not self._must_meet and self._agreed > self.team.generation:
+            self._enter(self.team.switch(self._agreed, self._report()))
+
+    def pauses(self) -> bool:
+        """Whether all wait at this boundary: there are fewer members than the run wants. The same on all of them."""
+        return not self._must_meet and self.team.paused()
+
+    def wait(self) -> None:
+        """Between two steps, while the run is paused: wait for the next generation. Collective.
+
+        Raises:
+            RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
+        """
+        self._enter(self.team.wait_until_resumed(self._report()))
+
+    def _enter(self, reports: list[Report]) -> None:
+        """Go on with the members of another generation. Collective."""
         try:
             reports = self._share_state(reports)
             self.team.holding()
             self._reports = self._settle(reports)
         except LOST as lost:
             self._reports = self._settle_after(lost)
-        return True
 
     def ends(self) -> bool:
         """Whether all leave at this boundary: the run was stopped. The same on all members."""
