@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them, which is cut, or loses packets.
+"""Two hosts on one machine: network namespaces with a cable between them, which is cut, loses packets, or is long.
 
 The head and two workers are on the first host; the second one joins with two workers. Skipped where namespaces are not
 permitted (they need root, and the commands of Debian's iproute2 and iptables).
@@ -6,13 +6,18 @@ permitted (they need root, and the commands of Debian's iproute2 and iptables).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,8 +25,9 @@ import pytest
 
 from tests.workers.conftest import Command, Unisono, run_nursery
 from tests.workers.gates import Gates
+from tests.workers.relay import Relay
 from unisono.journal import compare, read
-from unisono.testing import run_workers
+from unisono.testing import Faults
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,6 +37,9 @@ ADDRESSES = ("10.213.57.1", "10.213.57.2")
 HEARTBEAT_TIMEOUT_S = 2.0
 SLACK_S = 3.0
 """For the last heartbeat before, the steps after, and a busy machine."""
+DELAY_S = 0.1
+"""On the long way, in each direction: an answer takes 200 ms."""
+CLOSED_PORT = 9
 # As a host of its own: another name, so that nobody there takes the other's memory for its own.
 ENTER = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 
@@ -62,13 +71,38 @@ class Cable:
 
     def mend(self) -> None:
         do("ip", "-n", self.names[0], "link", "set", self.links[0], "up")
-        for side, (name, link) in enumerate(zip(self.names, self.links, strict=True)):
+        for side in (0, 1):
             do(*self.inside(side), "iptables", "-F")
-            subprocess.run(["tc", "-n", name, "qdisc", "delete", "dev", link, "root"], capture_output=True, check=False)
 
     def drop(self, side: int, *match: str) -> None:
         """Let what arrives on this side (0: the head's) be lost, where it matches."""
         do(*self.inside(side), "iptables", "-A", "INPUT", "-i", self.links[side], *match, "-j", "DROP")
+
+    def lengthen(self, relay: Relay) -> None:
+        """Lead all packets over the relay instead, from now until it ends."""
+        for name, end, own, other in zip(self.names, relay.ends, ADDRESSES, reversed(ADDRESSES), strict=True):
+            do("ip", "link", "set", end, "netns", name)
+            do("ip", "-n", name, "link", "set", end, "up")
+            do("ip", "-n", name, "route", "add", f"{other}/32", "dev", end, "src", own)
+
+    def socket(self, side: int, kind: socket.SocketKind) -> socket.socket:
+        """A socket on this host, for this process."""
+
+        def enter_and_open() -> socket.socket:
+            with Path("/run/netns", self.names[side]).open() as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), "setns")
+            return socket.socket(socket.AF_INET, kind)
+
+        with ThreadPoolExecutor(1) as thread:  # a namespace is entered by a thread, and left with it
+            return thread.submit(enter_and_open).result()
+
+    def round_trip_s(self) -> float:
+        """How long the head's host waits for the other's answer to its wish for a connection: no."""
+        with self.socket(0, socket.SOCK_STREAM) as probe, contextlib.suppress(ConnectionRefusedError):
+            since = time.monotonic()
+            probe.connect((ADDRESSES[1], CLOSED_PORT))
+        return time.monotonic() - since
 
     def inside(self, side: int) -> list[str]:
         """What goes before a command that is to run on this host."""
@@ -106,14 +140,24 @@ def cable(hosts: Cable) -> Iterator[Cable]:
     hosts.mend()
 
 
+@pytest.fixture
+def relay(cable: Cable) -> Iterator[Relay]:
+    """What makes the way from one host to the other long, once it is laid (`Cable.lengthen`)."""
+    try:
+        relay = Relay((f"far{os.getpid()}l", f"far{os.getpid()}r"), delay_s=DELAY_S)
+    except OSError as error:
+        pytest.skip(f"packets between two hosts on one machine cannot be delayed here: {error}")
+    with relay:
+        yield relay
+
+
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of one worker."""
+def calm(hosts: Cable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one worker, on the first host."""
     folder = tmp_path_factory.mktemp("calm") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        outcome = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)])
-    assert outcome.exit_code == 0, outcome.output
+    command = [*hosts.inside(0), sys.executable, "-P", "-m", "unisono", "run", "-n", "1", "--run-dir", folder, SCRIPT]
+    outcome = subprocess.run([*command, "--", "--steps", str(STEPS)], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
     return folder
 
 
@@ -204,16 +248,59 @@ def test_lost_packets_cost_time_only(cable: Cable, unisono: Unisono, run_dir: Pa
     assert by_step(run_dir)[-1] == {"w0", "w1", "w2", "w3"}
 
 
-def test_a_long_way_costs_time_only(cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
-    """200 ms from one host to the other: the four workers finish together."""
-    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
-        try:
-            for name, link in zip(cable.names, cable.links, strict=True):
-                do("tc", "-n", name, "qdisc", "add", "dev", link, "root", "netem", "delay", "100ms")
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:
-            pytest.skip(f"this kernel cannot delay packets (sch_netem): {error}")
+def test_a_long_way_is_as_long_as_it_says(cable: Cable, relay: Relay) -> None:
+    """Packets take `DELAY_S` in each direction and stay in order, a connection the double; then the way is short."""
+    cable.lengthen(relay)
+    for side in (0, 1):
+        with cable.socket(side, socket.SOCK_DGRAM) as sender, cable.socket(1 - side, socket.SOCK_DGRAM) as receiver:
+            receiver.bind((ADDRESSES[1 - side], 0))
+            receiver.settimeout(10)
+            sent_at = []
+            for number in range(100):
+                sent_at.append(time.monotonic())
+                sender.sendto(bytes([number]), receiver.getsockname())
+            for number in range(100):
+                assert receiver.recv(1) == bytes([number])
+                assert time.monotonic() - sent_at[number] >= DELAY_S
+    assert 2 * DELAY_S <= min(cable.round_trip_s() for _ in range(5)) < 3 * DELAY_S
+    relay.end()
+    assert min(cable.round_trip_s() for _ in range(5)) < DELAY_S
+
+
+def test_a_long_way_costs_time_only(
+    cable: Cable,
+    relay: Relay,
+    unisono: Unisono,
+    run_dir: Path,
+    calm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer takes 200 ms: four workers go on together, also after one is killed; another takes its place."""
+    for name, value in Faults().kill("w3", step=54, at="published").environment().items():
+        monkeypatch.setenv(name, value)
+    with Gates(tmp_path / "gates", (3, 20, 40, 52, 54, 55, 57)) as gates:
         hosts = Hosts(cable, unisono, run_dir, gates, away_s=60.0)
         gates.open(40)
-        assert hosts.left.wait(120) == 0, hosts.left.err
+        gates.wait(52)
+        cable.lengthen(relay)
+        assert cable.round_trip_s() >= 2 * DELAY_S
+        gates.open(52)
+        gates.wait(54)
+        since = time.monotonic()
+        gates.open(54)
+        gates.wait(55)
+        seconds = time.monotonic() - since
+        gates.open(55)
+        hosts.left.line("w4 joins")
+        gates.open(57)
+        assert hosts.left.wait() == 0, hosts.left.err
         assert hosts.right.wait() == 0, hosts.right.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    steps = [line for line in read(run_dir) if line["kind"] == "step"][52:]
+    assert by_step(run_dir)[52:55] == [{"w0", "w1", "w2", "w3"}] * 2 + [{"w0", "w1", "w2"}]
+    assert by_step(run_dir)[-1] == {"w0", "w1", "w2", "w4"}
+    assert steps[-1]["generation"] - steps[0]["generation"] == 2, "another one than the killed one was lost"
+    assert "silent" not in " ".join(hosts.left.err)
+    assert min(step["seconds"]["waiting"] for step in steps) >= 2 * DELAY_S, "a step did not go the long way"
+    assert seconds < HEARTBEAT_TIMEOUT_S + SLACK_S, "the survivors waited longer than the heartbeat's deadline"
