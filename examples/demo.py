@@ -1,8 +1,9 @@
 """Trains examples/digits.py on 1, 2 and 4 workers of this machine, compares the runs bit by bit, and times them.
 
     python examples/demo.py
+    python examples/demo.py --workers 1 3 -- --epochs 2
 
-`make demo` makes an environment for it first.
+What stands after -- are the options of digits.py. `make demo` makes an environment for it first.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("runs/demo"), help="where the runs are kept")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N")
-    arguments, script_arguments = parser.parse_known_args()
+    parser.add_argument("script_arguments", nargs="*", metavar="-- ARGUMENTS", help="options of digits.py")
+    arguments = parser.parse_args()
     directories = {workers: arguments.directory / f"workers-{workers}" for workers in arguments.workers}
 
     for workers, directory in directories.items():
         print(f"\n--- {workers} worker{'s' if workers > 1 else ''}", flush=True)
         command = [*UNISONO, "run", SCRIPT, "--workers", str(workers), "--run-dir", directory, "--overwrite"]
-        done = subprocess.run([*command, "--", *script_arguments], check=False)
+        done = subprocess.run([*command, "--", *arguments.script_arguments], check=False)
         if done.returncode:
             sys.exit(f"the run on {workers} workers ended with exit status {done.returncode}; its last words are above")
 
@@ -56,7 +58,7 @@ def main() -> None:
         name = "workers" if workers > 1 else "worker "
         print(f"{workers:3} {name} {speed:8,.0f} samples/s, {speed / speeds[first]:.2f} times the first")
     if differing:
-        sys.exit(f"{len(differing)} of {len(others)} runs differ from the first: this is a bug")
+        sys.exit(f"{differing} of {len(others)} runs differ from the first: this is a bug")
 
 
 if __name__ == "__main__":

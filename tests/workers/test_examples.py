@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +116,34 @@ def test_data_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
 
 
 def test_the_demo_compares_and_measures(tmp_path: Path) -> None:
-    output = alone("demo", "--directory", tmp_path, "--workers", "1", "2", "--epochs", "2")
+    output = alone("demo", "--directory", tmp_path, "--workers", "1", "2", "--", "--epochs", "2")
     assert "1 and 2 workers: identical: 24 steps" in output
     assert re.search(r"2 workers +[\d,]+ samples/s", output)
+
+
+# Stands for `unisono`: its runs write a journal with their arguments, and its comparison finds every pair different.
+FALSE_UNISONO = """
+import json, pathlib, sys
+if sys.argv[1] == "compare":
+    print("different: step 0 is the first to differ")
+    sys.exit(1)
+folder = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])
+folder.mkdir(parents=True)
+line = {"kind": "step", "samples": 8, "seconds": {"compute": 0.5}, "arguments": sys.argv[1:]}
+(folder / "journal.jsonl").write_text(json.dumps(line))
+"""
+
+
+def test_the_demo_fails_where_runs_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unisono.py").write_text(FALSE_UNISONO)
+    demo = runpy.run_path(str(EXAMPLES / "demo.py"))
+    monkeypatch.setitem(demo["main"].__globals__, "UNISONO", [sys.executable, str(tmp_path / "unisono.py")])
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--directory", str(tmp_path / "runs"), "--", "--epochs", "3"])
+    with pytest.raises(SystemExit) as leaving:
+        demo["main"]()
+    assert leaving.value.code == "2 of 2 runs differ from the first: this is a bug"
+    assert "4 workers       16 samples/s, 1.00 times the first" in capsys.readouterr().out
+    ran = json.loads((tmp_path / "runs" / "workers-4" / "journal.jsonl").read_text())["arguments"]
+    assert ran[-3:] == ["--", "--epochs", "3"]
