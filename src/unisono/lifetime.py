@@ -17,7 +17,17 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PARENT", "SILENCE_S", "Secret", "bind_to_parent", "end_group", "end_when_silent", "parent_is_gone"]
+__all__ = [
+    "PARENT",
+    "SILENCE_S",
+    "Secret",
+    "bind_to_parent",
+    "end_group",
+    "end_when_silent",
+    "fill_standard_streams",
+    "name_process",
+    "parent_is_gone",
+]
 
 PARENT: Final = "UNISONO_PARENT"
 """The environment variable with the process id of who started this process, and is to be survived by nobody."""
@@ -76,6 +86,29 @@ def end_when_silent(connection: socket.socket) -> None:
         for name, value in settings.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def fill_standard_streams() -> None:
+    """Open ``/dev/null`` where standard input, output or error were closed by whoever started this process.
+
+    Otherwise the next socket gets such a number, and a child finds its standard input in the socket's place.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            found = os.open(os.devnull, os.O_RDWR)
+            if found != number:
+                os.dup2(found, number)
+                os.close(found)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long as the process
+
+
+def name_process(name: str) -> None:
+    """What ``ps -o comm`` and ``top`` show. Only on Linux; at most 15 characters."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 class Secret:

@@ -93,7 +93,9 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes were left behind (and are ended now): {left}"
-    assert [path.name for path in temporary.iterdir() if "unisono" in path.name] == [], "temporary files are left"
+    # torch keeps a cache for its compiler there, for the next process as well.
+    kept = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    assert kept == [], "temporary files are left"
     assert own_descriptors() - open_before == set(), "shared memory or files are still open"
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("unisono")} - threads_before
     for thread in threads:

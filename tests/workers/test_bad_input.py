@@ -151,6 +151,12 @@ def test_tracking_within_the_loop(loop: Loop) -> None:
             loop.run.track(other=Mlp())
 
 
+def test_evaluating_within_the_inner_loop(loop: Loop) -> None:
+    """Each worker is at another micro-batch, and all would wait for each other."""
+    with pytest.raises(UsageError, match="inside of `for batch in step`"):
+        loop.train(lambda step, batch: loop.run.evaluate(vectors(), lambda batch: {"n": torch.ones(())}, batch_size=4))
+
+
 def test_an_optimizer_of_other_parameters() -> None:
     """As after `model.to(device)` of a model that makes new ones."""
     with AloneRun() as run:

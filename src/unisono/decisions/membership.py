@@ -491,6 +491,8 @@ class _Turn:
                 self.scale(message.num_workers)
             case Stop():
                 self.stop(message.reason)
+            case Ended() if self.state.agents[agent_id].primary:
+                self.end(False, message.reason, exit_code=message.exit_code)
             case Lost():
                 self.agent_leaves(agent_id, message)
             case _:

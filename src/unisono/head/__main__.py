@@ -16,7 +16,7 @@ import msgspec
 
 from unisono.decisions.membership import Policy
 from unisono.head.server import Head
-from unisono.lifetime import bind_to_parent
+from unisono.lifetime import bind_to_parent, name_process
 
 __all__ = ["Settings", "main"]
 
@@ -71,6 +71,7 @@ async def _serve(settings: Settings, token: str) -> int:
 def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGTERM)
+    name_process("unisono head")
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     token = Path(os.environ["UNISONO_TOKEN_FILE"]).read_text()
     return asyncio.run(_serve(settings, token))

@@ -16,6 +16,7 @@ import ipaddress
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -32,10 +33,11 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
+from unisono.checkpoint import files
 from unisono.decisions.membership import Policy, exit_words
 from unisono.errors import UsageError
 from unisono.journal import conclude
-from unisono.lifetime import PARENT, Secret, bind_to_parent, end_when_silent
+from unisono.lifetime import PARENT, Secret, bind_to_parent, end_when_silent, fill_standard_streams
 from unisono.machine.children import Child, Nursery, spawn
 from unisono.messages import (
     AgentHello,
@@ -105,6 +107,7 @@ class Service:
 def run(job: Job, service: Service) -> int:
     """Be ``unisono run``: a head and the workers of this machine. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
+    fill_standard_streams()
     listener = _listen(service)
     secret = Secret(token := secrets.token_urlsafe(32))
     url = _url(_reachable(service.bind), listener.getsockname()[1])
@@ -172,6 +175,7 @@ class _Head:
 def join(job: Job, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
+    fill_standard_streams()
     secret = Secret(token)
 
     async def work() -> int:
@@ -248,6 +252,7 @@ class _Agent:
         self._on_signal = -1
         self._run_dir = ""
         self._stops_for = ""
+        self._stop_code = 0
 
     async def run(self) -> int:
         """Work until the run is over, or this agent is asked to leave. Returns the exit code."""
@@ -262,6 +267,7 @@ class _Agent:
             self._nursery = Nursery(self._environment("nursery", 0), self._secret, standing)
             if self._nursery.child is not None:
                 self._nursery.child.output.on_line = self._printer("nursery")
+                self._nursery.child.on_end = self._nursery_ended
         talk = asyncio.create_task(self._talk())
         try:
             ended = await self._over
@@ -397,6 +403,11 @@ class _Agent:
         else:
             self._finish(Ended(ok=False, reason=f"{reason}; {MAX_HEADS} heads in a row have ended", exit_code=1))
 
+    def _nursery_ended(self, child: Child) -> None:
+        if not self._is_leaving:
+            words = f"the nursery (pid {child.pid}), which forks workers, {exit_words(child.exit_code or 0)}"
+            self._screen.say(f"{words}; its workers end with it")
+
     def _printer(self, name: str) -> Callable[[str, bool], None]:
         return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
 
@@ -467,24 +478,33 @@ class _Agent:
         self._num_signals += 1
         code = 128 + number
         if self._num_signals > 1:
+            self._end_now("ended by a second signal", code)
             for child in self._workers.values():
                 child.kill()
-            self._finish(Ended(ok=False, reason="ended by a second signal", exit_code=code))
         elif self._head is None and number is not signal.SIGHUP and self._workers:
             self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
             self._outbox.put_nowait(Drain(reason=f"{self._host} leaves"))
-        elif number == signal.SIGTERM and self._on_signal >= 0:
-            self._stops_for = "ended by SIGTERM, with a checkpoint"
-            self._screen.say("SIGTERM: the run ends at the end of the step, with a checkpoint (again: end it now)")
-            self._outbox.put_nowait(Stop(reason=self._stops_for))
         else:
             word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-            self._finish(Ended(ok=False, reason=word, exit_code=code))
+            if number is signal.SIGHUP or self._on_signal < 0:
+                self._end_now(word, code)
+                return
+            self._stops_for = f"{word}, with a checkpoint"
+            self._stop_code = self._on_signal if number == signal.SIGTERM else code
+            self._screen.say(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
+            self._outbox.put_nowait(Stop(reason=self._stops_for))
+
+    def _end_now(self, reason: str, exit_code: int) -> None:
+        """The head hears of it before it hears of the ends of the workers, and tells the other machines."""
+        ended = Ended(ok=False, reason=reason, exit_code=exit_code)
+        if self._head is not None:
+            self._outbox.put_nowait(ended)
+        self._finish(ended)
 
     def _left_by_signal(self, ended: Ended) -> Ended:
-        """With the exit code that the script wants to leave with, where it was the signal that has ended it."""
+        """With the exit code that is due where it was a signal that has ended the run."""
         if self._stops_for and ended.ok and ended.reason == self._stops_for:
-            return msgspec.structs.replace(ended, exit_code=self._on_signal)
+            return msgspec.structs.replace(ended, exit_code=self._stop_code)
         return ended
 
     async def _end_workers(self, ended: Ended | None) -> None:
@@ -494,6 +514,9 @@ class _Agent:
         else:
             patience_s = 0.0 if ended is None or self._num_signals else FAIL_S
         if not await self._all_ended(patience_s):
+            if ended is not None and ended.ok:
+                late = ", ".join(name for name, child in self._workers.items() if child.exit_code is None)
+                self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
             for child in self._workers.values():
                 child.signal_group(signal.SIGTERM)
             if not await self._all_ended(TERMINATE_S):
@@ -508,4 +531,18 @@ class _Agent:
         if self._job.outcome:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
             Path(self._job.outcome).write_text(json.dumps(known))
+        elif hint := self._how_to_go_on(ended):
+            self._screen.say(hint)
         self._screen.close(ended, with_traceback=not self._job.outcome)
+
+    def _how_to_go_on(self, ended: Ended) -> str:
+        """For a run that this machine has started and that ended before its time."""
+        if self._head is None or not self._run_dir or (ended.ok and not self._stops_for):
+            return ""
+        done = files.complete(Path(self._run_dir) / files.FOLDER)
+        if not done:
+            return ""
+        first = 2 if self._job.arguments[0] == "-m" else 1
+        script, rest = self._job.arguments[:first], self._job.arguments[first:]
+        again = shlex.join(["unisono", "run", "--resume", self._run_dir, *script, *(["--"] if rest else []), *rest])
+        return f"the newest checkpoint is {done[-1].name}; to go on from it: {again}"

@@ -25,7 +25,7 @@ from typing import Final
 
 import msgspec
 
-from unisono.lifetime import PARENT, bind_to_parent, end_group
+from unisono.lifetime import PARENT, bind_to_parent, end_group, name_process
 
 __all__ = ["Birth", "Born", "Death", "main"]
 
@@ -62,6 +62,7 @@ class Death(msgspec.Struct, frozen=True, tag=True):
 def main() -> int:
     """Be a nursery. In a child, be a worker. Returns the exit code of the process."""
     bind_to_parent(signal.SIGKILL)
+    name_process("unisono nursery")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
     # What every worker needs; the script's own imports find it there.

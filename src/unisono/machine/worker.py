@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unisono import faults
 from unisono.errors import RunStopped
-from unisono.lifetime import bind_to_parent
+from unisono.lifetime import bind_to_parent, name_process
 from unisono.member import Door, Member
 from unisono.messages import MemberInfo
 
@@ -57,6 +57,7 @@ def _work() -> int:
     if len(sys.argv) < 2:
         print("python -m unisono.machine.worker needs a script", file=sys.stderr)
         return 2
+    name_process(f"unisono {door.worker_id}")
     try:
         member = _connect(door)
     except RunStopped:
@@ -108,9 +109,7 @@ def _report(member: Member, arguments: list[str]) -> int:
         return code & 0xFF or 1
     except BaseException as error:
         _flush()
-        place = getattr(
-            error, "unisono_place", None
-        )  # set by `unisono.training` where a micro-batch's computation raised
+        place = getattr(error, "unisono_place", None)  # set where a micro-batch's computation raised
         if place is None:
             member.failed(error)
         else:
@@ -142,7 +141,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _run_script(arguments: list[str]) -> None:
-    path = arguments[0]
+    path = os.path.abspath(arguments[0])  # as `python` does: a script may change the directory
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = types.ModuleType("__main__")

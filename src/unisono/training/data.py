@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import collections
 import os
+import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import connection
 from typing import Any, Protocol
 
 import torch
@@ -202,6 +205,14 @@ class _Sampler:
 def _start_loader_process(parent: int, _: int) -> None:
     os.environ[PARENT] = str(parent)
     bind_to_parent(signal.SIGKILL)
+    if sys.platform == "linux":
+        # Tensors are handed over through a socket. With a name in the file system it would stay when this process is
+        # killed. Whoever connects has to prove that it knows the key of the parent.
+        setattr(connection, "arbitrary_address", partial(_nameless_address, connection.arbitrary_address))  # type: ignore[attr-defined]  # noqa: B010
+
+
+def _nameless_address(original: Callable[[str], Any], family: str) -> Any:
+    return f"\0unisono-{secrets.token_hex(16)}" if family == "AF_UNIX" else original(family)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -348,7 +348,10 @@ class Rounds:
         self.number += 1
 
     def _combine(self, share: Share, facts: Facts) -> Combined:
-        told = facts._replace(notice=float(self.team.newest())).saying(self.about_checkpoints())
+        found = self.team.exchange.work()
+        first_of_host = self.team.rank if found is None else found[1][0]
+        told = facts._replace(notice=float(self.team.newest()), first_of_host=float(first_of_host))
+        told = told.saying(self.about_checkpoints())
         generation = self.team.generation
         with self.team.waiting():
             combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])
@@ -358,8 +361,11 @@ class Rounds:
         self._agreed = int(min(each.notice for each in everyones))
         if self._balanced_generation != self.team.generation:
             self._balanced_generation = self.team.generation
-            self._balance = Balance(self.team.size)
+            self._balance = Balance(self.team.size, [int(each.first_of_host) for each in everyones])
         self._balance.observe([each.leaves for each in everyones], [each.data + each.compute for each in everyones])
+        # Whoever came to it last has not waited for others, but for what was sent.
+        last_seconds = min(each.last_exchange + each.last_waiting for each in everyones)
+        self._balance.observe_exchange(last_seconds, share.plan, share.num_leaves)
         return combined
 
     def predicted(self, num_leaves: int) -> Plan:

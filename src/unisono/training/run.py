@@ -302,6 +302,11 @@ class Run:
         """
         if self._team is None or self._rounds is None:
             raise UsageError("run.evaluate works inside `with unisono.Run(...) as run:`")
+        if self._step is not None and self._step.microbatch is not None:
+            raise UsageError(
+                "run.evaluate was called inside of `for batch in step`, where each worker is at another micro-batch: "
+                "call it after that loop"
+            )
         num_samples = check_dataset(dataset)
         num_batches = check_batches(num_samples, batch_size)
         rounds = self._rounds if self._joined else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -101,6 +102,8 @@ class Plain:
         self._pace = _Pace(clock)
         self._shown_at = -PLAIN_EVERY_S
         self._is_shown = True
+        self._failing: list[TextIO] = []
+        """Streams whose last line could not be written."""
 
     def worker_line(self, worker_id: str, text: str, *, is_error: bool) -> None:
         self._write(self._err if is_error else self._out, f"[{worker_id}] {text}")
@@ -121,6 +124,8 @@ class Plain:
         self._write(self._out if ended.ok else self._err, f"unisono: {summary(self._pace, ended)}")
         if ended.traceback and with_traceback:
             self._write(self._err, ended.traceback.rstrip("\n"))
+        for stream in self._failing:
+            _turn_off(stream)
 
     def _show(self) -> None:
         last = self._pace.last
@@ -136,12 +141,26 @@ class Plain:
         )
 
     def _write(self, stream: TextIO, line: str) -> None:
+        """Whatever becomes of the line, the training goes on."""
+        was_failing = stream in self._failing
+        if was_failing:
+            self._failing.remove(stream)
         try:
             stream.write(line + "\n")
             stream.flush()
-        except BrokenPipeError:
-            # Whoever read it has gone; the training goes on. Nothing may be flushed there at exit either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except BrokenPipeError:  # whoever read it has gone
+            _turn_off(stream)
+        except OSError as error:  # a full disk: this line is lost, those after it perhaps not
+            self._failing.append(stream)
+            if not was_failing and stream is self._out:
+                self._write(self._err, f"unisono: standard output cannot be written: {error}; the run goes on")
+
+
+def _turn_off(stream: TextIO) -> None:
+    """Nothing is written to it any more, nor what it still holds when the process exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 class Rich:
@@ -169,17 +188,18 @@ class Rich:
         from rich.text import Text
 
         if is_error and not self._is_error_shared:
-            print(f"[{worker_id}] {text}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(f"[{worker_id}] {text}", file=sys.stderr, flush=True)
             return
         digits = worker_id.removeprefix("w")
         colour = _COLOURS[int(digits) % len(_COLOURS)] if digits.isdecimal() else "white"
-        self._console.print(Text.assemble((f"[{worker_id}] ", colour), Text.from_ansi(text)))
+        self._print(Text.assemble((f"[{worker_id}] ", colour), Text.from_ansi(text)))
 
     def say(self, text: str) -> None:
         from rich.text import Text
 
         for line in text.splitlines():
-            self._console.print(Text(f"unisono: {line}", style="dim"))
+            self._print(Text(f"unisono: {line}", style="dim"))
 
     def step(self, done: StepDone) -> None:
         self._pace.add(done)
@@ -191,19 +211,26 @@ class Rich:
             "who": _workers(done.num_workers),
         }
         total = done.num_steps or None
-        if self._task is None:
-            self._task = self._progress.add_task("", total=total, completed=done.step + 1, **fields)
-            self._progress.start()
-        else:
-            self._progress.update(self._task, total=total, completed=done.step + 1, **fields)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            if self._task is None:
+                self._task = self._progress.add_task("", total=total, completed=done.step + 1, **fields)
+                self._progress.start()
+            else:
+                self._progress.update(self._task, total=total, completed=done.step + 1, **fields)
 
     def close(self, ended: Ended, *, with_traceback: bool = True) -> None:
         from rich.text import Text
 
-        self._progress.stop()
-        self._console.print(Text(summary(self._pace, ended), style="green" if ended.ok else "bold red"))
+        with contextlib.suppress(OSError):
+            self._progress.stop()
+        self._print(Text(summary(self._pace, ended), style="green" if ended.ok else "bold red"))
         if ended.traceback and with_traceback:
-            print(ended.traceback.rstrip("\n"), file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(ended.traceback.rstrip("\n"), file=sys.stderr, flush=True)
+
+    def _print(self, text: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._console.print(text)
 
 
 def terminal() -> Terminal:

@@ -1,0 +1,130 @@
+"""How a run ends when somebody ends it, and what its standard streams have to do with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.workers.conftest import Unisono
+from unisono.checkpoint import files
+from unisono.journal import summary
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+
+SCRIPT = Path(__file__).with_name("checkpointed_training.py")
+FOR_EVER = ["--steps", 1_000_000, "--every", 0]
+WITHOUT_CHECKPOINTS = """
+    import torch, unisono
+
+    with unisono.Run(seed=1) as run:
+        model = torch.nn.Linear(2, 1)
+        run.track(model=model)
+        for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs={epochs}):
+            for batch in step:
+                step.backward(model(batch).mean())
+            if step.number == 3:
+                print("did step 3", flush=True)
+"""
+Script = Callable[..., str]
+
+
+def alarms(lines: list[str]) -> list[str]:
+    """What sounds as if something had gone wrong by itself."""
+    return [line for line in lines if "killed" in line or "replaces" in line or "Traceback" in line]
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")], ids=["int", "term"]
+)
+def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
+    number: signal.Signals, reason: str, unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 2, "--run-dir", run_dir)
+    command.line("did step 3")
+    guest = unisono(
+        "join", json.loads((run_dir / "head.json").read_text())["url"], "--token-file", run_dir / "token", "-n", 1
+    )
+    command.line("w2 joins")
+    os.kill(command.pid, number)
+    assert command.wait() == 128 + number
+    assert guest.wait() == 128 + number
+    assert (command.err[-1], guest.err[-1]) == (f"unisono: failed: {reason}",) * 2
+    assert alarms([*command.err, *guest.err]) == []
+    assert (summary(run_dir)["state"], summary(run_dir)["reason"]) == ("failed", reason)
+
+
+def test_an_interrupted_run_writes_a_checkpoint_and_says_how_to_go_on(unisono: Unisono, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = unisono("run", SCRIPT, "-n", 2, "--run-dir", run_dir, "--", *FOR_EVER)
+    command.line("did step 3")
+    os.kill(command.pid, signal.SIGINT)
+    assert command.wait() == 128 + signal.SIGINT
+    (checkpoint,) = files.complete(run_dir / files.FOLDER)
+    files.verify(checkpoint)
+    assert alarms(command.err) == []
+    hint = command.line("to go on from it: ")
+    assert checkpoint.name in hint
+    _, run, *words = shlex.split(hint.partition("to go on from it: ")[2])
+    words[words.index("1000000")] = str(int(checkpoint.name.removeprefix("step-")) + 1)
+    again = unisono(run, *words)
+    assert again.wait() == 0, again.err
+    again.line("did step")
+
+
+def test_a_full_disk_behind_standard_output_costs_lines_and_nothing_else(
+    unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    name = script(WITHOUT_CHECKPOINTS.format(epochs=20))
+    command = unisono("run", name, "-n", 2, before=["sh", "-c", 'exec "$@" > /dev/full', "sh"])
+    assert command.wait() == 0, command.err
+    said = [line for line in command.err if "standard output cannot be written" in line]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(closed: str, unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    name = script(WITHOUT_CHECKPOINTS.format(epochs=5))
+    run_dir = tmp_path / "run"
+    command = unisono("run", name, "-n", 1, "--run-dir", run_dir, before=["sh", "-c", f'exec "$@" {closed}', "sh"])
+    assert command.wait() == 0, command.err
+    assert summary(run_dir)["state"] == "finished"
+
+
+def test_a_script_knows_where_it_is_after_it_has_changed_the_directory(unisono: Unisono, script: Script) -> None:
+    name = script("import os\nos.chdir('/')\nprint(open(__file__).readline(), __file__)\nraise SystemExit(3)\n")
+    command = unisono("run", name, "-n", 1)
+    assert command.wait() == 3
+    assert any("import os" in line for line in command.out)
+
+
+def test_a_nursery_that_dies_is_named(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNISONO_NURSERY")
+    command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 1)
+    command.line("did step 3")
+    (nursery,) = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and parent_and_name(entry) == (command.pid, "unisono nursery")
+    ]
+    os.kill(nursery, signal.SIGKILL)
+    assert command.wait() == 1
+    assert any(
+        f"the nursery (pid {nursery}), which forks workers, was killed by signal 9" in line for line in command.err
+    )
+
+
+def parent_and_name(process: Path) -> tuple[int, str]:
+    try:
+        text = (process / "stat").read_text()
+    except OSError:
+        return 0, ""
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    return int(rest.split()[1]), name
