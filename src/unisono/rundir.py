@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -15,7 +16,7 @@ from typing import Any
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL
 
-__all__ = ["RUN_FILE", "Lock", "claim", "describe", "holder", "make", "read_facts"]
+__all__ = ["RUN_FILE", "Lock", "claim", "describe", "going", "holder", "make", "read_facts"]
 
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
@@ -51,10 +52,7 @@ class Lock:
             while not self._try(descriptor, run_id):
                 if time.monotonic() > deadline:
                     other = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                    raise RunDirectoryError(
-                        f"{directory} is in use by another run ({other}); wait for its end, stop it (unisono stop "
-                        f"{directory}), or choose another directory"
-                    )
+                    raise RunDirectoryError(going(directory, other))
                 time.sleep(LOCK_RETRY_S)
         except BaseException:
             os.close(descriptor)
@@ -95,7 +93,7 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
         resume: go on with the run that is there.
 
     Raises:
-        RunDirectoryError: it holds another run, or it cannot be written.
+        RunDirectoryError: it holds another run, that run is still going, or it cannot be written.
     """
     make(directory)
     other = holder(directory)
@@ -103,6 +101,8 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
         return
     if other is not None and not resume:
         if not overwrite:
+            if (user := _user(directory)) is not None:
+                raise RunDirectoryError(going(directory, user))
             raise RunDirectoryError(
                 f"{directory} holds another run ({other}); choose another directory, or pass overwrite=True "
                 '(--overwrite on the command line) to replace it, or resume="auto" (--resume) to go on with it'
@@ -115,6 +115,24 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
                 path.unlink(missing_ok=True)
     facts = read_facts(directory) if resume else {}
     describe(directory, {**facts, "run_id": run_id})
+
+
+def going(directory: Path, user: str) -> str:
+    """The words for who wants the directory of a run that has not ended."""
+    return (
+        f"a run is going in {directory} ({user}); wait for its end, stop it (unisono stop {directory}), or choose "
+        "another directory"
+    )
+
+
+def _user(directory: Path) -> str | None:
+    """Who holds the `Lock` of a directory that this process does not hold."""
+    with contextlib.suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed
+        except BlockingIOError:
+            return file.read(200).decode(errors="replace").strip()
+    return None
 
 
 def make(directory: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL
-from unisono.rundir import RUN_FILE, claim, describe, holder
+from unisono.rundir import RUN_FILE, Lock, claim, describe, holder
 
 
 def test_a_directory_is_made_and_claimed(tmp_path: Path) -> None:
@@ -53,6 +53,20 @@ def test_another_run_is_refused_and_kept(content: dict[str, str], named: str, tm
     assert str(caught.value).startswith(f"{tmp_path} holds another run ({named}); choose another directory")
     assert "--overwrite" in str(caught.value)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == content
+
+
+def test_a_run_that_is_going_is_not_to_be_overwritten(tmp_path: Path) -> None:
+    """Whoever asks is not told to pass --overwrite, which would be refused as well."""
+    claim(tmp_path, "r0", overwrite=False)
+    lock = Lock()
+    lock.take(tmp_path, "r0")
+    with pytest.raises(RunDirectoryError) as caught:
+        claim(tmp_path, "r1", overwrite=False)
+    assert str(caught.value).startswith(f"a run is going in {tmp_path} (r0, pid ")
+    assert "--overwrite" not in str(caught.value)
+    lock.release()
+    with pytest.raises(RunDirectoryError, match=r"holds another run .*--overwrite"):
+        claim(tmp_path, "r1", overwrite=False)
 
 
 def test_overwriting_removes_what_is_ours_only(tmp_path: Path) -> None:
