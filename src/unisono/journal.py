@@ -108,13 +108,26 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of a journal (a file, or the directory of its run). A torn last line is left out."""
+    """The lines of a journal (a file, or the directory of its run). A torn last line is left out.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a line is broken.
+    """
     path = path / JOURNAL if path.is_dir() else path
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            if not text.endswith("\n"):
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
                 return
-            yield json.loads(text)
+            try:
+                line = json.loads(text)
+                whole = isinstance(line, dict) and isinstance(line["kind"], str)
+            except (ValueError, KeyError):
+                whole = False
+            if not whole:
+                shown = text[:40].decode(errors="replace").rstrip("\n")
+                raise ValueError(f"line {number} of {path} is not one of a journal: {shown!r}")
+            yield line
 
 
 def truncate(path: Path, number: int) -> None:
@@ -140,7 +153,9 @@ def end_line(*, ok: bool, reason: str = "", digests: dict[str, str] | None = Non
 
 
 def conclude(directory: Path, reason: str) -> None:
-    """Write why a run failed whose members could not say so: all of them are gone. Does nothing where one has.
+    """Write why a run failed whose members could not say so: all of them are gone.
+
+    Does nothing where one has, and where the journal is broken.
 
     Raises:
         OSError: the journal cannot be written.
@@ -149,7 +164,10 @@ def conclude(directory: Path, reason: str) -> None:
     if not path.exists():
         return
     _drop_torn_line(path)
-    lines = list(read(path))
+    try:
+        lines = list(read(path))
+    except ValueError:
+        return
     if lines and lines[-1]["kind"] == "end":
         return
     with path.open("a", encoding="utf-8") as file:
@@ -157,18 +175,21 @@ def conclude(directory: Path, reason: str) -> None:
 
 
 def summary(directory: Path) -> dict[str, Any]:
-    """What the journal of a run that is over (or that nobody answers for) says about it."""
+    """What the journal of a run that is over (or that nobody answers for) says about it.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
     found: dict[str, Any] = {"state": "unknown", "step": None, "loss": None, "workers": []}
     if not (directory / JOURNAL).exists():
         return found
     for line in read(directory):
         if line["kind"] == "step":
-            found.update(
-                state="stopped", step=line["step"], num_steps=line["num_steps"], epoch=line["epoch"], loss=line["loss"],
-                digest=line["digest"], generation=line["generation"],
-            )  # fmt: skip
+            names = ("step", "num_steps", "epoch", "loss", "digest", "generation")
+            found.update({name: line.get(name) for name in names}, state="stopped")
         elif line["kind"] == "end":
-            found.update(state="finished" if line["ok"] else "failed", digests=line["digests"], reason=line["reason"])
+            state = "finished" if line.get("ok") else "failed"
+            found.update(state=state, digests=line.get("digests"), reason=line.get("reason", ""))
     return found
 
 
@@ -181,13 +202,14 @@ def compare(a: Path, b: Path) -> str:
 
     Raises:
         Difference: they are not.
-        OSError: one of them cannot be read.
+        OSError, ValueError: one of them cannot be read.
     """
     ours, theirs = _comparable(a), _comparable(b)
     num_steps = 0
     for mine, other in zip(ours, theirs, strict=False):
-        if mine["kind"] != other["kind"]:
-            raise Difference(f"after {num_steps} equal steps: {a} has {_name(mine)}, {b} has {_name(other)}")
+        equal = f"equal for {_count(num_steps)}"
+        if mine["kind"] != other["kind"] or mine.get("ok") != other.get("ok"):
+            raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}")
         for key, value in mine.items():
             if value != other.get(key):
                 raise Difference(
@@ -196,32 +218,47 @@ def compare(a: Path, b: Path) -> str:
         num_steps += mine["kind"] == "step"
     if len(ours) != len(theirs):
         shorter, longer = (a, b) if len(ours) < len(theirs) else (b, a)
-        rest = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
-        raise Difference(f"equal for {num_steps} steps; then {shorter} ends, where {longer} has {_name(rest)}")
-    end = ours[-1]["digests"] if ours and ours[-1]["kind"] == "end" else {}
-    digests = "".join(f", {name} {digest}" for name, digest in end.items())
-    return (
-        f"identical: {num_steps} steps{digests}" if end else f"identical so far: {num_steps} steps, neither has ended"
-    )
+        last, rest = min(ours, theirs, key=len)[-1], max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+        why = "" if last["kind"] == "end" else " (it was killed, or is still going)"
+        raise Difference(f"equal for {_count(num_steps)}; then {longer} {_does(rest)}, and {shorter} says no more{why}")
+    if ours[-1]["kind"] != "end":
+        return f"identical so far: {_count(num_steps)}, neither has ended"
+    if not ours[-1]["ok"]:
+        return f"identical: {_count(num_steps)}, both failed"
+    digests = "".join(f", {name} {digest}" for name, digest in (ours[-1]["digests"] or {}).items())
+    return f"identical: {_count(num_steps)}{digests}"
+
+
+def _count(num_steps: int) -> str:
+    return f"{num_steps} step" if num_steps == 1 else f"{num_steps} steps"
 
 
 def _name(line: Line) -> str:
-    if line["kind"] == "step":
-        return f"step {line['step']}"
-    return {"evaluation": f"the evaluation after step {line.get('step')}", "end": "the end"}.get(line["kind"], "a line")
+    if line["kind"] == "end":
+        return "the end"
+    return f"the evaluation after step {line['step']}" if line["kind"] == "evaluation" else f"step {line['step']}"
+
+
+def _does(line: Line) -> str:
+    if line["kind"] == "end":
+        return "has finished" if line["ok"] else "has failed"
+    return f"has {_name(line)}"
 
 
 _SAME = {
     "step": ("step", "epoch", "samples", "digest", "loss", "weight"),
     "evaluation": ("step", "totals"),
-    "end": ("digests",),
+    "end": ("ok", "digests"),
 }
 
 
 def _comparable(path: Path) -> list[Line]:
-    """What must be equal in two runs that did the same: not times, not workers."""
-    return [
+    """What must be equal in two runs that did the same: not times, not workers. At least one line."""
+    found = [
         {"kind": line["kind"], **{key: line.get(key) for key in _SAME[line["kind"]]}}
         for line in read(path)
         if line["kind"] in _SAME
     ]
+    if not found:
+        raise ValueError(f"{path} holds no journal: it has no step and no end")
+    return found

@@ -180,21 +180,31 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
             "step 1 is the first to differ: loss is 0.25 in {a}, 0.25000000000000006 in {b}",
         ),
         ([step(0), step(1, weight=23.0)], "step 1 is the first to differ: weight is 24.0 in {a}, 23.0 in {b}"),
-        ([step(0), step(1), step(2)], "equal for 3 steps; then {b} ends, where {a} has the end"),
-        ([step(0), step(1)], "equal for 2 steps; then {b} ends, where {a} has step 2"),
-        ([step(0), step(1), step(2), step(3)], "after 3 equal steps: {a} has the end, {b} has step 3"),
-        ([step(0), evaluation(1, n=1)], "after 1 equal steps: {a} has step 1, {b} has the evaluation after step 1"),
+        (
+            [step(0), step(1), step(2)],
+            "equal for 3 steps; then {a} has finished, and {b} says no more (it was killed, or is still going)",
+        ),
+        (
+            [step(0), step(1)],
+            "equal for 2 steps; then {a} has step 2, and {b} says no more (it was killed, or is still going)",
+        ),
+        ([step(0), step(1), step(2), step(3)], "equal for 3 steps; then {a} has finished, and {b} has step 3"),
+        (
+            [step(0), evaluation(1, n=1)],
+            "equal for 1 step; then {a} has step 1, and {b} has the evaluation after step 1",
+        ),
         (
             [step(0), step(1), step(2), end(digests={"model": "5f3b"})],
             "the end is the first to differ: digests is {{'model': '5f3a'}} in {a}, {{'model': '5f3b'}} in {b}",
         ),
-        ([], "equal for 0 steps; then {b} ends, where {a} has step 0"),
+        (
+            [step(0), step(1), step(2), end(ok=False)],
+            "equal for 3 steps; then {a} has finished, and {b} has failed",
+        ),
     ],
 )
 def test_the_first_difference_is_named(theirs: list[Line], said: str, tmp_path: Path) -> None:
     a, b = run_with(tmp_path / "a", step(0), step(1), step(2), end()), run_with(tmp_path / "b", *theirs)
-    if not theirs:
-        (b / JOURNAL).touch()
     with pytest.raises(Difference) as caught:
         compare(a, b)
     assert str(caught.value) == said.format(a=a, b=b)
@@ -207,9 +217,28 @@ def test_evaluations_are_compared(tmp_path: Path) -> None:
     assert "the evaluation after step 1 is the first to differ: totals is {'correct': 93}" in str(caught.value)
 
 
-def test_a_run_that_failed_is_not_identical_to_one_that_did_not(tmp_path: Path) -> None:
-    a, b = (run_with(tmp_path / name, step(0), end(ok)) for name, ok in (("a", True), ("b", False)))
-    with pytest.raises(Difference, match="the end is the first to differ"):
+def test_runs_that_failed_have_ended(tmp_path: Path) -> None:
+    """A run that failed has no digests of what it tracked, and has ended nevertheless."""
+    a, b = (run_with(tmp_path / name, step(0), end(ok=False, reason=name)) for name in "ab")
+    assert compare(a, b) == "identical: 1 step, both failed"
+    killed = run_with(tmp_path / "killed", step(0))
+    for pair in ((a, killed), (killed, a)):
+        with pytest.raises(Difference) as caught:
+            compare(*pair)
+        words = "equal for 1 step; then {} has failed, and {} says no more (it was killed, or is still going)"
+        assert str(caught.value) == words.format(a, killed)
+
+
+def test_runs_that_tracked_nothing_have_ended(tmp_path: Path) -> None:
+    a, b = (run_with(tmp_path / name, step(0), end(digests={})) for name in "ab")
+    assert compare(a, b) == "identical: 1 step"
+
+
+@pytest.mark.parametrize("text", ["", '{"line": 0, "kind": "st'], ids=["nothing", "torn"])
+def test_what_holds_no_line_is_no_journal(text: str, tmp_path: Path) -> None:
+    a, b = run_with(tmp_path / "a", step(0)), tmp_path / "b"
+    b.write_text(text)
+    with pytest.raises(ValueError, match="b holds no journal"):
         compare(a, b)
 
 
@@ -217,6 +246,18 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     a = run_with(tmp_path / "a", step(0))
     with pytest.raises(OSError, match="nowhere"):
         compare(a, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["{nonsense", "[1]", "7", '{"step": 1}', '{"kind": 3}', "\xff"])
+def test_a_broken_line_is_named(text: str, tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "run", step(0))
+    with (folder / JOURNAL).open("ab") as file:
+        file.write(text.encode("latin-1") + b"\n")
+    for use in (summary, lambda run: compare(run, run)):
+        with pytest.raises(ValueError, match=r"line 2 of .*journal.jsonl is not one of a journal: "):
+            use(folder)
+    conclude(folder, "all are gone")
+    assert (folder / JOURNAL).read_bytes().count(b"\n") == 2, "nothing is appended to what cannot be read"
 
 
 # -- summary -----------------------------------------------------------------------------------------
