@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import os
+import platform
 import pty
 import subprocess
 import sys
@@ -12,12 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import unisono as unisono_package
 from tests.workers.conftest import Unisono
 from unisono import LaunchError, cli, launch
+from unisono.cli.checkpoints import _export as export
+from unisono.cli.checkpoints import _size as size
 from unisono.cli.run import count_workers, parse_workers
-from unisono.errors import UsageError
+from unisono.errors import CheckpointError, UsageError
+from unisono.journal import JOURNAL
 from unisono.messages import Ended, StepDone
 from unisono.watch.terminal import PLAIN_EVERY_S, Plain
 
@@ -54,14 +61,32 @@ BEGIN = """
         (["run", "here.py", "--port", "70000"], "got --port 70000"),
         (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
         (["run", "here.py", "--heartbeat-s", "9"], "heartbeats come more often than they time out"),
-        (["run", "here.py", "--timeout-s", "0"], "--timeout-s is a time in seconds above 0"),
+        (["run", "here.py", "--timeout-s", "0"], "--timeout-s is a time in seconds above 0, got 0.0"),
+        (["run", "here.py", "--timeout-s", "nan"], "--timeout-s is a time in seconds above 0, got nan"),
+        (["run", "here.py", "--hang-s", "inf"], "--hang-s is a time in seconds above 0, got inf"),
+        (["run", "here.py", "--late-s", "-1"], "--late-s is a time in seconds above 0, got -1.0"),
+        (["run", "here.py", "--heartbeat-s", "nan"], "--heartbeat-s is a time in seconds above 0, got nan"),
+        (["run", "odd-\udcff.py"], r"the script or one of its arguments is not UTF-8: b'odd-\xff.py'"),
+        (["run", "here.py", "--", "\udcff"], r"the script or one of its arguments is not UTF-8: b'\xff'"),
+        (["run", "here.py", "--run-dir", "\udcff"], r"the run directory is not UTF-8: b'\xff'"),
         (["run", "here.py", "--run-dir", "here.py"], "here.py is not a directory"),
         (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
         (["status", "missing"], "there is no run directory missing"),
+        (["status", "."], "there is no run in .: no journal, and no head that answers"),
+        (["status", "broken"], "line 2 of broken/journal.jsonl is not one of a journal: '{nonsense'"),
+        (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not one of a journal: '{nonsense'"),
+        (["compare", "nothing", "nothing"], "nothing holds no journal"),
         (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
+        (["scale", ".", "-1"], "a run has at least 1 worker, got -1"),
         (["scale", ".", "2"], "no run is going in ."),
         (["stop", "."], "no run is going in ."),
         (["join", "http://x", "--token-file", "here.py"], "the address of a run is ws://HOST:PORT"),
+        (
+            ["join", "ws://x:99999", "--token-file", "here.py"],
+            "the address of a run is ws://HOST:PORT, got 'ws://x:99999'",
+        ),
+        (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--head-away-s", "nan"], "--head-away-s is a time"),
+        (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing holds no token"),
         (["join", "ws://127.0.0.1:1", "--token-file", "missing"], "there is no --token-file missing"),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py"], "no head answers at ws://127.0.0.1:1"),
     ],
@@ -74,7 +99,11 @@ def test_bad_input_is_one_line_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "here.py").write_text("print('ran')")
+    for name in ("here.py", "odd-\udcff.py"):
+        (tmp_path / name).write_text("print('ran')")
+    (tmp_path / "nothing").touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n{nonsense\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["unisono", *arguments])
     with pytest.raises(SystemExit) as leaving:
@@ -100,6 +129,51 @@ def test_help_loads_nothing_heavy() -> None:
     code += "    print(*heavy & set(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stderr.strip() == ""
+
+
+def test_the_version_is_shown_without_torch() -> None:
+    code = "import sys\nfrom unisono import cli\nsys.argv = ['unisono', '--version']\ntry:\n    cli.main()\nfinally:\n"
+    code += "    print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    torch_version = importlib.metadata.version("torch")
+    said = f"unisono {unisono_package.__version__} (torch {torch_version}, Python {platform.python_version()})"
+    assert done.stdout.splitlines() == [said, "False"]
+
+
+def test_the_status_of_a_run_that_diverged(tmp_path: Path) -> None:
+    """A loss that is no number is a string in the journal."""
+    (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": "nan"}\n')
+    shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
+    assert shown.output == "stopped\nstep 4 of 9, loss nan\n"
+
+
+@pytest.mark.parametrize(("other", "code"), [("a", 0), ("b", 1)])
+def test_a_comparison_that_nobody_reads_has_its_exit_code(other: str, code: int, tmp_path: Path) -> None:
+    for name, loss in (("a", 0.5), ("b", 0.25)):
+        (tmp_path / name).write_text(json.dumps({"kind": "step", "step": 0, "loss": loss}) + "\n")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-P", "-m", "unisono", "compare", "a", other]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("place", ["nowhere/x.pt", "nowhere/x.safetensors", "here/x.pt", "/proc/x.pt"])
+def test_a_file_that_cannot_be_exported_to_is_named(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").touch()
+    monkeypatch.setattr("unisono.checkpoint.loading.load_model", lambda place, name: {"weight": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"x.* cannot be written: (No such file|Not a)") as caught:
+        export(tmp_path, tmp_path / place, None)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_small_sizes_are_shown() -> None:
+    assert [size(number) for number in (812, 48_200, 1_000_000)] == ["0.8 kB", "48.2 kB", "1.0 MB"]
 
 
 def test_how_many_workers() -> None:

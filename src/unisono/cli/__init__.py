@@ -41,7 +41,24 @@ class _Commands(click.Group):
             formatter.write_dl([(name, words) for name, (_, words) in COMMANDS.items()])
 
 
+def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if not asked:
+        return
+    import importlib.metadata
+    import platform
+
+    try:
+        torch = f"torch {importlib.metadata.version('torch')}"
+    except importlib.metadata.PackageNotFoundError:
+        torch = "torch is not installed"
+    own = importlib.import_module("unisono").__version__
+    click.echo(f"unisono {own} ({torch}, Python {platform.python_version()})")
+    ctx.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+              help="Show the versions of Unisono, torch and Python.")  # fmt: skip
 def _group() -> None:
     """Many workers, one result: PyTorch training with the same bits at any number of workers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -75,7 +76,11 @@ def _line(manifest: Manifest) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
     workers = "1 worker" if manifest.num_workers == 1 else f"{manifest.num_workers} workers"
     metrics = "".join(f"  {name} {value:.6g}" for name, value in manifest.metrics.items())
-    return f"{when}  {manifest.num_bytes / 1e6:,.1f} MB  {workers}{metrics}"
+    return f"{when}  {_size(manifest.num_bytes)}  {workers}{metrics}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
 
 
 def _export(place: Path, file: Path, name: str | None) -> None:
@@ -91,14 +96,17 @@ def _export(place: Path, file: Path, name: str | None) -> None:
         if file.suffix == ".safetensors":
             _write_safetensors(temporary, state)
         else:
-            torch.save(state, temporary)
+            with temporary.open("wb") as target:
+                torch.save(state, target)
         files.synchronize(temporary)
         temporary.replace(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be written: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:  # torch raises the second when a disk is full
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+        raise CheckpointError(f"{file} cannot be written: {why}") from error
     finally:
-        temporary.unlink(missing_ok=True)
-    click.echo(f"{file}: {len(state)} entries, {file.stat().st_size / 1e6:,.1f} MB")
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    click.echo(f"{file}: {len(state)} entries, {_size(file.stat().st_size)}")
 
 
 def _write_safetensors(file: Path, state: dict[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
+from unisono.errors import UsageError
 from unisono.journal import Difference
 from unisono.journal import compare as compare_runs
 
@@ -22,11 +24,13 @@ def compare(run_a: Path, run_b: Path) -> int:
     Exit code: 0 identical, 1 different, 2 one of them cannot be read.
     """
     try:
-        click.echo(compare_runs(run_a, run_b))
+        said, code = compare_runs(run_a, run_b), 0
     except Difference as difference:
-        click.echo(f"different: {difference}")
-        return 1
-    except (OSError, ValueError, KeyError) as error:
-        click.echo(f"unisono: a journal cannot be read: {error}", err=True)
-        return 2
-    return 0
+        said, code = f"different: {difference}", 1
+    except (OSError, ValueError) as error:
+        raise UsageError(f"a journal cannot be read: {error}") from error
+    try:
+        click.echo(said)
+    except BrokenPipeError:  # nobody reads it, and the exit code says it as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return code

@@ -10,7 +10,7 @@ from unisono.errors import UsageError
 __all__ = ["scale", "stop"]
 
 
-@click.command()
+@click.command(context_settings={"ignore_unknown_options": True})  # -1 is a number
 @click.argument("run")
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from unisono.cli.given import check_text, seconds
 from unisono.errors import UsageError
 
 __all__ = ["join"]
@@ -18,7 +19,7 @@ __all__ = ["join"]
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
-@click.option("--head-away-s", default=60.0, show_default=True, help="How long workers go on without the head.")
+@seconds("--head-away-s", 60.0, "How long workers go on without the head.")
 @click.option("--simulate-hosts", default=1, hidden=True)
 def join(
     url: str, token_file: str, workers: str, folder: str, run_dir: str, head_away_s: float, simulate_hosts: int
@@ -42,6 +43,8 @@ def join(
     if ":" in workers:
         raise UsageError(f"--workers of a join is a number or 'auto', got {workers!r}")
     number = parse_workers(workers, known["threads"])[0]
+    check_text("--folder", folder)
+    check_text("--run-dir", run_dir)
     place = Path(folder or known["folder"])
     arguments: list[str] = known["arguments"]
     script = Path(arguments[1] if arguments[0] == "--callable" else arguments[0])

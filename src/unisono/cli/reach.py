@@ -47,27 +47,36 @@ def find(run: str) -> Address:
 
 def read_token(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        token = Path(path).read_text().strip()
     except FileNotFoundError:
         raise
+    except ValueError:
+        token = ""
     except OSError as error:
         raise UsageError(f"cannot read the token in {path}: {error.strerror}") from error
+    if not token.isascii() or not token.isprintable() or not token:
+        raise UsageError(f"{path} holds no token; it is RUN/token while the run is going")
+    return token
 
 
 def ask_status(address: Address) -> dict[str, Any]:
     """The head's account of the run.
 
     Raises:
-        NotGoing: nobody answers there. UsageError: the token is not the run's.
+        NotGoing: nobody answers there. UsageError: that is no address, or the token is not the run's.
     """
-    parts = urlsplit(address.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
+    try:
+        parts = urlsplit(address.url)
+        host, port = parts.hostname or "", parts.port or 80
+    except ValueError as error:
+        raise UsageError(f"the address of a run is ws://HOST:PORT, got {address.url!r}: {error}") from error
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         try:
             connection.request("GET", "/status", headers={"Authorization": f"Bearer {address.token}"})
             answer = connection.getresponse()
             body = answer.read()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise NotGoing(f"no head answers at {address.url}: {error}") from error
     if answer.status == http.client.UNAUTHORIZED:
         raise UsageError(f"the head at {address.url} refuses the token; it is fresh for every run (RUN/token)")

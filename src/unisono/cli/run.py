@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from unisono.cli.given import check_text, seconds
 from unisono.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,14 +41,13 @@ __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script
 @click.option("--port", default=0, show_default="any", help="The head's port.")
 @click.option("--max-restarts", default=10, show_default=True, help="How many lost workers are replaced.")
 @click.option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ.")
-@click.option("--heartbeat-s", default=0.5, show_default=True, help="Time between a worker's heartbeats.")
-@click.option("--heartbeat-timeout-s", default=5.0, show_default=True, help="Silent for this long, a worker is lost.")
-@click.option("--timeout-s", default=300.0, show_default=True, help="How long one exchange may take.")
-@click.option("--late-s", default=3.0, show_default=True, help="Report a worker that others wait for after this time.")
-@click.option("--aside-s", default=10.0, show_default=True, help="Go on without a worker that others wait for after "
-              "this time.")  # fmt: skip
-@click.option("--hang-s", default=60.0, show_default=True, help="End a worker that others wait for after this time.")
-@click.option("--head-away-s", default=60.0, show_default=True, help="How long workers go on without the head.")
+@seconds("--heartbeat-s", 0.5, "Time between a worker's heartbeats.")
+@seconds("--heartbeat-timeout-s", 5.0, "Silent for this long, a worker is lost.")
+@seconds("--timeout-s", 300.0, "How long one exchange may take.")
+@seconds("--late-s", 3.0, "Report a worker that others wait for after this time.")
+@seconds("--aside-s", 10.0, "Go on without a worker that others wait for after this time.")
+@seconds("--hang-s", 60.0, "End a worker that others wait for after this time.")
+@seconds("--head-away-s", 60.0, "How long workers go on without the head.")
 @click.option("--start", type=click.Choice(["fork", "spawn"]), default="fork" if sys.platform == "linux" else "spawn",
               show_default=True, help="Workers are forked from a process that has imported torch, or come by "
               "themselves.")  # fmt: skip
@@ -100,14 +100,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
-        if not 0 < self.heartbeat_s < self.heartbeat_timeout_s:
+        if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
                 f"heartbeats come more often than they time out, got --heartbeat-s {self.heartbeat_s} and "
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
             )
-        for name, value in (("--timeout-s", self.timeout_s), ("--head-away-s", self.head_away_s)):
-            if value <= 0:
-                raise UsageError(f"{name} is a time in seconds above 0, got {value}")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
         if self.simulate_hosts < 1:
@@ -123,6 +120,9 @@ def render(options: Options) -> tuple[Job, Service]:
         command = ["--callable", options.function, options.result]
     else:
         command = script_arguments(options.script, options.module, options.arguments)
+        check_text("the script or one of its arguments", *command)
+    check_text("the working directory", os.getcwd())
+    check_text("the run directory", options.run_dir, options.resume)
     first, minimum, maximum, grows = parse_workers(options.workers, options.threads)
     run_dir, resume = options.run_dir, options.resume
     if resume:
@@ -248,6 +248,8 @@ def _resumed(path: Path, run_dir: str, *, overwrite: bool) -> tuple[str, str]:
 
 def _check_directory(folder: Path) -> None:
     """The run directory can be written, and no run is going in it."""
+    from unisono.rundir import going
+
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--run-dir {folder} is not a directory")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -260,4 +262,4 @@ def _check_directory(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if is_head:
-        raise UsageError(f"a run is going in {folder} (its head is pid {pid}); stop it: unisono stop {folder}")
+        raise UsageError(going(folder, f"its head is pid {pid}"))

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from unisono.cli.reach import NotGoing, ask_status, find
+from unisono.errors import UsageError
 
 __all__ = ["status"]
 
@@ -22,11 +23,21 @@ def status(run: str, as_json: bool) -> int:
     try:
         found = ask_status(find(run))
     except NotGoing:
-        from unisono import journal
-
-        found = journal.summary(Path(run))
+        found = _afterwards(Path(run))
     click.echo(json.dumps(found, indent=2) if as_json else _words(found))
     return 0
+
+
+def _afterwards(folder: Path) -> dict[str, Any]:
+    """What is left of a run that nobody answers for."""
+    from unisono import journal, rundir
+
+    if rundir.holder(folder) is None:
+        raise UsageError(f"there is no run in {folder}: no journal, and no head that answers")
+    try:
+        return journal.summary(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the journal cannot be read: {error}") from error
 
 
 def _words(found: dict[str, Any]) -> str:
@@ -35,7 +46,7 @@ def _words(found: dict[str, Any]) -> str:
     lines = [f"{found.get('state', 'unknown')}: {found.get('reason', '')}".rstrip(": ")]
     step, num_steps, loss = found.get("step"), found.get("num_steps", 0), found.get("loss")
     at = f"step {step + 1}" + (f" of {num_steps}" if num_steps else "") if step is not None else "no step yet"
-    lines.append(at + (f", loss {loss:.4f}" if loss is not None else ""))
+    lines.append(at + (f", loss {float(loss):.4f}" if loss is not None else ""))
     if found.get("started"):
         lines.append(f"running for {time.time() - found['started']:.0f} s, generation {found.get('generation', 0)}")
     if workers:
