@@ -116,9 +116,7 @@ def test_a_nursery_that_dies_is_named(unisono: Unisono, script: Script, monkeypa
     ]
     os.kill(nursery, signal.SIGKILL)
     assert command.wait() == 1
-    assert any(
-        f"the nursery (pid {nursery}), which forks workers, was killed by signal 9" in line for line in command.err
-    )
+    command.line(f"the nursery (pid {nursery}), which forks workers, has ended")
 
 
 def parent_and_name(process: Path) -> tuple[int, str]:

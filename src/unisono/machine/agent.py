@@ -265,9 +265,9 @@ class _Agent:
         if self._job.start == "fork":
             standing = os.environ.get("UNISONO_NURSERY", "")
             self._nursery = Nursery(self._environment("nursery", 0), self._secret, standing)
+            self._nursery.on_end = self._screen.say
             if self._nursery.child is not None:
                 self._nursery.child.output.on_line = self._printer("nursery")
-                self._nursery.child.on_end = self._nursery_ended
         talk = asyncio.create_task(self._talk())
         try:
             ended = await self._over
@@ -402,11 +402,6 @@ class _Agent:
             self._head.start(self._printer("head"), self._head_ended)
         else:
             self._finish(Ended(ok=False, reason=f"{reason}; {MAX_HEADS} heads in a row have ended", exit_code=1))
-
-    def _nursery_ended(self, child: Child) -> None:
-        if not self._is_leaving:
-            words = f"the nursery (pid {child.pid}), which forks workers, {exit_words(child.exit_code or 0)}"
-            self._screen.say(f"{words}; its workers end with it")
 
     def _printer(self, name: str) -> Callable[[str, bool], None]:
         return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)

@@ -179,6 +179,8 @@ class Nursery:
         self._secret = secret
         self.child: Child | None = None
         """Its process; None where it was there before."""
+        self.on_end: Callable[[str], None] = lambda words: None
+        """Hears that it has ended by itself, before its workers' ends are told."""
         if standing:
             self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -249,6 +251,8 @@ class Nursery:
             if not data:
                 self._alive = False
                 self._loop.remove_reader(self._channel.fileno())
+                pid = f" (pid {self.child.pid})" if self.child is not None else ""
+                self.on_end(f"the nursery{pid}, which forks workers, has ended; its workers end with it")
                 for name, born in list(self._unborn.items()):
                     born(Born(name, 0, "the nursery has ended"))
                 self._unborn.clear()
