@@ -234,7 +234,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 EVERY = unisono.Checkpoints(every_steps=2, keep=10)
 
 
-def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More steps than before are the rest of a longer run."""
     train(tmp_path / "a", num_steps=5, checkpoint=EVERY)
     model, seen = train(tmp_path / "a", num_steps=9, checkpoint=EVERY, resume="auto")
@@ -242,6 +242,9 @@ def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path) -> None:
     assert same(model, other)
     assert seen.samples == sum(line["samples"] for line in read(tmp_path / "a") if line["kind"] == "step")
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 9 steps")
+    assert "nothing is left to do" not in capsys.readouterr().err
+    train(tmp_path / "a", num_steps=9, checkpoint=EVERY, resume="auto")
+    assert "nothing is left to do: step 9 of 9 is done" in capsys.readouterr().err
 
 
 def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:

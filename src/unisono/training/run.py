@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import uuid
 import warnings
@@ -360,6 +361,8 @@ class Run:
         first = self._join(phase, cursor)
         if first is None:
             return
+        if first >= num_steps > 0 and self.is_main:
+            print(f"unisono: nothing is left to do: step {first} of {num_steps} is done", file=sys.stderr, flush=True)
         ahead = _Ahead(rounds, cursor, num_steps)
         fetcher = Fetcher(
             dataset,
