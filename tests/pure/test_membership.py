@@ -542,7 +542,33 @@ def test_scaling_down_takes_the_highest_numbers() -> None:
     story = training(4)
     story.says("", Scale(num_workers=2))
     assert story.state.members == ("w0", "w1")
-    assert "scaled to 2 workers, from 4" in story.reason
+    assert story.reason == "scaled to 2 workers, from 4; w2 and w3 leave; generation 2 with 2 workers"
+
+
+def test_who_cannot_leave_yet_will() -> None:
+    """While a plan is under way the next one waits for it, and is told when it is made."""
+    story = training(2, maximum=3)
+    story.says(AGENT, Scale(num_workers=3))
+    story.arrive("w2")
+    story.says("", Scale(num_workers=1))
+    assert story.reason == "scaled to 1 worker, from 3; w1 and w2 will leave"
+    story.hold()
+    assert story.reason == "w1 and w2 leave; generation 3 with 1 worker"
+
+
+def test_who_comes_and_goes_is_told_in_a_sentence() -> None:
+    story = training(2, maximum=5)
+    assert story.agent(3, "agent1", primary=False, host="shed") == ["w2", "w3", "w4"]
+    assert story.reason == "shed joins with 3 workers"
+    story.arrive("w2")
+    assert story.reason == "w2 joins; generation 2 with 3 workers"
+    story.arrive("w3", "w4")
+    story.hold("w0", "w1")
+    story.hold("w2")
+    assert story.reason == "w3 and w4 join; generation 3 with 5 workers"
+    story.hold()
+    story.says("agent1", Drain(reason="shed leaves"))
+    assert story.reason == "shed leaves; w2, w3 and w4 leave; generation 4 with 2 workers"
 
 
 def test_scaling_up_starts_more() -> None:

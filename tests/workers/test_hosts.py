@@ -185,7 +185,7 @@ class Hosts:
         self.right: Command = unisono(
             *("join", url, "--token-file", run_dir / "token", "-n", 2, "--head-away-s", away_s), before=cable.inside(1)
         )
-        self.left.line("joins; generation 2")
+        self.left.line("; generation 2 with")
         gates.open(3)
         self.left.line("with 4 workers")
         gates.open(20)

@@ -403,6 +403,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def _names(worker_ids: list[str]) -> str:
+    *others, last = worker_ids
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 class _Turn:
     """One call of `step`: a draft of the next state."""
 
@@ -412,6 +417,7 @@ class _Turn:
         self.actions: list[Action] = []
         self.reasons: list[str] = []
         self.broken: list[str] = []  # why the newest generation cannot go on
+        self.drained: list[str] = []  # who was asked to leave, until a generation without them is announced
 
     # -- small moves ---------------------------------------------------------------------------------
 
@@ -486,7 +492,7 @@ class _Turn:
                 self.worker_exit(message)
             case Drain():
                 ids = message.worker_ids or [w.worker_id for w in self.state.workers.values() if w.agent == agent_id]
-                self.drain(ids, message.reason or "its agent asks")
+                self.drain(ids, message.reason or f"the agent of {self.state.agents[agent_id].host} asks for it")
             case Scale():
                 self.scale(message.num_workers)
             case Stop():
@@ -815,7 +821,8 @@ class _Turn:
             if worker.state in (_S.ORDERED, _S.STARTING, _S.READY):
                 self.dismiss(worker, f"drained: {why}")
         if names:
-            self.reasons.append(f"{', '.join(names)} will leave: {why}")
+            self.reasons.append(why)
+            self.drained += names
 
     def scale(self, num_workers: int) -> None:
         if num_workers < 1:
@@ -826,9 +833,10 @@ class _Turn:
         self.put(policy=dataclasses.replace(policy, minimum=minimum, start=start, maximum=num_workers, grows=False))
         staying = [w for w in self.workers(*ALIVE) if not w.draining]
         missing = num_workers - len(staying)
-        self.reasons.append(f"scaled to {_count(num_workers, 'worker')}, from {len(staying)}")
+        why = f"scaled to {_count(num_workers, 'worker')}, from {len(staying)}"
+        self.reasons.append(why)
         if missing < 0:
-            self.drain([w.worker_id for w in staying[missing:]], f"scaled to {_count(num_workers, 'worker')}")
+            self.drain([w.worker_id for w in staying[missing:]], why)
         elif missing > 0:
             agents = sorted(self.state.agents.values(), key=lambda agent: not agent.primary)
             if agents:
@@ -882,6 +890,8 @@ class _Turn:
             self.keep_the_door_closed()
         if self.state.ended is None and not self.finish():
             self.plan()
+        if self.state.ended is None and self.drained:
+            self.reasons.append(f"{_names(self.drained)} will leave")
 
     def go_on_without(self) -> None:
         state = self.state
@@ -961,9 +971,10 @@ class _Turn:
         enough = len(want) >= policy.minimum
         paused = state.notice is not None and state.notice.paused
         if leaves or (enough and (joins or paused)):
-            words = [f"{', '.join(joins)} joins"] if joins else []
-            words += [f"{', '.join(leaves)} leaves"] if leaves else []
-            self.announce(want, " and ".join(words) or "enough workers are there again", immediate=False)
+            words = [f"{_names(joins)} {'joins' if len(joins) == 1 else 'join'}"] if joins else []
+            words += [f"{_names(leaves)} {'leaves' if len(leaves) == 1 else 'leave'}"] if leaves else []
+            self.drained = [i for i in self.drained if i not in leaves]
+            self.announce(want, ", ".join(words) or "enough workers are there again", immediate=False)
 
     def announce(self, worker_ids: Iterable[str], why: str, *, immediate: bool) -> None:
         """Make the next generation and tell everybody whom it concerns."""
@@ -988,7 +999,8 @@ class _Turn:
             if state.workers[info.worker_id].state is _S.READY:
                 self.worker(info.worker_id, state=_S.ADMITTED)
         if not any(known.startswith(reason) for known in self.reasons):
-            self.reasons.insert(0, reason)
+            # What was broken comes before what is done about it, what was asked for before what follows from it.
+            self.reasons.insert(0 if immediate else len(self.reasons), reason)
         for worker_id in sorted(concerned, key=_number):
             if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE):
                 self.send(worker_id, notice)
