@@ -1020,11 +1020,13 @@ def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:
     assert story.state.members == ("w0", "w1", "w2")
     assert story.state.notice is not None
     assert story.state.notice.immediate
+    assert "timed out; everybody is there: trying again" in story.reason
 
 
 def test_a_broken_exchange_with_a_known_cause_is_not_tried_again() -> None:
     story = training(3)
     story.says("w0", Suspect(generation=1, reason="closed by peer"))
+    assert story.reason == "", "the cause will be told, and is on its way"
     story.exits("w1")
     story.tick(5.0 - 0.1)
     assert story.state.generation == 2

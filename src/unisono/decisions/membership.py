@@ -272,6 +272,8 @@ class State:
     tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
     """By step and micro-batch: where its computation has raised."""
     suspected_at: float | None = None
+    suspicion: str = ""
+    """Who found the exchange broken then, and how."""
     suspicions: Mapping[str, int] = field(default_factory=dict)
     num_suspicions: int = 0
     finishing: bool = False
@@ -707,9 +709,8 @@ class _Turn:
         for name in blamed:
             counts[name] = counts.get(name, 0) + 1
         self.put(suspicions=counts)
-        if state.suspected_at is None:
-            self.put(suspected_at=self.now)
-            self.reasons.append(f"{worker.name}: {message.reason}")
+        if state.suspected_at is None:  # told when nothing else explains it by then
+            self.put(suspected_at=self.now, suspicion=f"{worker.name}: {message.reason}")
 
     def step_done(self, message: StepDone) -> None:
         state = self.state
@@ -872,7 +873,7 @@ class _Turn:
         self.put(num_suspicions=state.num_suspicions + 1)
         present = [w for w in self.workers(_S.HOLDING) if w.worker_id in state.members]
         if state.num_suspicions + 1 < MAX_SUSPICIONS or len(present) < 2:
-            self.broken.append("the exchange broke and everybody is there: trying again")
+            self.broken.append(f"{state.suspicion}; everybody is there: trying again")
             return
         worst = max(present, key=lambda w: (state.suspicions.get(w.worker_id, 0), w.number))
         why = f"{worst.name} cannot be reached by the others ({MAX_SUSPICIONS} exchanges in a row broke)"
