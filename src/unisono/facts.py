@@ -26,6 +26,8 @@ class Facts(NamedTuple):
     last_other: float = 0.0
     notice: float = 0.0
     """The newest planned generation that this member has heard of; 0: none."""
+    first_of_host: float = 0.0
+    """The first rank of those that this member shares memory with."""
     checkpoint: float = 0.0
     """From here on: what it says about checkpoints (`unisono.decisions.cadence.Word`)."""
     checkpoint_attempt: float = -1.0
@@ -39,9 +41,9 @@ class Facts(NamedTuple):
 
     def saying(self, word: Sequence[float]) -> Facts:
         """These, with that word about checkpoints."""
-        return Facts(*self[:9], *word)
+        return Facts(*self[:10], *word)
 
     @property
     def word(self) -> tuple[float, ...]:
         """About checkpoints."""
-        return self[9:13]
+        return self[10:14]

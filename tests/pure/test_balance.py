@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.balance import REST, WARM_UP, WINDOW, Balance, Change, balanced
-from unisono.decisions.plan import plan
+from unisono.decisions.balance import REST, WARM_UP, WINDOW, Balance, Change, balanced, weighed
+from unisono.decisions.plan import Plan, plan
 from unisono.decisions.tree import Node, leaf, missing, outermost, schedule
 
 paces_of = st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def teams(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[range, ...]]:
+    """Members of some paces, on some hosts."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    edges = [0, *itertools.accumulate(sizes)]
+    paces = draw(st.lists(st.integers(1, 12), min_size=edges[-1], max_size=edges[-1]))
+    return tuple(paces), tuple(range(a, b) for a, b in itertools.pairwise(edges))
+
+
+def time_of(found: Plan, paces: Sequence[float], hosts: Sequence[range], node_cost: float) -> float:
+    """What the slowest member computes, and the host with most nodes sends."""
+    computing = max(len(own) * pace for own, pace in zip(found.ranges, paces, strict=True))
+    sent = [schedule([node for rank in host for node in found.nodes[rank]], found.num_leaves)[1] for host in hosts]
+    return computing + node_cost * max(map(len, sent))
 
 
 @given(paces_of, st.integers(1, 12))
@@ -28,6 +45,49 @@ def test_a_balanced_plan_is_within_one_percent_of_the_shortest(paces: tuple[int,
 def test_who_shall_show_its_pace_gets_a_micro_batch(paces: tuple[int, ...], num_leaves: int) -> None:
     found = balanced(paces, num_leaves, frozenset(range(len(paces))))
     assert all(len(own) >= 1 for own in found.ranges)
+
+
+@given(teams(), st.integers(1, 20), st.sampled_from([1, 2, 4, 8]))
+def test_with_a_grain_hosts_meet_at_multiples_of_it(
+    team: tuple[tuple[int, ...], tuple[range, ...]], num_leaves: int, grain: int
+) -> None:
+    """And such a plan cannot be shorter by more than one percent."""
+    paces, hosts = team
+    found = balanced(paces, num_leaves, hosts=hosts, grain=grain)
+    assert missing([node for nodes in found.nodes for node in nodes], num_leaves) == []
+    allowed = {*range(0, num_leaves, grain), num_leaves}
+    counts = (sum(len(found.ranges[rank]) for rank in host) for host in hosts)
+    assert set(itertools.accumulate(counts)) <= allowed
+
+    def length(host: range, count: int) -> int:
+        return next(limit for limit in itertools.count() if sum(limit // paces[rank] for rank in host) >= count)
+
+    best = min(
+        max(length(host, b - a) for host, (a, b) in zip(hosts, itertools.pairwise((0, *cut, num_leaves)), strict=True))
+        for cut in itertools.combinations_with_replacement(sorted(allowed), len(hosts) - 1)
+    )
+    assert best <= time_of(found, paces, hosts, 0) <= best * 1.01
+
+
+@given(teams(), st.integers(1, 40), st.integers(0, 40))
+def test_no_grain_is_better_than_the_one_that_is_taken(
+    team: tuple[tuple[int, ...], tuple[range, ...]], num_leaves: int, node_cost: int
+) -> None:
+    """Though not all are looked at."""
+    paces, hosts = team
+    found = weighed(paces, num_leaves, hosts=hosts, node_cost=node_cost)
+    assert missing([node for nodes in found.nodes for node in nodes], num_leaves) == []
+    least = time_of(found, paces, hosts, node_cost)
+    for level in range(8):
+        other = balanced(paces, num_leaves, hosts=hosts, grain=1 << level)
+        assert least <= time_of(other, paces, hosts, node_cost)
+
+
+@given(paces_of, st.integers(1, 40), st.integers(0, 40))
+def test_within_one_host_nodes_are_not_weighed(paces: tuple[int, ...], num_leaves: int, node_cost: int) -> None:
+    one_host = (range(len(paces)),)
+    found = weighed(paces, num_leaves, hosts=one_host, node_cost=node_cost)
+    assert found.ranges == balanced(paces, num_leaves).ranges
 
 
 def observe(balance: Balance, paces: list[float], num_leaves: int, steps: int = 1) -> list[int]:
@@ -75,6 +135,35 @@ def test_a_member_too_slow_to_help_rests_and_is_tried_again() -> None:
     assert seen[-1] == [4, 4]
 
 
+def exchange(balance: Balance, node_seconds: float, num_leaves: int, hosts: Sequence[range], steps: int) -> list[int]:
+    """Let equal members make steps over a network; returns how many leaves each had in the last."""
+    found, last_seconds = plan(hosts[-1].stop, num_leaves), 0.0
+    for _ in range(steps):
+        found = balance.decide(num_leaves)
+        balance.observe([len(own) for own in found.ranges], [float(len(own)) for own in found.ranges])
+        balance.observe_exchange(last_seconds, found.nodes, num_leaves)
+        # As it is measured: the sums that come back weigh as much as one node.
+        last_seconds = time_of(found, [0.0] * hosts[-1].stop, hosts, node_seconds) + node_seconds
+    return [len(own) for own in found.ranges]
+
+
+def test_over_a_slow_network_fewer_nodes_travel_and_over_a_fast_one_the_shares_fit_the_paces() -> None:
+    balance, hosts = Balance(3, [0, 1, 2]), [range(1), range(1, 2), range(2, 3)]
+    assert sorted(exchange(balance, 0.1, 32, hosts, 12)) == [10, 11, 11]
+    assert sorted(exchange(balance, 1.5, 32, hosts, 12)) == [8, 12, 12]
+    assert balance.node_seconds() == 1.5
+    assert sorted(exchange(balance, 40.0, 32, hosts, 12)) == [0, 16, 16]
+    assert sorted(exchange(balance, 0.1, 32, hosts, 2 * REST)) == [10, 11, 11]
+
+
+def test_only_where_hosts_meet_the_network_counts() -> None:
+    """The members of a host add up what they have before it is sent."""
+    balance, hosts = Balance(4, [0, 0, 2, 2]), [range(2), range(2, 4)]
+    counts = exchange(balance, 40.0, 20, hosts, 12)
+    assert [counts[0] + counts[1], counts[2] + counts[3]] == [16, 4]
+    assert exchange(Balance(4), 40.0, 20, [range(4)], 12) == [5, 5, 5, 5]
+
+
 def test_members_that_see_the_same_decide_the_same_whenever_they_look_ahead() -> None:
     one, other = Balance(3), Balance(3)
     for step in range(60):
@@ -118,6 +207,11 @@ def test_a_change_says_who_is_slow_and_who_is_not_any_more() -> None:
 def test_a_change_without_a_slow_member_says_the_shares() -> None:
     change = Change((5, 4, 3), (0.9, 1.0, 1.15), frozenset())
     assert change.say(["w0", "w1", "w2"]) == "the 12 micro-batches follow the workers' paces: w0 5, w1 4, w2 3"
+    change = Change((4, 4, 4), (0.9, 1.0, 1.15), frozenset(), for_network=True)
+    assert (
+        change.say(["w0", "w1", "w2"])
+        == "the 12 micro-batches follow the workers' paces and the network: w0 4, w1 4, w2 4"
+    )
 
 
 @given(st.integers(1, 40), st.data())

@@ -1,0 +1,37 @@
+"""Where workers meet over a slow network, fewer nodes travel, with the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.workers.uneven_training import NUM_LEAVES
+from unisono.decisions.tree import cover
+from unisono.testing import Faults, run_workers
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+
+SCRIPT = Path(__file__).with_name("uneven_training.py")
+STEPS = 16
+SLOW_S = 0.3
+
+
+def test_a_slow_exchange_makes_the_cuts_coarse(tmp_path: Path) -> None:
+    """Of 8 micro-batches 3 workers get 3, 3 and 2 at first, which are 5 nodes; soon each sends only one."""
+    slow = Faults()
+    for step in range(STEPS):
+        slow = slow.delay("w0", SLOW_S, step=step, at="reduced")
+    arguments, options = ["--steps", str(STEPS)], ["--exchange", "gloo"]
+    calm = run_workers(SCRIPT, 1, directory=tmp_path / "calm", arguments=arguments)
+    hurt = run_workers(
+        SCRIPT, 3, directory=tmp_path / "hurt", arguments=arguments, options=options, faults=slow, timeout_s=90
+    )
+    assert hurt.exit_code == 0, hurt.output
+    assert hurt.digests == calm.digests
+    steps = [line for line in hurt.lines if line["kind"] == "step"]
+    first, last = ([int(told["leaves"]) for told in step["workers"].values()] for step in (steps[0], steps[-1]))
+    assert sorted(first) == [2, 3, 3]
+    edges = [0, *itertools.accumulate(last)]
+    assert all(len(cover(a, b, NUM_LEAVES)) <= 1 for a, b in itertools.pairwise(edges)), last
