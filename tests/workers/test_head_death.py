@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.workers.conftest import wait_until_gone
+from unisono.cli.reach import ask_status, find
 from unisono.journal import JOURNAL, compare, read
 from unisono.testing import run_workers
 
@@ -40,7 +43,10 @@ with unisono.Run(seed=3) as run:
 
 
 @pytest.mark.parametrize("also_a_worker", [False, True], ids=["head", "head-and-worker"])
-def test_another_head_takes_over_and_no_worker_restarts(tmp_path: Path, also_a_worker: bool) -> None:
+def test_another_head_takes_over_and_no_worker_restarts(
+    tmp_path: Path, also_a_worker: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.cli.reach.TIMEOUT_S", 60.0)  # whoever calls only waits
     script, gate = tmp_path / "train.py", tmp_path / "gate"
     script.write_text(SCRIPT)
     gate.mkdir()
@@ -57,11 +63,14 @@ def test_another_head_takes_over_and_no_worker_restarts(tmp_path: Path, also_a_w
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             (gate / "reached").read_text()
-            before = _status(directory)
+            address = find(str(directory))
+            before = ask_status(address)
             old = json.loads((directory / "head.json").read_text())["pid"]
             os.kill(old, signal.SIGKILL)
             if also_a_worker:
-                os.kill(before[-1]["pid"], signal.SIGKILL)
+                os.kill(before["workers"][-1]["pid"], signal.SIGKILL)
+            wait_until_gone({old}, time.monotonic() + 20)
+            after = ask_status(address)
             (gate / "go").write_text("go")
             output, _ = process.communicate(timeout=90)
         except BaseException:
@@ -70,14 +79,9 @@ def test_another_head_takes_over_and_no_worker_restarts(tmp_path: Path, also_a_w
 
     assert process.returncode == 0, output
     assert "another one takes over" in output
+    assert after["started"] == before["started"]
+    assert after["reason"] == before["reason"] or also_a_worker
+    assert before["reason"] == "all are ready; generation 1 with 3 workers"
     assert compare(tmp_path / "one", directory).startswith("identical: 12 steps")
     generations = {line["generation"] for line in read(directory / JOURNAL) if line["kind"] == "step"}
     assert (generations == {1}) is not also_a_worker, output
-
-
-def _status(directory: Path) -> list[dict[str, int]]:
-    command = [sys.executable, "-m", "unisono", "status", str(directory), "--json"]
-    workers: list[dict[str, int]] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)[
-        "workers"
-    ]
-    return sorted(workers, key=lambda worker: worker["rank"])

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -23,16 +24,26 @@ from websockets.sync.client import ClientConnection, connect
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 from unisono.decisions.membership import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
-from unisono.head.server import Head
+from unisono.head.server import Head, _Memory
 from unisono.machine.agent import MAX_HEADS
 from unisono.member import Door, Member
 from unisono.messages import (
     AgentHello,
+    Beat,
     Finished,
+    Hello,
+    Holding,
     MemberInfo,
+    Notice,
+    Ready,
     RunDirectory,
+    Snapshot,
+    StoreAnswer,
+    StoreCall,
+    Told,
     Welcome,
     WorkerExit,
+    decode,
     encode,
 )
 
@@ -179,6 +190,38 @@ def test_status_says_who_is_there(serve: Callable[..., Served]) -> None:
     assert [(w["worker_id"], w["rank"], w["pid"], w["device"]) for w in status["workers"]] == [
         ("w0", 0, os.getpid(), "cpu")
     ]
+
+
+def test_what_a_heartbeat_decides_is_remembered(serve: Callable[..., Served]) -> None:
+    """A head that follows would otherwise not know of the generation without the member that hangs."""
+    served = serve(2, heartbeat_timeout_s=60.0)
+    agent = served.dial()
+    agent.send(encode(AgentHello(host="lab", pid=os.getpid(), num_workers=2, primary=True)))
+    workers = [served.dial() for _ in range(2)]
+    for number, worker in enumerate(workers):
+        info = MemberInfo(worker_id=f"w{number}", host="lab", pid=os.getpid(), device="cpu")
+        for message in (Hello(info=info, fingerprint={}), Ready(phase=0)):
+            worker.send(encode(message))
+    for worker in workers:
+        while not isinstance(decode(worker.recv(10, decode=False)), Notice):
+            pass
+        worker.send(encode(Holding(generation=1)))
+        worker.send(encode(StoreCall(call=1, operation="num_keys", keys=[])))  # until the head has heard it
+        while not isinstance(decode(worker.recv(10, decode=False)), StoreAnswer):
+            pass
+    beat = Beat(generation=1, phase=0, step=4, microbatch=0, progress=1, num_steps=5, waiting=True, seconds_at=0.0)
+    workers[0].send(encode(beat))
+    workers[1].send(encode(msgspec.structs.replace(beat, waiting=False, seconds_at=20.0)))
+    remembered = b""
+    while True:
+        heard = decode(agent.recv(10, decode=False))
+        if isinstance(heard, Snapshot):
+            remembered = heard.state
+        elif isinstance(heard, Told) and "is left aside" in heard.text:
+            break
+    memory = _Memory.decode(remembered)
+    assert memory.state.members == ("w0",)
+    assert memory.reason == heard.text
 
 
 def test_a_run_directory_that_the_script_chose_gets_the_address(serve: Callable[..., Served], tmp_path: Path) -> None:

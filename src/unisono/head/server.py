@@ -67,6 +67,26 @@ MAX_QUEUED = 10_000
 LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
 
 
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """What a head knows and the one that follows it has to."""
+
+    state: State
+    started: float
+    reason: str
+    tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = dataclasses.field(default_factory=list)
+    """`State.tried`: tuples are no keys in MessagePack."""
+
+    def encode(self) -> bytes:
+        flat = dataclasses.replace(self.state, tried={})
+        return msgspec.msgpack.encode(dataclasses.replace(self, state=flat, tried=list(self.state.tried.items())))
+
+    @staticmethod
+    def decode(data: bytes) -> _Memory:
+        memory = msgspec.msgpack.decode(data, type=_Memory)
+        return dataclasses.replace(memory, state=dataclasses.replace(memory.state, tried=dict(memory.tried)), tried=[])
+
+
 class _Line:
     """One connection, and what waits to be sent over it."""
 
@@ -111,7 +131,8 @@ class Head:
         job: dict[str, Any] | None = None,
         snapshot: bytes = b"",
     ) -> None:
-        self._state = resumed(_decode_state(snapshot), time.monotonic()) if snapshot else State(policy=policy)
+        memory = _Memory.decode(snapshot) if snapshot else _Memory(State(policy=policy), time.time(), "starting")
+        self._state = resumed(memory.state, time.monotonic()) if snapshot else memory.state
         self._token = token
         self._run_id = run_id
         self._heartbeat_s = heartbeat_s
@@ -120,9 +141,9 @@ class Head:
         self._lines: dict[str, _Line] = {}
         self._num_agents = len(self._state.agents)
         self._keys = Keys()
-        self._reason = "starting"
+        self._reason = memory.reason
+        self._started = memory.started
         self._last: StepDone | None = None
-        self._started = time.time()
         self._timer: asyncio.TimerHandle | None = None
         self._written: list[Path] = []
         # The pids of workers of this machine whose end nobody has reported.
@@ -318,8 +339,10 @@ class Head:
         elif isinstance(message, StepDone):
             self._last = message
             self._tell_agents(message)
+        if reason:
+            self._reason = reason
         # Before anybody acts on it: whoever follows this head must not decide otherwise.
-        if not isinstance(message, Beat | StepDone):
+        if actions or not isinstance(message, Beat | StepDone):
             self._remember()
         for action in actions:
             line = self._lines.get(action.to if isinstance(action, Send) else action.worker_id)
@@ -330,10 +353,8 @@ class Head:
                 line.put(None)
             else:
                 line.put(encode(action.message))
-        if reason:
-            self._reason = reason
-            if self._state.ended is None:
-                self._tell_agents(Told(text=reason))
+        if reason and self._state.ended is None:
+            self._tell_agents(Told(text=reason))
         self._set_timer()
 
     def _note_place(self, worker: Worker) -> None:
@@ -345,7 +366,7 @@ class Head:
         """Give the agent that would start another head what that head has to know."""
         keepers = [i for i, agent in self._state.agents.items() if agent.primary and i in self._lines]
         if keepers:
-            data = encode(Snapshot(state=_encode_state(self._state)))
+            data = encode(Snapshot(state=_Memory(self._state, self._started, self._reason).encode()))
             for agent_id in keepers:
                 self._lines[agent_id].put(data)
 
@@ -392,19 +413,6 @@ class Head:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         self._written.clear()
-
-
-def _encode_state(state: State) -> bytes:
-    # Tuples are no keys in MessagePack.
-    tried = [(key, value) for key, value in state.tried.items()]
-    return msgspec.msgpack.encode((dataclasses.replace(state, tried={}), tried))
-
-
-def _decode_state(data: bytes) -> State:
-    kind = tuple[State, list[tuple[tuple[int, int], tuple[str, Failed]]]]
-    decoded: tuple[State, list[Any]] = msgspec.msgpack.decode(data, type=kind)
-    state, tried = decoded
-    return dataclasses.replace(state, tried=dict(tried))
 
 
 def _binary(data: str | bytes) -> bytes:
