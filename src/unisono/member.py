@@ -20,17 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from websockets.client import ClientProtocol
-from websockets.exceptions import InvalidHandshake, InvalidState, InvalidStatus
-from websockets.frames import Frame, Opcode
-from websockets.http11 import Response
-from websockets.uri import parse_uri
 
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UnisonoError, UsageError
-from unisono.lifetime import end_when_silent, parent_is_gone
+from unisono.lifetime import parent_is_gone
 from unisono.messages import (
     Beat,
     Ended,
@@ -50,16 +45,16 @@ from unisono.messages import (
     Welcome,
     decode,
     encode,
-    is_refusal,
 )
+
+if TYPE_CHECKING:
+    from unisono.link import Link
 
 __all__ = ["Door", "Member", "current", "trimmed_traceback"]
 
-CONNECT_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 STORE_GRACE_S = 2.0  # beyond the call's own timeout, for the answer to arrive
-MAX_MESSAGE_BYTES = 4 * 2**20
 
 _current: Member | None = None
 
@@ -113,86 +108,6 @@ class Door:
             ) from error
 
 
-class _Link:
-    """One WebSocket connection without a thread of its own."""
-
-    def __init__(self, url: str, token: str) -> None:
-        uri = parse_uri(url)
-        self._protocol = ClientProtocol(uri, max_size=MAX_MESSAGE_BYTES)
-        self.sock = socket.create_connection((uri.host, uri.port), timeout=CONNECT_TIMEOUT_S)
-        try:
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end_when_silent(self.sock)
-            request = self._protocol.connect()
-            request.headers["Authorization"] = f"Bearer {token}"
-            self._protocol.send_request(request)
-            self.sock.sendall(b"".join(self._protocol.data_to_send()))
-            while True:
-                data = self.sock.recv(65536)
-                self._protocol.receive_data(data) if data else self._protocol.receive_eof()
-                if self._protocol.handshake_exc is not None:
-                    raise self._protocol.handshake_exc
-                events = self._protocol.events_received()
-                if events and isinstance(events[0], Response):
-                    self._early = events[1:]
-                    break
-                if not data:
-                    raise ConnectionError("the head closed the connection during the handshake")
-            self.sock.setblocking(False)
-        except BaseException:
-            self.sock.close()
-            raise
-        self.address = str(self.sock.getsockname()[0])
-        self._unsent = bytearray()
-
-    def put(self, data: bytes) -> None:
-        self._protocol.send_binary(data)
-        self.push()
-
-    def push(self) -> None:
-        """Send what can be sent now."""
-        for part in self._protocol.data_to_send():
-            self._unsent += part
-        while self._unsent:
-            try:
-                sent = self.sock.send(self._unsent)
-            except BlockingIOError:
-                return
-            del self._unsent[:sent]
-
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._unsent)
-
-    def take(self) -> list[bytes]:
-        """The messages that have arrived.
-
-        Raises:
-            ConnectionError: it is closed; messages that came before were given by earlier calls.
-        """
-        try:
-            data = self.sock.recv(262144)
-        except BlockingIOError:
-            data = None
-        if data is not None:
-            self._protocol.receive_data(data) if data else self._protocol.receive_eof()
-        events, self._early = [*self._early, *self._protocol.events_received()], []
-        self.push()
-        found = [bytes(e.data) for e in events if isinstance(e, Frame) and e.opcode is Opcode.BINARY]
-        closed = data == b"" or any(isinstance(e, Frame) and e.opcode is Opcode.CLOSE for e in events)
-        if closed and not found:
-            raise ConnectionError("the head closed the connection")
-        if closed:
-            self._early = [e for e in events if isinstance(e, Frame) and e.opcode is Opcode.CLOSE]
-        return found
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError, InvalidState):  # it may be closed already, from either side
-            self._protocol.send_close()
-            self.push()
-        self.sock.close()
-
-
 class _Call:
     """A `StoreCall` that waits for its answer."""
 
@@ -244,7 +159,7 @@ class Member:
         self._has_failed = False
         self.has_left = False
         self._closing = False
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -472,15 +387,17 @@ class Member:
                 self._changed.wait(min(0.05, left))
 
     def _run(self) -> None:
+        from unisono.link import Link, Refused  # a script that runs alone needs no WebSocket
+
         away_since = time.monotonic()
         try:
             while not self._closing and self._stopped is None:
                 try:
-                    link = _Link(self.door.head, self.door.token)
-                except (OSError, InvalidHandshake) as error:
-                    if isinstance(error, InvalidStatus) and is_refusal(status := error.response.status_code):
-                        self._stop(RunStopped(f"the head refuses this worker: HTTP {status}"))
-                        return
+                    link = Link(self.door.head, self.door.token)
+                except Refused as refused:
+                    self._stop(RunStopped(f"the head refuses this worker: {refused}"))
+                    return
+                except OSError as error:
                     self._look_around(away_since, error)
                     continue
                 try:
@@ -508,7 +425,7 @@ class Member:
             return
         time.sleep(RETRY_S)
 
-    def _speak(self, link: _Link) -> None:
+    def _speak(self, link: Link) -> None:
         """Talk over one connection until it ends."""
         if self.info.address != link.address:
             self.info = msgspec.structs.replace(self.info, address=link.address)

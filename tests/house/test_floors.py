@@ -36,6 +36,7 @@ FLOORS = {
     "rundir": 2,
     "checkpoint.files": 2,
     "member": 2,
+    "link": 2,
     "fingerprint": 2,
     "lifetime": 2,
     "training.randomness": 2,
@@ -75,11 +76,13 @@ NEIGHBOURS = {
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.randomness"},
-    "member": {"lifetime"},
+    "member": {"lifetime", "link"},
+    "link": {"lifetime"},
     "store": {"member"},
     "rundir": {"journal"},
     "training.tracked": {"training.gradients"},
     "__main__": {"cli"},
+    "launcher": {"cli"},  # it is `unisono run` for a function
     "machine.agent": {"machine.children", "watch"},  # what its workers say goes to the screen
     "machine.children": {"machine.nursery"},  # what is said between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
