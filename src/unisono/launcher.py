@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import inspect
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,6 +23,8 @@ __all__ = ["launch"]
 
 T = TypeVar("T")
 STOP_S: Final = 15.0
+NOT_OPTIONS: Final = ("module", "callable", "result", "outcome")
+"""Of the command, but not of `launch`, which has a function for it."""
 
 
 def launch(
@@ -41,34 +46,89 @@ def launch(
     """
     import cloudpickle
 
-    with tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder:  # mode 700
-        function, result, outcome = (Path(folder) / name for name in ("function", "result", "outcome"))
-        function.touch(mode=0o600)
-        function.write_bytes(cloudpickle.dumps(functools.partial(main, *args)))
+    more = _arguments(options)
+    _check_call(main, args)
+    pickled = cloudpickle.dumps(functools.partial(main, *args))
+    with contextlib.closing(_Memory(pickled)) as function, _Memory.closing() as result, _Memory.closing() as outcome:
         command = [
             *(sys.executable, "-P", "-m", "unisono", "run", "--workers", str(workers), "--threads", str(threads)),
-            *("--callable", str(function), "--result", str(result), "--outcome", str(outcome), "--run-dir", run_dir),
-            *_arguments(options),
+            *("--callable", function.path, "--result", result.path, "--outcome", outcome.path, "--run-dir", run_dir),
+            *more,
         ]
         exit_code, words = _call(command)
-        known = json.loads(outcome.read_text()) if outcome.exists() else {}
+        known = json.loads(outcome.read() or b"{}")
         if exit_code != 0 or not known.get("ok"):
             raise LaunchError(
                 known.get("reason") or words or f"exit code {exit_code}", known.get("traceback", ""), exit_code
             )
-        if not result.exists():
+        returned = result.read()
+        if not returned.endswith(pickle.STOP):  # nothing, or what a worker was killed over
             raise LaunchError(f"the run ended before the function had returned: {known['reason']}", "", exit_code)
-        value: T = cloudpickle.loads(result.read_bytes())
+        value: T = cloudpickle.loads(returned)
         return value
 
 
+class _Memory:
+    """Bytes that other processes of this user can read and write by ``path``, as long as this process has them open.
+
+    On Linux they have no name in any directory, so nothing of them is left, however this process ends.
+    """
+
+    def __init__(self, data: bytes = b"") -> None:
+        if sys.platform == "linux":
+            self._descriptor = os.memfd_create("unisono-launch", os.MFD_CLOEXEC)
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        else:
+            self._descriptor, self.path = tempfile.mkstemp(prefix="unisono-launch-")  # mode 600
+        Path(self.path).write_bytes(data)
+
+    @classmethod
+    def closing(cls) -> contextlib.closing[_Memory]:
+        return contextlib.closing(cls())
+
+    def read(self) -> bytes:
+        return Path(self.path).read_bytes()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        if sys.platform != "linux":
+            os.unlink(self.path)
+
+
+def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """What would raise in every worker is refused here, where the line to change is the last one of the traceback."""
+    name = getattr(main, "__qualname__", repr(main))
+    if not callable(main):
+        raise LaunchError(f"launch calls a function, got {name}", "", 2)
+    try:
+        inspect.signature(main).bind(*args)
+    except ValueError:
+        return  # a builtin that does not tell
+    except TypeError as error:
+        given = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
+        raise LaunchError(f"launch cannot call {name} with the {given} that follow it: {error}", "", 2) from None
+
+
 def _arguments(options: dict[str, Any]) -> list[str]:
+    """The options as they stand on the command line of `unisono run`."""
+    from unisono.cli.run import run
+
+    known = {option: param for param in run.params for option in param.opts if option.startswith("--")}
     found = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
-        if value is True:
-            found.append(option)
-        elif value is not False and value is not None:
+        if option not in known or name in NOT_OPTIONS:
+            names = sorted(
+                other[2:].replace("-", "_")
+                for other, param in known.items()
+                if not getattr(param, "hidden", False) and other not in ("--workers", "--threads", "--run-dir")
+            )
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}=?" if near else f"there are {', '.join(names)}"
+            raise LaunchError(f"launch has no option {name}=; {hint}", "", 2)
+        if getattr(known[option], "is_flag", False):
+            found += [option] if value else []
+        elif value is not None:
             found += [option, str(value)]
     return found
 

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from click.testing import CliRunner
 
 import unisono as unisono_package
-from tests.workers.conftest import Unisono
+from tests.workers.conftest import Command, Unisono
 from unisono import LaunchError, cli, launch
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
@@ -219,7 +220,7 @@ def test_the_script_runs_as_python_would_run_it(unisono: Unisono, script: Script
     command = unisono("run", name, "--workers", 2, "--threads", 2, "--simulate-hosts", 2, "--", "--lr", "0.1", "-x")
     assert command.wait() == 0, command.err
     for worker, host in (("w0", "-0"), ("w1", "-1")):
-        said = json.dumps(["found", [name, "--lr", "0.1", "-x"], name, host])
+        said = json.dumps(["found", [name, "--lr", "0.1", "-x"], str(tmp_path / name), host])
         assert f"[{worker}] {said}" in command.out
         assert f"[{worker}] without end" in command.out
         assert f"[{worker}] to error" in command.err
@@ -232,7 +233,9 @@ def test_a_module_runs_as_python_would_run_it(unisono: Unisono, script: Script) 
     assert "[w0] __main__ ['a', '--b']" in command.out
 
 
-def test_the_traceback_of_the_worker_that_failed_is_the_last_thing(unisono: Unisono, script: Script) -> None:
+def test_the_traceback_of_the_worker_that_failed_is_the_last_thing(
+    unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
     name = script(
         BEGIN
         + """
@@ -246,7 +249,7 @@ def test_the_traceback_of_the_worker_that_failed_is_the_last_thing(unisono: Unis
     assert command.wait() == 1
     assert command.err[-1] == "ValueError: the number is 7"
     start = command.err.index("Traceback (most recent call last):")
-    assert command.err[start + 1].startswith('  File "train.py", line ')
+    assert command.err[start + 1].startswith(f'  File "{tmp_path / name}", line ')
     assert "unisono: failed: worker w1" in command.err[start - 1]
     assert sum("ValueError: the number is 7" in line for line in command.err[start:]) == 1
     assert sum("Traceback" in line for line in [*command.out, *command.err]) == 1
@@ -354,6 +357,7 @@ def test_launch_returns_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) 
     assert "[w1] hello" in shown
 
 
+@pytest.mark.usefixtures("nursery")
 def test_launch_raises_with_the_workers_traceback() -> None:
     def main() -> None:
         raise KeyError("gone")
@@ -362,6 +366,66 @@ def test_launch_raises_with_the_workers_traceback() -> None:
         launch(main, workers=1)
     assert "in main" in caught.value.traceback
     assert "raise KeyError" in caught.value.traceback
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_worker_that_launch_has_to_start_again_finds_the_function() -> None:
+    def main() -> list[str]:
+        import os
+        import signal
+
+        from unisono import member
+
+        me = member.current()
+        assert me is not None
+        if me.worker_id == "w1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        me.ready(0)
+        return [info.worker_id for info in me.wait_notice(0).members]
+
+    assert launch(main, workers=2) == ["w0", "w2"]
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_launch_that_is_killed(number: int, script: Script, tmp_path: Path, mark: str) -> None:
+    """Not even its function on the disk (the fixture `mark` looks for it, and for the processes)."""
+    name = script(
+        """
+        import signal, unisono
+
+        def main():
+            print("here", flush=True)
+            signal.pause()
+
+        unisono.launch(main, workers=1)
+        """
+    )
+    command = Command([sys.executable, name], tmp_path, mark)
+    try:
+        command.line("[w0] here")
+        command.process.send_signal(number)
+        assert command.wait() == -number
+    finally:
+        command.end()
+
+
+def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any process is started."""
+
+    def main(number: int) -> None: ...
+
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(LaunchError, match=r"^launch has no option foo=; there are aside_s, bind, .*timeout_s$"):
+        launch(main, 1, foo=3)
+    with pytest.raises(LaunchError, match=r"^launch has no option time_out_s=; did you mean timeout_s=.$"):
+        launch(main, 1, time_out_s=3)
+    with pytest.raises(LaunchError, match="no option callable="):
+        launch(main, 1, callable="x")
+    with pytest.raises(LaunchError, match=r"main with the 2 arguments that follow it: too many positional arguments$"):
+        launch(main, 1, 2)
+    with pytest.raises(LaunchError, match="launch calls a function, got 3"):
+        launch(3)  # type: ignore[arg-type]
 
 
 def test_launch_refuses_what_the_command_refuses() -> None:

@@ -164,11 +164,7 @@ def _call(function: Path, result: Path) -> None:
     notice = member.latest() if member is not None else None
     first = notice.members[0].worker_id if notice is not None and notice.members else "w0"
     if member is None or member.worker_id == first:
-        part = result.with_suffix(f".{os.getpid()}")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(cloudpickle.dumps(value))
-        part.replace(result)
+        result.write_bytes(cloudpickle.dumps(value))
 
 
 def _flush() -> None:
