@@ -83,7 +83,6 @@ NEIGHBOURS = {
     "training.tracked": {"training.gradients"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "launcher": {"cli"},  # it is `unisono run` for a function
     "machine.agent": {"machine.children", "watch"},  # what its workers say goes to the screen
     "machine.children": {"machine.nursery"},  # what is said between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
