@@ -21,11 +21,12 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from tests.workers.conftest import Unisono, marked, wait_until_gone
+from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.membership import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory
 from unisono.machine.agent import MAX_HEADS
+from unisono.machine.nursery import Birth, Born
 from unisono.member import Door, Member
 from unisono.messages import (
     AgentHello,
@@ -645,3 +646,30 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
     command = unisono("run", name, "--workers", 3)
     assert command.wait() == 0, command.err
     assert sum("timed out: timeout: no key g1/other within 0.0 s" in line for line in command.out) == 3
+
+
+def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nursery: str, tmp_path: Path) -> None:
+    """At once, at any moment: before it has done its first thing as well."""
+    environment = {
+        "UNISONO_HEAD": "ws://127.0.0.1:1",  # nobody is there: it would look for it for a minute
+        "UNISONO_TOKEN_FILE": os.devnull,
+        "UNISONO_WORKER_ID": "w0",
+    }
+    birth = msgspec.msgpack.encode(Birth("w0", ["train.py"], environment, str(tmp_path)))
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        for _ in range(20):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+                agent.connect(standing_nursery)
+                socket.send_fds(agent, [birth], [null, null, null])
+    finally:
+        os.close(null)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:  # it serves one after the other
+        agent.connect(standing_nursery)
+        socket.send_fds(agent, [msgspec.msgpack.encode(Birth("last", [], {}, str(tmp_path)))], [0, 1, 2])
+        agent.settimeout(10)
+        assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Born).name == "last"
+    deadline = time.monotonic() + 5
+    while (left := forked()) and time.monotonic() < deadline:
+        wait_until_gone(set(left), deadline)
+    assert left == {}

@@ -141,6 +141,8 @@ class _Nursery:
                 for channel in (*self._agents, *([self._listener] if self._listener is not None else [])):
                     channel.close()
                 return birth, descriptors
+            with contextlib.suppress(OSError):  # it has done so itself, and perhaps ended since
+                os.setpgid(pid, pid)  # so that its group can be ended from now on
             self._children[pid] = agent
             _say(agent, Born(birth.name, pid))
         for descriptor in descriptors:
@@ -165,7 +167,7 @@ def _say(agent: socket.socket, message: Born | Death) -> None:
 def _be_worker(birth: Birth, descriptors: list[int]) -> int:
     """In the forked child: look like ``python -m unisono.machine.worker ARGUMENTS`` that was just started."""
     nursery = os.getppid()
-    os.setsid()
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
