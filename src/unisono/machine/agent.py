@@ -321,7 +321,8 @@ class _Agent:
             additional_headers={"Authorization": f"Bearer {self._token}"},
             compression=None,
             ping_interval=None,
-            open_timeout=OPEN_S,
+            # Where nothing comes back, an attempt must not outlast by much what the head may be away.
+            open_timeout=min(OPEN_S, 1.0 + self._job.head_away_s) if self._agent_id else OPEN_S,
             close_timeout=1.0,
             max_size=None,
             proxy=None,
