@@ -105,6 +105,14 @@ def test_a_script_knows_where_it_is_after_it_has_changed_the_directory(unisono: 
     assert any("import os" in line for line in command.out)
 
 
+def test_a_variable_that_is_not_text(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environb, b"PLACE", b"caf\xe9")
+    name = script("import os\nprint('got', os.environb[b'PLACE'])\n")
+    command = unisono("run", name, "-n", 1)
+    command.line(r"got b'caf\xe9'")
+    assert command.wait() == 0
+
+
 def test_a_nursery_that_dies_is_named(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNISONO_NURSERY")
     command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 1)

@@ -220,7 +220,7 @@ class Nursery:
             on_born(child)
 
         self._unborn[name] = born
-        birth = msgspec.msgpack.encode(Birth(name, arguments, dict(environment), os.getcwd()))
+        birth = msgspec.msgpack.encode(Birth.of(name, arguments, environment, os.getcwd()))
         try:
             # A few kilobytes, to a process that does nothing else.
             self._channel.settimeout(SEND_TIMEOUT_S)

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -38,9 +39,15 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     name: str
     arguments: list[str]
     """As after ``python -m unisono.machine.worker``."""
-    environment: dict[str, str]
-    folder: str
+    environment: dict[bytes, bytes]
+    """Bytes, like the names of files: not all of them are UTF-8."""
+    folder: bytes
     """The working directory."""
+
+    @classmethod
+    def of(cls, name: str, arguments: list[str], environment: Mapping[str, str], folder: str) -> Birth:
+        inherited = {os.fsencode(key): os.fsencode(value) for key, value in environment.items()}
+        return cls(name, arguments, inherited, os.fsencode(folder))
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):
@@ -177,11 +184,11 @@ def _be_worker(birth: Birth, descriptors: list[int]) -> int:
         os.close(descriptor)
     os.chdir(birth.folder)
     os.environ.clear()
-    os.environ.update(birth.environment)
+    os.environb.update(birth.environment)
     os.environ[PARENT] = str(nursery)
     os.environ["UNISONO_TOKEN_FILE"] = f"/proc/self/fd/{token}"
     # A nursery that stands by itself was started with another environment than the run.
-    for folder in reversed(birth.environment.get("PYTHONPATH", "").split(os.pathsep)):
+    for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:
             sys.path.insert(1, folder)
     sys.argv = ["unisono.machine.worker", *birth.arguments]
