@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.journal import compare, read
-from unisono.testing import run_workers
+from unisono.testing import Faults, run_workers
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nursery")]
 
@@ -213,3 +214,35 @@ def test_a_paused_run_can_be_stopped_and_scaled(unisono: Unisono, run_dir: Path,
         assert unisono("stop", run_dir).wait() == 0
         assert command.wait() == 0, command.err
     assert 20 < len(steps_of(run_dir)) < STEPS
+
+
+ONE_TENSOR = """
+    import torch, unisono
+
+    with unisono.Run(seed=3) as run:
+        model = torch.nn.Linear(12, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        data = list(torch.randn(54, 12, generator=torch.Generator().manual_seed(1)))
+        for step in run.steps(data, batch_size=24, microbatches=8, epochs=1000, max_steps=8):
+            for batch in step:
+                step.backward(model(batch).square().mean(), weight=len(batch))
+            optimizer.step()
+"""
+
+
+def test_a_loss_at_the_end_of_an_admission_finds_some_in_the_step_already(
+    unisono: Unisono, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few are left then: who is still at the boundary does not pause there, but with the others after the step."""
+    name = script(ONE_TENSOR)
+    calm = unisono("run", name, "-n", 1, "--run-dir", tmp_path / "calm")
+    assert calm.wait() == 0, calm.err
+    faults = Faults().kill("w0", step=3, at="after_backward").kill("w3", at="in_admission")
+    for variable, value in faults.environment().items():
+        monkeypatch.setenv(variable, value)
+    options = ["--workers", "4:4", "--exchange", "two-level", "--simulate-hosts", 2]
+    hurt = unisono("run", *options, "--run-dir", tmp_path / "hurt", name)
+    hurt.line("paused: 3 of at least 4 workers")
+    assert hurt.wait() == 0, hurt.err
+    assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 8 steps")

@@ -112,6 +112,7 @@ class Rounds:
         self.heard_about_checkpoints: Callable[[list[tuple[float, ...]], int], None] = lambda words, generation: None
         """Gets what all said, by rank, and in which generation."""
         self._kind, self._num_leaves = "step", 1
+        self._begun = False
         self._fresh = True
         self._layout: FlatLayout | None = None
         self._held: dict[Node, Slot] = {}
@@ -223,15 +224,20 @@ class Rounds:
 
     def pauses(self) -> bool:
         """Whether all wait at this boundary: there are fewer members than the run wants. The same on all of them."""
-        return not self._must_meet and self.team.paused()
+        if self._must_meet:
+            return False
+        # Some may have left this boundary before the loss that brought the others here: all do what these have begun.
+        begun = {report.kind for report in self._reports or () if report.begun}
+        return "together" in begun if begun else self.team.paused()
 
     def wait(self) -> None:
-        """Between two steps, while the run is paused: wait for the next generation. Collective.
+        """Between two steps, if the run is paused: wait for the next generation. Collective.
 
         Raises:
             RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
         """
-        self._enter(self.team.wait_until_resumed(self._report()))
+        if self.team.paused():
+            self._enter(self.team.wait_until_resumed(self._report()))
 
     def _enter(self, reports: list[Report]) -> None:
         """Go on with the members of another generation. Collective."""
@@ -250,7 +256,7 @@ class Rounds:
 
     def start(self, kind: str, num_leaves: int) -> Plan:
         """Begin the next round; says what this member computes. Local, except after a loss."""
-        self._kind, self._num_leaves = kind, num_leaves
+        self._kind, self._num_leaves, self._begun = kind, num_leaves, True
         self._held = {}
         self.news = ""
         reports, self._reports = self._reports, None
@@ -329,7 +335,7 @@ class Rounds:
         When that member is lost meanwhile, the next first one does it. ``work`` is called on all of them, perhaps
         more than once.
         """
-        self.start("evaluation", 1)
+        self.start("together", 1)
         while True:
             try:
                 with self.team.waiting():
@@ -344,6 +350,7 @@ class Rounds:
 
     def _finish(self, last: _Last) -> None:
         self._last = last
+        self._begun = False
         self._held = {}
         self.number += 1
 
@@ -383,6 +390,7 @@ class Rounds:
             step=self.step,
             round=self.number,
             kind=self._kind,
+            begun=self._begun,
             num_leaves=self._num_leaves,
             have=[(node.level, node.index) for node in have],
             lines=self.lines,
@@ -425,7 +433,7 @@ class Rounds:
         behind = min(reports, key=lambda report: report.round)
         if behind.round != self.number - 1:
             raise StepError(f"a member is in round {behind.round}, this one in {self.number}: more than one apart")
-        if behind.kind == "evaluation":
+        if behind.kind != "step":
             with self.team.waiting():
                 self.team.exchange.all_gather(self._last.letter)
             return

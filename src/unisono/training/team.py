@@ -48,7 +48,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     """The round that it has not finished yet."""
     kind: str
-    """"step" or "evaluation"."""
+    """"step", "evaluation" or "together"."""
+    begun: bool = False
+    """It is inside that round, not at the boundary before it."""
     num_leaves: int
     have: list[tuple[int, int]] = []
     """Nodes of that round that it has finished."""
