@@ -91,8 +91,16 @@ class Wire:
         group = self._connected()
         return self._started(group._allgather_base(out, data, AllgatherOptions()), out, data)
 
+    def all_gather_equal(self, data: bytes) -> list[bytes]:
+        """Everyone's ``data``, by rank, equally long (and not empty). Blocks, for one way there and back."""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        letters = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
+        self.all_gather(letters, own).wait()
+        rows = letters.cpu().view(self.size, len(data))
+        return [ctypes.string_at(row.data_ptr(), len(data)) for row in rows]
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everyone's ``data``, by rank. Blocks."""
+        """Everyone's ``data``, by rank. Blocks, for two ways there and back."""
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         self.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=self.device)).wait()
         lengths = [int(size) for size in sizes.tolist()]

@@ -41,6 +41,8 @@ from unisono.training.tracked import Tracked
 
 __all__ = ["Helping", "Rounds"]
 
+TOGETHER_BYTES = 16 << 20
+"""Up to this size the tensors of a state are sent together: over a long way each broadcast costs its time."""
 LEAST_PAUSE_S = 0.0005
 MOST_PAUSE_S = 0.02
 """A member that is done looks this often whether another is late: four times in the time of a micro-batch."""
@@ -511,18 +513,31 @@ class Rounds:
         own = msgspec.msgpack.encode(_head(packed)) if packed is not None and self.team.rank == source else b""
         head = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=_Head)
         mine = self.team.rank == source and packed is not None
-        tensors = []
-        for place, (kind, shape) in enumerate(head.kinds):
-            if mine:
-                assert packed is not None
-                tensor = packed.tensors[place]
-            else:
-                tensor = torch.empty(shape, dtype=getattr(torch, kind))
+        empty = (torch.empty(shape, dtype=getattr(torch, kind)) for kind, shape in head.kinds)
+        tensors = packed.tensors if mine and packed is not None else list(empty)
+        for group in _groups(tensors):
             point("in_admission")
-            exchange.broadcast(tensor, source)
-            tensors.append(tensor)
+            views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
+            together = torch.cat([view.cpu() for view in views]) if len(views) > 1 else views[0]
+            exchange.broadcast(together, source)
+            if not mine:
+                for view, piece in zip(views, together.split([len(view) for view in views]), strict=True):
+                    view.copy_(piece)
         state: dict[str, Any] = unpack(head.skeleton, tensors)
         return state
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """All of them, in their order; small ones together. The same on whoever knows their dtypes and shapes."""
+    groups: list[list[torch.Tensor]] = []
+    nbytes = TOGETHER_BYTES
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        if nbytes > TOGETHER_BYTES:
+            groups.append([])
+            nbytes = tensor.nbytes
+        groups[-1].append(tensor)
+    return groups
 
 
 def _head(packed: Packed, *, digests: bool = False) -> _Head:
