@@ -69,7 +69,9 @@ class Checkpoints:
     keep_every: int | None = None
     """Keep also those of every so many steps."""
     on_signal: int | None = 143
-    """At SIGTERM, finish the step, write a checkpoint and leave with this exit code; None: end at once."""
+    """At SIGTERM, finish the step, write a checkpoint and leave with this exit code; None: end at once.
+
+    Under ``unisono run`` Ctrl-C does the same and leaves with 130."""
     overlap: bool = True
     """Copy large parameters and optimizer states while the next micro-batches are computed, which do not change them.
     False copies everything before the next step begins: for a loop whose head, before the inner loop, writes them
