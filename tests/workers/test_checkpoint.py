@@ -137,7 +137,7 @@ def test_a_pause_begins_with_a_checkpoint(
 ) -> None:
     """However it ends: here it is stopped. No checkpoint was due before."""
     directory = tmp_path / "run"
-    for name, value in Faults().kill("w1", at="after_backward", step=4).environment().items():
+    for name, value in Faults().kill("w1", at="before_combine", step=4).environment().items():
         monkeypatch.setenv(name, value)
     options = ["--workers", "2:2", "--max-restarts", 0, "--run-dir", directory]
     command = unisono("run", *options, SCRIPT, "--", "--every", 0)

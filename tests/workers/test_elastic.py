@@ -238,7 +238,7 @@ def test_a_loss_at_the_end_of_an_admission_finds_some_in_the_step_already(
     name = script(ONE_TENSOR)
     calm = unisono("run", name, "-n", 1, "--run-dir", tmp_path / "calm")
     assert calm.wait() == 0, calm.err
-    faults = Faults().kill("w0", step=3, at="after_backward").kill("w3", at="in_admission")
+    faults = Faults().kill("w0", step=3, at="before_combine").kill("w3", at="in_admission")
     for variable, value in faults.environment().items():
         monkeypatch.setenv(variable, value)
     options = ["--workers", "4:4", "--exchange", "two-level", "--simulate-hosts", 2]
