@@ -13,7 +13,8 @@ TRIALS = 5
 def cpu_seconds(code: str) -> float:
     """CPU seconds of a fresh interpreter that runs ``code``: unlike the wall clock, it does not see busy neighbours."""
     measured = f"import time\nstart = time.process_time()\n{code}\nprint(time.process_time() - start)"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # An installed library is compiled once and not at every import: the first trial may do it.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", measured]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     return float(done.stdout)
