@@ -12,10 +12,10 @@ into the same processes::
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -75,12 +75,17 @@ def AloneRun(directory: str | os.PathLike[str] | None = None, **options: Any) ->
 
 
 class Place:
-    """One process's access to the others: its shared memory for life, and a new exchange for every run."""
+    """One process's access to the others: its shared memory for life, and a new exchange for every run.
 
-    def __init__(self, seat: Seat, kind: str, port: int) -> None:
+    They meet in a file. A `dist.TCPStore` asks for the name of whoever connects: a name server that does not answer
+    costs five seconds, and a process that is forked meanwhile finds the resolver locked for ever.
+    """
+
+    def __init__(self, seat: Seat, kind: str, path: str) -> None:
         torch.set_num_threads(1)
         self._seat, self._kind = seat, kind
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        self._store = dist.FileStore(path, -1)
+        self._store.set_timeout(timedelta(seconds=TIMEOUT_S))
         self._board = Board.create()
         self._store.set(f"board-{seat.rank}", self._board.address)
         self._boards = [self._store.get(f"board-{rank}").decode() for rank in range(seat.size)]
@@ -119,19 +124,15 @@ class Place:
 
 def train_on(kind: str, size: int, body: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
     """What ``body(seat, place, *arguments)`` returns in each of ``size`` processes, by rank."""
-    with _store() as port, Team(size, _in_place, kind, port, body, arguments, deadline_s=deadline_s) as team:
+    with (
+        tempfile.NamedTemporaryFile(prefix="unisono-test-") as file,
+        Team(size, _in_place, kind, file.name, body, arguments, deadline_s=deadline_s) as team,
+    ):
         return team.results()
 
 
-def _in_place(seat: Seat, kind: str, port: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    place = Place(seat, kind, port)
+def _in_place(seat: Seat, kind: str, path: str, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    place = Place(seat, kind, path)
     result = body(seat, place, *arguments)
     place.wait_for_all()
     return result
-
-
-@contextlib.contextmanager
-def _store() -> Iterator[int]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store
