@@ -41,9 +41,12 @@ class Facts(NamedTuple):
 
     def saying(self, word: Sequence[float]) -> Facts:
         """These, with that word about checkpoints."""
-        return Facts(*self[:10], *word)
+        return Facts(*self[:_WORD], *word)
 
     @property
     def word(self) -> tuple[float, ...]:
         """About checkpoints."""
-        return self[10:14]
+        return self[_WORD:]
+
+
+_WORD = Facts._fields.index("checkpoint")

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from unisono.words import count
+
 __all__ = ["JOURNAL", "Difference", "Journal", "compare", "conclude", "end_line", "read", "summary", "truncate"]
 
 JOURNAL = "journal.jsonl"
@@ -207,7 +209,7 @@ def compare(a: Path, b: Path) -> str:
     ours, theirs = _comparable(a), _comparable(b)
     num_steps = 0
     for mine, other in zip(ours, theirs, strict=False):
-        equal = f"equal for {_count(num_steps)}"
+        equal = f"equal for {count(num_steps, 'step')}"
         if mine["kind"] != other["kind"] or mine.get("ok") != other.get("ok"):
             raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}")
         for key, value in mine.items():
@@ -220,17 +222,15 @@ def compare(a: Path, b: Path) -> str:
         shorter, longer = (a, b) if len(ours) < len(theirs) else (b, a)
         last, rest = min(ours, theirs, key=len)[-1], max(ours, theirs, key=len)[min(len(ours), len(theirs))]
         why = "" if last["kind"] == "end" else " (it was killed, or is still going)"
-        raise Difference(f"equal for {_count(num_steps)}; then {longer} {_does(rest)}, and {shorter} says no more{why}")
+        raise Difference(
+            f"equal for {count(num_steps, 'step')}; then {longer} {_does(rest)}, and {shorter} says no more{why}"
+        )
     if ours[-1]["kind"] != "end":
-        return f"identical so far: {_count(num_steps)}, neither has ended"
+        return f"identical so far: {count(num_steps, 'step')}, neither has ended"
     if not ours[-1]["ok"]:
-        return f"identical: {_count(num_steps)}, both failed"
+        return f"identical: {count(num_steps, 'step')}, both failed"
     digests = "".join(f", {name} {digest}" for name, digest in (ours[-1]["digests"] or {}).items())
-    return f"identical: {_count(num_steps)}{digests}"
-
-
-def _count(num_steps: int) -> str:
-    return f"{num_steps} step" if num_steps == 1 else f"{num_steps} steps"
+    return f"identical: {count(num_steps, 'step')}{digests}"
 
 
 def _name(line: Line) -> str:

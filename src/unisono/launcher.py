@@ -12,12 +12,12 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from unisono.errors import LaunchError
+from unisono.lifetime import Memory
+from unisono.words import count
 
 __all__ = ["launch"]
 
@@ -49,7 +49,7 @@ def launch(
     more = _arguments(options)
     _check_call(main, args)
     pickled = cloudpickle.dumps(functools.partial(main, *args))
-    with contextlib.closing(_Memory(pickled)) as function, _Memory.closing() as result, _Memory.closing() as outcome:
+    with _memory(pickled) as function, _memory() as result, _memory() as outcome:
         command = [
             *(sys.executable, "-P", "-m", "unisono", "run", "--workers", str(workers), "--threads", str(threads)),
             *("--callable", function.path, "--result", result.path, "--outcome", outcome.path, "--run-dir", run_dir),
@@ -68,31 +68,8 @@ def launch(
         return value
 
 
-class _Memory:
-    """Bytes that other processes of this user can read and write by ``path``, as long as this process has them open.
-
-    On Linux they have no name in any directory, so nothing of them is left, however this process ends.
-    """
-
-    def __init__(self, data: bytes = b"") -> None:
-        if sys.platform == "linux":
-            self._descriptor = os.memfd_create("unisono-launch", os.MFD_CLOEXEC)
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        else:
-            self._descriptor, self.path = tempfile.mkstemp(prefix="unisono-launch-")  # mode 600
-        Path(self.path).write_bytes(data)
-
-    @classmethod
-    def closing(cls) -> contextlib.closing[_Memory]:
-        return contextlib.closing(cls())
-
-    def read(self) -> bytes:
-        return Path(self.path).read_bytes()
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-        if sys.platform != "linux":
-            os.unlink(self.path)
+def _memory(data: bytes = b"") -> contextlib.closing[Memory]:
+    return contextlib.closing(Memory("unisono-launch", data))
 
 
 def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -105,8 +82,9 @@ def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
     except ValueError:
         return  # a builtin that does not tell
     except TypeError as error:
-        given = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
-        raise LaunchError(f"launch cannot call {name} with the {given} that follow it: {error}", "", 2) from None
+        raise LaunchError(
+            f"launch cannot call {name} with the {count(len(args), 'argument')} that follow it: {error}", "", 2
+        ) from None
 
 
 def _arguments(options: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Final
 __all__ = [
     "PARENT",
     "SILENCE_S",
-    "Secret",
+    "Memory",
     "bind_to_parent",
     "end_group",
     "end_when_silent",
@@ -111,23 +111,29 @@ def name_process(name: str) -> None:
         Path("/proc/self/comm").write_text(name)
 
 
-class Secret:
-    """A text that children can read through a path, and nobody else.
+class Memory:
+    """Bytes that other processes of this user can reach, as long as this process has them open.
 
-    Pass ``descriptor`` on to them (``pass_fds``) and tell them ``path``. Close it at the end.
+    On Linux they have no name in any directory, so nothing of them is left, however this process ends. Close them at
+    the end.
     """
 
-    def __init__(self, text: str) -> None:
-        self._file: Path | None = None
+    def __init__(self, name: str, data: bytes = b"") -> None:
         if sys.platform == "linux":
-            self.descriptor = os.memfd_create("unisono-token", 0)
-            self.path = f"/proc/self/fd/{self.descriptor}"
+            self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+            self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+            """For whoever knows it."""
+            self.inherited_path = f"/proc/self/fd/{self.descriptor}"
+            """For those to whom ``descriptor`` was passed on (``pass_fds``), and for nobody else."""
         else:
-            self.descriptor, self.path = tempfile.mkstemp(prefix="unisono-token-")  # mode 600
-            self._file = Path(self.path)
-        os.write(self.descriptor, text.encode())
+            self.descriptor, self.path = tempfile.mkstemp(prefix=f"{name}-")  # mode 600
+            self.inherited_path = self.path
+        Path(self.path).write_bytes(data)
+
+    def read(self) -> bytes:
+        return Path(self.path).read_bytes()
 
     def close(self) -> None:
         os.close(self.descriptor)
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        if sys.platform != "linux":
+            os.unlink(self.path)

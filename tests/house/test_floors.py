@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "messages": 0,
     "facts": 0,
+    "words": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
     "decisions.tree": 1,
     "decisions.plan": 1,

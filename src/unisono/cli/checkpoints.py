@@ -12,6 +12,7 @@ import click
 from unisono.checkpoint import files
 from unisono.checkpoint.files import Manifest
 from unisono.errors import CheckpointError, UsageError
+from unisono.words import count
 
 __all__ = ["checkpoints"]
 
@@ -74,9 +75,8 @@ def _list(found: list[Path], *, check: bool) -> int:
 
 def _line(manifest: Manifest) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
-    workers = "1 worker" if manifest.num_workers == 1 else f"{manifest.num_workers} workers"
     metrics = "".join(f"  {name} {value:.6g}" for name, value in manifest.metrics.items())
-    return f"{when}  {_size(manifest.num_bytes)}  {workers}{metrics}"
+    return f"{when}  {_size(manifest.num_bytes)}  {count(manifest.num_workers, 'worker')}{metrics}"
 
 
 def _size(num_bytes: int) -> str:

@@ -124,6 +124,8 @@ class Balance:
             last_seconds: what that of the step **before** took; its own time follows with the next one.
             nodes: by rank, what it has carried.
         """
+        if len(self._hosts) < 2:
+            return  # nothing travels
         if self._num_seen > WARM_UP:
             self._node_seconds.append(last_seconds / (self._num_nodes + 1))
         self._num_nodes = max(

@@ -61,6 +61,7 @@ from unisono.messages import (
     WorkerExit,
     WorkerLate,
 )
+from unisono.words import count, listed
 
 __all__ = [
     "ALIVE",
@@ -401,15 +402,6 @@ def resumed(state: State, now: float) -> State:
     return dataclasses.replace(state, workers=workers, suspected_at=None)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _names(worker_ids: list[str]) -> str:
-    *others, last = worker_ids
-    return f"{', '.join(others)} and {last}" if others else last
-
-
 class _Turn:
     """One call of `step`: a draft of the next state."""
 
@@ -584,16 +576,16 @@ class _Turn:
             policy=dataclasses.replace(state.policy, maximum=state.policy.maximum + adds),
         )
         if not hello.primary:
-            self.reasons.append(f"{hello.host} joins with {_count(hello.num_workers, 'worker')}")
+            self.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
         self.order(agent_id, hello.num_workers)
 
-    def order(self, agent_id: str, count: int, delay_s: float = 0.0, reason: str = "") -> None:
+    def order(self, agent_id: str, num_workers: int, delay_s: float = 0.0, reason: str = "") -> None:
         first = self.state.next_number
-        ids = [f"w{number}" for number in range(first, first + count)]
+        ids = [f"w{number}" for number in range(first, first + num_workers)]
         if not ids:
             return
         ordered = {i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id) for i in ids}
-        self.put(workers={**self.state.workers, **ordered}, next_number=first + count)
+        self.put(workers={**self.state.workers, **ordered}, next_number=first + num_workers)
         self.send(agent_id, Start(worker_ids=ids, delay_s=delay_s, reason=reason))
 
     def agent_leaves(self, agent_id: str, message: Lost) -> None:
@@ -666,14 +658,12 @@ class _Turn:
             why = f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended"
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
-        if worker.state is not _S.HOLDING:
-            return
-        # The first step of its life may load and compile for a long time, on every worker.
-        settled = beat.num_steps > 1
-        if beat.waiting:
+        if worker.state is not _S.HOLDING or beat.waiting:
             return
         if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
             return
+        # The first step of its life may load and compile for a long time, on every worker.
+        settled = beat.num_steps > 1
         hang_s = max(policy.hang_s, 10 * state.step_seconds) * (1 if settled else FIRST_STEP)
         where = f"step {beat.step}" + (f", micro-batch {beat.microbatch}" if beat.microbatch >= 0 else "")
         if beat.seconds_at > hang_s:
@@ -834,7 +824,7 @@ class _Turn:
         self.put(policy=dataclasses.replace(policy, minimum=minimum, start=start, maximum=num_workers, grows=False))
         staying = [w for w in self.workers(*ALIVE) if not w.draining]
         missing = num_workers - len(staying)
-        why = f"scaled to {_count(num_workers, 'worker')}, from {len(staying)}"
+        why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}"
         self.reasons.append(why)
         if missing < 0:
             self.drain([w.worker_id for w in staying[missing:]], why)
@@ -892,7 +882,7 @@ class _Turn:
         if self.state.ended is None and not self.finish():
             self.plan()
         if self.state.ended is None and self.drained:
-            self.reasons.append(f"{_names(self.drained)} will leave")
+            self.reasons.append(f"{listed(self.drained)} will leave")
 
     def go_on_without(self) -> None:
         state = self.state
@@ -972,8 +962,8 @@ class _Turn:
         enough = len(want) >= policy.minimum
         paused = state.notice is not None and state.notice.paused
         if leaves or (enough and (joins or paused)):
-            words = [f"{_names(joins)} {'joins' if len(joins) == 1 else 'join'}"] if joins else []
-            words += [f"{_names(leaves)} {'leaves' if len(leaves) == 1 else 'leave'}"] if leaves else []
+            words = [f"{listed(joins)} {'joins' if len(joins) == 1 else 'join'}"] if joins else []
+            words += [f"{listed(leaves)} {'leaves' if len(leaves) == 1 else 'leave'}"] if leaves else []
             self.drained = [i for i in self.drained if i not in leaves]
             self.announce(want, ", ".join(words) or "enough workers are there again", immediate=False)
 
@@ -984,11 +974,11 @@ class _Turn:
         fewer = 0 < len(infos) < state.policy.minimum
         generation = state.generation + 1
         if fewer:
-            reason = f"{why}; paused: {len(infos)} of at least {_count(state.policy.minimum, 'worker')}"
+            reason = f"{why}; paused: {len(infos)} of at least {count(state.policy.minimum, 'worker')}"
         elif not infos:
             reason = why
         else:
-            reason = f"{why}; generation {generation} with {_count(len(infos), 'worker')}"
+            reason = f"{why}; generation {generation} with {count(len(infos), 'worker')}"
         notice = Notice(generation=generation, members=infos, immediate=immediate, paused=fewer, reason=reason)
         concerned = {*state.members, *state.before, *(info.worker_id for info in infos)}
         self.put(

@@ -101,17 +101,9 @@ class Wire:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's ``data``, by rank. Blocks, for two ways there and back."""
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        self.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=self.device)).wait()
-        lengths = [int(size) for size in sizes.tolist()]
-        longest = max(max(lengths), 1)
-        own = torch.zeros(longest, dtype=torch.uint8)
-        if data:
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        letters = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(letters, own.to(self.device)).wait()
-        rows = letters.cpu().view(self.size, longest)
-        return [ctypes.string_at(row.data_ptr(), length) for row, length in zip(rows, lengths, strict=True)]
+        lengths = [int.from_bytes(size, "little") for size in self.all_gather_equal(len(data).to_bytes(8, "little"))]
+        letters = self.all_gather_equal(data.ljust(max(*lengths, 1), b"\0"))
+        return [letter[:length] for letter, length in zip(letters, lengths, strict=True)]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the wire's device) with that of rank ``source``. Blocks."""

@@ -37,7 +37,7 @@ from unisono.checkpoint import files
 from unisono.decisions.membership import Policy, exit_words
 from unisono.errors import UsageError
 from unisono.journal import conclude
-from unisono.lifetime import PARENT, Secret, bind_to_parent, end_when_silent, fill_standard_streams
+from unisono.lifetime import PARENT, Memory, bind_to_parent, end_when_silent, fill_standard_streams
 from unisono.machine.children import Child, Nursery, spawn
 from unisono.messages import (
     AgentHello,
@@ -109,7 +109,8 @@ def run(job: Job, service: Service) -> int:
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     listener = _listen(service)
-    secret = Secret(token := secrets.token_urlsafe(32))
+    token = secrets.token_urlsafe(32)
+    secret = Memory("unisono-token", token.encode())
     url = _url(_reachable(service.bind), listener.getsockname()[1])
     try:
         return asyncio.run(_run(job, service, listener, secret, token, url))
@@ -118,7 +119,7 @@ def run(job: Job, service: Service) -> int:
         secret.close()
 
 
-async def _run(job: Job, service: Service, listener: socket.socket, secret: Secret, token: str, url: str) -> int:
+async def _run(job: Job, service: Service, listener: socket.socket, secret: Memory, token: str, url: str) -> int:
     settings = {
         "policy": service.policy,
         "listener": listener.fileno(),
@@ -140,10 +141,10 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Secr
 class _Head:
     """The head's process, and its memory: a head that dies is followed by another that knows what it had decided."""
 
-    def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Secret) -> None:
+    def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Memory) -> None:
         self._settings = settings
         self._descriptors = (listener.fileno(), secret.descriptor)
-        self._environment = {**os.environ, "UNISONO_TOKEN_FILE": secret.path, PARENT: str(os.getpid())}
+        self._environment = {**os.environ, "UNISONO_TOKEN_FILE": secret.inherited_path, PARENT: str(os.getpid())}
         self._starts: deque[float] = deque(maxlen=MAX_HEADS)
         self.snapshot = b""
         """What the head last said of itself (`Snapshot`)."""
@@ -176,7 +177,7 @@ def join(job: Job, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
-    secret = Secret(token)
+    secret = Memory("unisono-token", token.encode())
 
     async def work() -> int:
         return await _Agent(job, url, token, secret, terminal(), None).run()
@@ -231,7 +232,7 @@ class _Agent:
         head: the head where this agent starts it; None in ``unisono join``.
     """
 
-    def __init__(self, job: Job, url: str, token: str, secret: Secret, screen: Terminal, head: _Head | None) -> None:
+    def __init__(self, job: Job, url: str, token: str, secret: Memory, screen: Terminal, head: _Head | None) -> None:
         self._job = job
         self._url = url
         self._token = token
@@ -452,7 +453,7 @@ class _Agent:
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
             "UNISONO_HEAD": self._url,
-            "UNISONO_TOKEN_FILE": self._secret.path,
+            "UNISONO_TOKEN_FILE": self._secret.inherited_path,
             "UNISONO_WORKER_ID": worker_id,
             "UNISONO_HOST": label,
             "UNISONO_RUN_DIR": job.run_dir,

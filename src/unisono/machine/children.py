@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from unisono.errors import UsageError
-from unisono.lifetime import Secret, end_group
+from unisono.lifetime import Memory, end_group
 from unisono.machine.nursery import Birth, Born, Death
 
 __all__ = ["Child", "Nursery", "Output", "spawn"]
@@ -174,7 +174,7 @@ def spawn(name: str, command: list[str], environment: Mapping[str, str], pass_fd
 class Nursery:
     """The process that forks workers (`unisono.machine.nursery`)."""
 
-    def __init__(self, environment: Mapping[str, str], secret: Secret, standing: str) -> None:
+    def __init__(self, environment: Mapping[str, str], secret: Memory, standing: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._secret = secret
         self.child: Child | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, TextIO
 
 from unisono.messages import Ended, StepDone
+from unisono.words import count
 
 __all__ = ["Plain", "Rich", "Terminal", "summary", "terminal"]
 
@@ -71,10 +72,6 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _workers(number: int) -> str:
-    return "1 worker" if number == 1 else f"{number} workers"
-
-
 def summary(pace: _Pace, ended: Ended) -> str:
     """The run in one line."""
     if not ended.ok:
@@ -83,8 +80,7 @@ def summary(pace: _Pace, ended: Ended) -> str:
     if last is None:
         return f"{ended.reason} in {pace.elapsed_s:.1f} s"
     done = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
-    steps = "1 step" if pace.num_steps == 1 else f"{pace.num_steps} steps"
-    return f"{done}: {steps} in {pace.elapsed_s:.1f} s on {_workers(last.num_workers)}"
+    return f"{done}: {count(pace.num_steps, 'step')} in {pace.elapsed_s:.1f} s on {count(last.num_workers, 'worker')}"
 
 
 class Plain:
@@ -137,7 +133,7 @@ class Plain:
         self._write(
             self._out,
             f"unisono: step {last.step + 1}{of}  loss {last.loss:.4f}  {self._pace.samples_per_second:,.0f} samples/s  "
-            f"{_duration(self._pace.left_s)} left  {_workers(last.num_workers)}",
+            f"{_duration(self._pace.left_s)} left  {count(last.num_workers, 'worker')}",
         )
 
     def _write(self, stream: TextIO, line: str) -> None:
@@ -208,7 +204,7 @@ class Rich:
             "loss": f"{done.loss:.4f}",
             "rate": f"{self._pace.samples_per_second:,.0f}",
             "left": _duration(self._pace.left_s),
-            "who": _workers(done.num_workers),
+            "who": count(done.num_workers, "worker"),
         }
         total = done.num_steps or None
         with contextlib.suppress(OSError):  # the terminal is gone

@@ -1,0 +1,18 @@
+"""Numbers and names in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["count", "listed"]
+
+
+def count(number: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Sequence[str]) -> str:
+    """``w1``, ``w1 and w2``, ``w1, w2 and w3``."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
