@@ -106,6 +106,8 @@ def _arguments(options: dict[str, Any]) -> list[str]:
             raise LaunchError(f"launch has no option {name}=; {hint}", "", 2)
         if getattr(known[option], "is_flag", False):
             found += [option] if value else []
+        elif getattr(known[option], "multiple", False):
+            found += [word for each in value for word in (option, str(each))]
         elif value is not None:
             found += [option, str(value)]
     return found

@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from unisono.checkpoint import files, saving
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare, read
+from unisono.rundir import describe
 from unisono.testing import Faults, Outcome, run_workers
 
 pytestmark = pytest.mark.timeout(120)
@@ -558,6 +560,46 @@ def test_workers_cannot_take_the_directory_of_a_run_that_is_going(unisono: Uniso
 
 # -- the command -----------------------------------------------------------------------------------------
 
+FAILS_ONCE = """
+    import pathlib, sys, torch, unisono
+
+    with unisono.Run(seed=1, checkpoint=unisono.Checkpoints(every_steps=3)) as run:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        data = torch.arange(32.0).view(16, 2) / 32
+        for step in run.steps(data, batch_size=8, microbatches=int(sys.argv[1]), epochs=6):
+            for batch in step:
+                step.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step.number == 7 and not pathlib.Path("failed").exists():
+                pathlib.Path("failed").touch()
+                sys.exit("it was to fail")
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "train.py").write_text(textwrap.dedent(FAILS_ONCE))
+    there = ["sh", "-c", 'cd work && exec "$@"', "sh"]
+    options = ["-n", 2, "--threads", 2, "--run-dir", "../run", "train.py", "--", 4]
+    assert unisono("run", *options, before=there).wait() == 1
+    again = unisono("run", "--resume", "run", "-n", 1)
+    assert again.wait() == 0, again.err
+    again.line(f"goes on with train.py 4 in {tmp_path / 'work'}")
+    again.line("goes on at step ")
+    options[options.index("../run")] = "../calm"
+    assert unisono("run", *options, before=there).wait() == 0
+    assert compare(tmp_path / "run", tmp_path / "calm").startswith("identical: 12 steps")
+    other = unisono("run", "--resume", "run", "work/train.py", "--", 8)
+    assert other.wait() == 1
+    other.line("resume_anyway={'microbatches'} or --resume-anyway microbatches")
+    asked_for = unisono("run", "--resume", "run", "--resume-anyway", "microbatches", "work/train.py", "--", 8)
+    assert asked_for.wait() == 0, asked_for.err
+    asked_for.line("another recipe, as asked for")
+
 
 def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -582,6 +624,10 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["run", "--resume", "alone"], "alone does not say which script it was made with; give the script"),
+        (["run", "--resume", "moved"], "the run began in /nowhere, which cannot be used (No such file or directory)"),
+        (["run", "--resume", "gone"], "there is no script gone.py (looked in /)"),
+        (["run", "--resume-anyway", "seed", "x.py"], "give --resume DIR as well"),
         (["checkpoints", "nowhere"], "nowhere holds no checkpoint; give the directory of a run"),
         (["run", "--resume", "nowhere", "x.py"], "--resume nowhere: there is no such directory"),
         (["run", "--resume", ".", "--overwrite", "x.py"], "give one of them"),
@@ -589,6 +635,14 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
 )
 def test_what_the_command_refuses(arguments: list[str], said: str, unisono: Unisono, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("")
+    facts = {
+        "alone": {},
+        "moved": {"command": {"folder": "/nowhere", "arguments": ["x.py"]}},
+        "gone": {"command": {"folder": "/", "arguments": ["gone.py"]}},
+    }
+    for name, known in facts.items():
+        (tmp_path / name).mkdir()
+        describe(tmp_path / name, {"run_id": "1", **known})
     command = unisono(*arguments)
     assert command.wait() == 2
     assert said in "\n".join(command.err)

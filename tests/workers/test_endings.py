@@ -71,9 +71,9 @@ def test_an_interrupted_run_writes_a_checkpoint_and_says_how_to_go_on(unisono: U
     assert alarms(command.err) == []
     hint = command.line("to go on from it: ")
     assert checkpoint.name in hint
-    _, run, *words = shlex.split(hint.partition("to go on from it: ")[2])
-    words[words.index("1000000")] = str(int(checkpoint.name.removeprefix("step-")) + 1)
-    again = unisono(run, *words)
+    _, *words = shlex.split(hint.partition("to go on from it: ")[2])
+    more = ["--steps", str(int(checkpoint.name.removeprefix("step-")) + 1)]
+    again = unisono(*words, SCRIPT, "--", *more)
     assert again.wait() == 0, again.err
     again.line("did step")
 

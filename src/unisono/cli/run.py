@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,11 +30,13 @@ __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script
 @click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does.")
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers: N; "
               "every GPU, else every core; or at least A and at most B.")  # fmt: skip
-@click.option("--threads", default=1, show_default=True, help="CPU threads of a worker. Part of the result's bits.")
+@click.option("--threads", type=int, show_default="1", help="CPU threads of a worker. Part of the result's bits.")
 @click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's.")
 @click.option("--overwrite", is_flag=True, help="Replace the run that the directory holds.")
 @click.option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
-              "checkpoints, at any number of workers.")  # fmt: skip
+              "checkpoints, at any number of workers; without SCRIPT, with the run's own.")  # fmt: skip
+@click.option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
+              "checkpoint's, e.g. microbatches. It changes the bits.")  # fmt: skip
 @click.option("--exchange", type=click.Choice(["auto", "shared", "gloo", "two-level"]), default="auto",
               show_default=True, help="How gradients meet.")  # fmt: skip
 @click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
@@ -75,10 +78,11 @@ class Options:
     arguments: tuple[str, ...]
     module: str | None
     workers: str
-    threads: int
+    threads: int | None
     run_dir: str
     overwrite: bool
     resume: str
+    resume_anyway: tuple[str, ...]
     exchange: str
     bind: str
     port: int
@@ -98,7 +102,7 @@ class Options:
     outcome: str
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
+        if self.threads is not None and self.threads < 1:
             raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
@@ -116,20 +120,25 @@ def render(options: Options) -> tuple[Job, Service]:
     from unisono.decisions.membership import Policy
     from unisono.machine.agent import Job, Service
 
+    check_text("the run directory", options.run_dir, options.resume)
+    run_dir, resume, facts = options.run_dir, options.resume, dict[str, Any]()
+    if resume:
+        run_dir, resume, facts = _resumed(Path(resume), run_dir, overwrite=options.overwrite)
+    elif options.resume_anyway:
+        raise UsageError("--resume-anyway says what may differ when a run goes on; give --resume DIR as well")
+    if run_dir:
+        run_dir = str(Path(run_dir).resolve())
+        _check_directory(Path(run_dir))
     if options.function:
         command = ["--callable", options.function, options.result]
+    elif resume and options.script is None and options.module is None:
+        command = _recorded(Path(resume), facts)
     else:
         command = script_arguments(options.script, options.module, options.arguments)
         check_text("the script or one of its arguments", *command)
     check_text("the working directory", os.getcwd())
-    check_text("the run directory", options.run_dir, options.resume)
-    first, minimum, maximum, grows = parse_workers(options.workers, options.threads)
-    run_dir, resume = options.run_dir, options.resume
-    if resume:
-        run_dir, resume = _resumed(Path(resume), run_dir, overwrite=options.overwrite)
-    if run_dir:
-        run_dir = str(Path(run_dir).resolve())
-        _check_directory(Path(run_dir))
+    threads = options.threads or _recorded_threads(facts)
+    first, minimum, maximum, grows = parse_workers(options.workers, threads)
     policy = Policy(
         start=first,
         minimum=minimum,
@@ -144,11 +153,12 @@ def render(options: Options) -> tuple[Job, Service]:
     )
     job = Job(
         arguments=command,
-        num_workers=first if grows else min(maximum, max(first, count_workers(options.threads))),
-        threads=options.threads,
+        num_workers=first if grows else min(maximum, max(first, count_workers(threads))),
+        threads=threads,
         run_dir=run_dir,
         overwrite=options.overwrite,
         resume=resume,
+        resume_anyway=options.resume_anyway,
         simulate_hosts=options.simulate_hosts,
         head_away_s=options.head_away_s,
         start=options.start,
@@ -232,8 +242,10 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def _resumed(path: Path, run_dir: str, *, overwrite: bool) -> tuple[str, str]:
-    """The run's directory, and what to go on from, that ``--resume`` means."""
+def _resumed(path: Path, run_dir: str, *, overwrite: bool) -> tuple[str, str, dict[str, Any]]:
+    """The run's directory, what to go on from, and what the run says of itself, that ``--resume`` means."""
+    from unisono.rundir import read_facts
+
     if overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
     if not path.is_dir():
@@ -243,7 +255,35 @@ def _resumed(path: Path, run_dir: str, *, overwrite: bool) -> tuple[str, str]:
     ours = ("run.json", "journal.jsonl", "checkpoints")
     if not inside and not run_dir and not any((own / name).exists() for name in ours):
         raise UsageError(f"--resume {path}: that directory holds no run")
-    return run_dir or str(own), str(path.resolve())
+    return run_dir or str(own), str(path.resolve()), read_facts(own)
+
+
+def _recorded(resume: Path, facts: dict[str, Any]) -> list[str]:
+    """What the run was started with. Goes to the folder where that was."""
+    wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
+    match facts.get("command"):
+        case {"folder": str(folder), "arguments": [str(), *_] as arguments}:
+            pass
+        case _:
+            raise UsageError(f"{resume} does not say which script it was made with; {wanted}")
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UsageError(
+            f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}"
+        ) from None
+    is_module = arguments[0] == "-m"
+    script, module = (None, arguments[1]) if is_module else (arguments[0], None)
+    command = script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))
+    click.echo(f"unisono: goes on with {shlex.join(command)} in {folder}", err=True)
+    return command
+
+
+def _recorded_threads(facts: dict[str, Any]) -> int:
+    match facts.get("recipe"):
+        case {"threads": int(threads)} if threads >= 1:
+            return threads
+    return 1
 
 
 def _check_directory(folder: Path) -> None:

@@ -84,6 +84,8 @@ class Job:
     overwrite: bool = False
     resume: str = ""
     """The run or the checkpoint to go on from."""
+    resume_anyway: tuple[str, ...] = ()
+    """What of the recipe may differ then."""
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
     head_away_s: float = 60.0
@@ -91,6 +93,13 @@ class Job:
     """fork: from a process that has imported torch; spawn: each by itself."""
     outcome: str = ""
     """Write how the run ended to this file (JSON) and do not print the traceback."""
+
+    @property
+    def command(self) -> str:
+        """What ``unisono run --resume`` needs to know (JSON); "" for a function, which has no name."""
+        if self.arguments[0] == "--callable":
+            return ""
+        return json.dumps({"folder": os.getcwd(), "arguments": self.arguments})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,6 +468,8 @@ class _Agent:
             "UNISONO_RUN_DIR": job.run_dir,
             "UNISONO_OVERWRITE": "1" if job.overwrite else "",
             "UNISONO_RESUME": job.resume,
+            "UNISONO_RESUME_ANYWAY": " ".join(job.resume_anyway),
+            "UNISONO_COMMAND": job.command,
             "UNISONO_THREADS": threads,
             "UNISONO_LOCAL_RANK": str(local_rank),
             "UNISONO_HEAD_AWAY_S": str(job.head_away_s),
@@ -539,7 +550,5 @@ class _Agent:
         done = files.complete(Path(self._run_dir) / files.FOLDER)
         if not done:
             return ""
-        first = 2 if self._job.arguments[0] == "-m" else 1
-        script, rest = self._job.arguments[:first], self._job.arguments[first:]
-        again = shlex.join(["unisono", "run", "--resume", self._run_dir, *script, *(["--"] if rest else []), *rest])
+        again = shlex.join(["unisono", "run", "--resume", self._run_dir])
         return f"the newest checkpoint is {done[-1].name}; to go on from it: {again}"

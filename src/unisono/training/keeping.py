@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ from unisono.training.tracked import Tracked
 
 __all__ = ["Keeper"]
 
+RECIPE: Final = {*(part.name for part in fields(Cursor)), "threads"}
+"""What a word may change, and the bits with it."""
 FIXED: Final = "parameters"
 """The part of a recipe that no word can change: the state would not fit."""
 
@@ -40,7 +43,9 @@ class Keeper:
     Args:
         directory: None keeps nothing.
         resume: "auto": go on with what the directory holds, if anything; a path: with what is there; "": begin.
-        anyway: parts of the recipe that may differ from the checkpoint's.
+        anyway: parts of the recipe that may differ from the checkpoint's, by the script.
+        also_anyway: the same, by the command line.
+        command: how ``unisono run`` was called (JSON); "": it was not.
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class Keeper:
         policy: Checkpoints | None,
         resume: str,
         anyway: Collection[str],
+        also_anyway: Collection[str],
+        command: str,
         overwrite: bool,
         device: torch.device,
         threads: int,
@@ -60,13 +67,19 @@ class Keeper:
             raise UsageError(f"{what} the directory of the run: unisono.Run(directory, ...), or --run-dir")
         if isinstance(anyway, str):
             raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
-        if FIXED in anyway:
+        may_differ = {*anyway, *also_anyway}
+        if FIXED in may_differ:
             raise UsageError("resume_anyway cannot hold 'parameters': a state does not fit into another model")
+        if unknown := sorted(may_differ - RECIPE):
+            raise UsageError(
+                f"resume_anyway names parts of the recipe ({', '.join(sorted(RECIPE))}); {unknown[0]!r} is none"
+            )
         self.directory = directory
         self.policy = policy
         self._tracked = tracked
         self._resume = resume
-        self._anyway = set(anyway)
+        self._anyway = may_differ
+        self._command = command
         self._overwrite = overwrite
         self._device = device
         self._threads = threads
@@ -137,8 +150,11 @@ class Keeper:
         self._claim(self.directory)
         recipe = self._recipe(cursor)
         facts: dict[str, Any] = {"run_id": self._run_id, "started": time.time()}
+        before = read_facts(self.directory)
+        if command := json.loads(self._command) if self._command else before.get("command"):
+            facts["command"] = command
         if self._loaded is None and self._resume:
-            facts["resumed"] = read_facts(self.directory).get("resumed", [])
+            facts["resumed"] = before.get("resumed", [])
             self._loaded = self._find(self.directory)
         facts |= {
             "recipe": {name: value for name, value in recipe.items() if name != FIXED},
@@ -191,6 +207,8 @@ class Keeper:
         if refused:
             names = sorted({row[0].partition(":")[0] for row in refused} - {FIXED})
             help_ = f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, names))}}}" if names else ""
+            if help_ and self._command:
+                help_ += f" or {' '.join(f'--resume-anyway {name}' for name in names)}"
             raise RecipeError(
                 f"{loaded.path} was made with another recipe:\n{table(refused)}\n"
                 f"Change the script back, which gives the same bits as a run that was never stopped{help_}"

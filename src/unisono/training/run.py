@@ -105,6 +105,8 @@ class Run:
             policy=checkpoint,
             resume=environment.get("UNISONO_RESUME") or os.fspath(resume or ""),
             anyway=resume_anyway,
+            also_anyway=environment.get("UNISONO_RESUME_ANYWAY", "").split(),
+            command=environment.get("UNISONO_COMMAND", ""),
             overwrite=overwrite or environment.get("UNISONO_OVERWRITE") == "1",
             device=self.device,
             threads=self._arithmetic.threads,
