@@ -212,6 +212,11 @@ def test_a_change_without_a_slow_member_says_the_shares() -> None:
         change.say(["w0", "w1", "w2"])
         == "the 12 micro-batches follow the workers' paces and the network: w0 4, w1 4, w2 4"
     )
+    change = Change((0, 4), (1.0, 1.0), frozenset({0}), for_network=True)
+    assert change.say(["w0", "w1"]) == (
+        "w0 is as fast as the others again: it gets 0 of 4 now; "
+        "shares that fit the paces better would take longer to send"
+    )
 
 
 @given(st.integers(1, 40), st.data())

@@ -167,6 +167,14 @@ def test_an_optimizer_of_other_parameters() -> None:
             run.steps(vectors(), batch_size=24, microbatches=4)
 
 
+def test_an_average_needs_no_optimizer() -> None:
+    with AloneRun() as run, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = Mlp()
+        run.track(model=model, optimizer=AdamW(model.parameters()), average=torch.optim.swa_utils.AveragedModel(model))
+        run.steps(vectors(), batch_size=24, microbatches=4)
+
+
 def test_parameters_on_another_device(loop: Loop) -> None:
     loop.model.register_parameter("away", nn.Parameter(torch.empty(3, device="meta")))
     with pytest.raises(UsageError, match=says("model.away is on meta", "this worker on cpu", "model.to(run.device)")):

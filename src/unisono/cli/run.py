@@ -269,9 +269,7 @@ def _recorded(resume: Path, facts: dict[str, Any]) -> list[str]:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise UsageError(
-            f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}"
-        ) from None
+        raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
     is_module = arguments[0] == "-m"
     script, module = (None, arguments[1]) if is_module else (arguments[0], None)
     command = script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))

@@ -74,6 +74,8 @@ class Change:
             shares = ", ".join(f"{name} {count}" for name, count in zip(worker_ids, self.counts, strict=True))
             what = "the workers' paces and the network" if self.for_network else "the workers' paces"
             parts.append(f"the {num_leaves} micro-batches follow {what}: {shares}")
+        elif self.for_network:
+            parts.append("shares that fit the paces better would take longer to send")
         return "; ".join(parts)
 
 

@@ -102,7 +102,8 @@ class Tracked:
                     "before the optimizer is made"
                 )
         for name, module in self.modules.items():
-            self._warn_of_untracked(name, module)
+            if not isinstance(module, torch.optim.swa_utils.AveragedModel):  # it is averaged, never optimized
+                self._warn_of_untracked(name, module)
         for value in self._objects.values():
             if isinstance(value, torch.amp.GradScaler):
                 # It makes its scale when it first sees a loss, which a worker without a micro-batch never shows it.
