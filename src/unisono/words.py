@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["count", "listed"]
+__all__ = ["count", "listed", "progress"]
 
 
 def count(number: int, noun: str) -> str:
@@ -16,3 +16,11 @@ def listed(names: Sequence[str]) -> str:
     """``w1``, ``w1 and w2``, ``w1, w2 and w3``."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def progress(done: int, total: int) -> str:
+    """``3 of 40 steps``; ``3 steps`` where the total is 0, unknown.
+
+    Steps by number (`Step.number`, the journal, errors) count from 0, so the screen says how many are done instead.
+    """
+    return f"{done} of {count(total, 'step')}" if total else count(done, "step")

@@ -246,7 +246,7 @@ def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path, capsys: pytes
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 9 steps")
     assert "nothing is left to do" not in capsys.readouterr().err
     train(tmp_path / "a", num_steps=9, checkpoint=EVERY, resume="auto")
-    assert "nothing is left to do: step 9 of 9 is done" in capsys.readouterr().err
+    assert "nothing is left to do: 9 of 9 steps are done" in capsys.readouterr().err
 
 
 def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_the_status_of_a_run_that_diverged(tmp_path: Path) -> None:
     """A loss that is no number is a string in the journal."""
     (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": "nan"}\n')
     shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
-    assert shown.output == "stopped\nstep 4 of 9, loss nan\n"
+    assert shown.output == "stopped\n4 of 9 steps, loss nan\n"
 
 
 @pytest.mark.parametrize(("other", "code"), [("a", 0), ("b", 1)])
@@ -275,7 +275,7 @@ def test_steps_are_shown_and_summed_up(unisono: Unisono, script: Script) -> None
     )
     command = unisono("run", name, "--workers", 2)
     assert command.wait() == 0
-    assert "unisono: step 3/3  loss 0.3333  16 samples/s  0:00 left  2 workers" in command.out
+    assert "unisono: 3 of 3 steps  loss 0.3333  16 samples/s  0:00 left  2 workers" in command.out
     assert command.out[-1].startswith("unisono: finished: 3 steps in ")
     assert command.out[-1].endswith(" s on 2 workers")
 
@@ -309,7 +309,7 @@ def test_a_terminal_gets_a_progress_line(script: Script, tmp_path: Path) -> None
     assert process.wait(20) == 0
     text = shown.decode()
     assert "a line of its own" in text
-    assert "step 1/1" in text
+    assert "1 of 1 step " in text
     assert "loss 0.5000" in text
     assert "finished: 1 step in" in text
 
@@ -337,8 +337,8 @@ def test_plain_lines_come_at_most_every_two_seconds_and_the_last_always() -> Non
         now[0] += PLAIN_EVERY_S / 4
     screen.close(Ended(ok=True, reason="finished"))
     lines = out.getvalue().splitlines()
-    assert [line.split()[2] for line in lines[:-1]] == ["1/100", "5/100", "9/100", "10/100"]
-    assert lines[0] == "unisono: step 1/100  loss 2.0000  10 samples/s  1:39 left  4 workers"
+    assert [line.split()[1] for line in lines[:-1]] == ["1", "5", "9", "10"]
+    assert lines[0] == "unisono: 1 of 100 steps  loss 2.0000  10 samples/s  1:39 left  4 workers"
     assert lines[-1] == "unisono: finished: 10 steps in 5.0 s on 4 workers"
 
 

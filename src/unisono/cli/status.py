@@ -11,6 +11,7 @@ import click
 
 from unisono.cli.reach import NotGoing, ask_status, find
 from unisono.errors import UsageError
+from unisono.words import progress
 
 __all__ = ["status"]
 
@@ -45,7 +46,7 @@ def _words(found: dict[str, Any]) -> str:
     workers = found.get("workers", [])
     lines = [f"{found.get('state', 'unknown')}: {found.get('reason', '')}".rstrip(": ")]
     step, num_steps, loss = found.get("step"), found.get("num_steps", 0), found.get("loss")
-    at = f"step {step + 1}" + (f" of {num_steps}" if num_steps else "") if step is not None else "no step yet"
+    at = progress(step + 1, num_steps) if step is not None else "no step yet"
     lines.append(at + (f", loss {float(loss):.4f}" if loss is not None else ""))
     if found.get("started"):
         lines.append(f"running for {time.time() - found['started']:.0f} s, generation {found.get('generation', 0)}")

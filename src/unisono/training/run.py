@@ -36,6 +36,7 @@ from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Clock, Step, StepContext
 from unisono.training.team import AloneTeam, HeadTeam, Team
 from unisono.training.tracked import Tracked
+from unisono.words import progress
 
 __all__ = ["Run"]
 
@@ -364,7 +365,7 @@ class Run:
         if first is None:
             return
         if first >= num_steps > 0 and self.is_main:
-            print(f"unisono: nothing is left to do: step {first} of {num_steps} is done", file=sys.stderr, flush=True)
+            print(f"unisono: nothing is left to do: {progress(first, num_steps)} are done", file=sys.stderr, flush=True)
         ahead = _Ahead(rounds, cursor, num_steps)
         fetcher = Fetcher(
             dataset,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, TextIO
 
 from unisono.messages import Ended, StepDone
-from unisono.words import count
+from unisono.words import count, progress
 
 __all__ = ["Plain", "Rich", "Terminal", "summary", "terminal"]
 
@@ -129,11 +129,10 @@ class Plain:
             return
         self._shown_at = self._clock()
         self._is_shown = True
-        of = f"/{last.num_steps}" if last.num_steps else ""
         self._write(
             self._out,
-            f"unisono: step {last.step + 1}{of}  loss {last.loss:.4f}  {self._pace.samples_per_second:,.0f} samples/s  "
-            f"{_duration(self._pace.left_s)} left  {count(last.num_workers, 'worker')}",
+            f"unisono: {progress(last.step + 1, last.num_steps)}  loss {last.loss:.4f}  "
+            f"{self._pace.samples_per_second:,.0f} samples/s  {_duration(self._pace.left_s)} left  {count(last.num_workers, 'worker')}",
         )
 
     def _write(self, stream: TextIO, line: str) -> None:
@@ -170,7 +169,7 @@ class Rich:
         self._pace = _Pace(clock)
         self._is_error_shared = sys.stderr.isatty()
         self._progress = Progress(
-            TextColumn("step {task.fields[at]}"),
+            TextColumn("{task.fields[done]}"),
             BarColumn(bar_width=30),
             TextColumn(
                 "loss {task.fields[loss]}  {task.fields[rate]} samples/s  {task.fields[left]} left  {task.fields[who]}"
@@ -200,7 +199,7 @@ class Rich:
     def step(self, done: StepDone) -> None:
         self._pace.add(done)
         fields: dict[str, Any] = {
-            "at": f"{done.step + 1}/{done.num_steps}" if done.num_steps else str(done.step + 1),
+            "done": progress(done.step + 1, done.num_steps),
             "loss": f"{done.loss:.4f}",
             "rate": f"{self._pace.samples_per_second:,.0f}",
             "left": _duration(self._pace.left_s),
