@@ -129,11 +129,14 @@ class Plain:
             return
         self._shown_at = self._clock()
         self._is_shown = True
-        self._write(
-            self._out,
-            f"unisono: {progress(last.step + 1, last.num_steps)}  loss {last.loss:.4f}  "
-            f"{self._pace.samples_per_second:,.0f} samples/s  {_duration(self._pace.left_s)} left  {count(last.num_workers, 'worker')}",
+        parts = (
+            progress(last.step + 1, last.num_steps),
+            f"loss {last.loss:.4f}",
+            f"{self._pace.samples_per_second:,.0f} samples/s",
+            f"{_duration(self._pace.left_s)} left",
+            count(last.num_workers, "worker"),
         )
+        self._write(self._out, f"unisono: {'  '.join(parts)}")
 
     def _write(self, stream: TextIO, line: str) -> None:
         """Whatever becomes of the line, the training goes on."""
