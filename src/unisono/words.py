@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
-__all__ = ["count", "listed", "progress"]
+__all__ = ["count", "exit_words", "listed", "progress"]
 
 
 def count(number: int, noun: str) -> str:
@@ -24,3 +25,14 @@ def progress(done: int, total: int) -> str:
     Steps by number (`Step.number`, the journal, errors) count from 0, so the screen says how many are done instead.
     """
     return f"{done} of {count(total, 'step')}" if total else count(done, "step")
+
+
+def exit_words(exit_code: int) -> str:
+    """How a process has ended, to follow its name."""
+    if exit_code < 0:
+        try:
+            name = f" ({signal.Signals(-exit_code).name})"
+        except ValueError:
+            name = ""
+        return f"was killed by signal {-exit_code}{name}"
+    return f"ended with exit code {exit_code} and without a word"

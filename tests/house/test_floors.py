@@ -24,6 +24,7 @@ FLOORS = {
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
+    "decisions.roster": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
     "decisions.cadence": 1,
@@ -75,6 +76,7 @@ NEIGHBOURS = {
     "messages": {"errors"},
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "decisions.membership": {"decisions.roster"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.randomness"},
     "member": {"lifetime", "link"},
@@ -109,8 +111,8 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "head", "machine.agent", "watch", "decisions.membership", "messages", "journal", "rundir", "lifetime"),
-    *("testing", "decisions.cadence", "checkpoint.files"),
+    *("cli", "head", "machine.agent", "watch", "decisions.roster", "decisions.membership", "decisions.cadence"),
+    *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
 )
 
 

@@ -12,21 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.decisions.membership import (
-    ALIVE,
     TRANSITIONS,
     Action,
     Event,
     Hangup,
-    Policy,
     Send,
-    State,
     Tick,
-    Worker,
-    WorkerState,
     differences,
     next_deadline,
     step,
 )
+from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState
 from unisono.errors import ProtocolError, UsageError
 from unisono.messages import (
     AgentHello,

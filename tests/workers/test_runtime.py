@@ -22,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.decisions.membership import Policy
+from unisono.decisions.roster import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory
 from unisono.machine.agent import MAX_HEADS

@@ -117,7 +117,7 @@ class Options:
 
 def render(options: Options) -> tuple[Job, Service]:
     """What the agent and the head are to do, checked before anything is started."""
-    from unisono.decisions.membership import Policy
+    from unisono.decisions.roster import Policy
     from unisono.machine.agent import Job, Service
 
     check_text("the run directory", options.run_dir, options.resume)

@@ -1,14 +1,7 @@
 """Who is in the run: a table, without input, output or clock.
 
-`step` takes the state, one event and the time, and gives the next state, what is to be sent, and the reason in one
-sentence. Everything that the head does about members comes from here.
-
-A worker goes through::
-
-    ORDERED --Hello--> STARTING --Ready--> READY --notice--> ADMITTED --Holding--> HOLDING --Finished--> FINISHED
-                                             ^                   |                    |
-                                             +--loss of another--+                    +--Left--> LEFT, or LOST
-                                                                                      +--hangs-> ASIDE -> LOST
+`step` takes the state (`unisono.decisions.roster`), one event and the time, and gives the next state, what is to be
+sent, and the reason in one sentence. Everything that the head does about members comes from here.
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
 
@@ -29,13 +22,13 @@ wait for it for `Policy.hang_s`; its own report.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from unisono.errors import ProtocolError, UsageError
+from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, number_of
+from unisono.errors import ProtocolError
 from unisono.messages import (
     AgentHello,
     Beat,
@@ -61,97 +54,12 @@ from unisono.messages import (
     WorkerExit,
     WorkerLate,
 )
-from unisono.words import count, listed
+from unisono.words import count, exit_words, listed
 
-__all__ = [
-    "ALIVE",
-    "TRANSITIONS",
-    "Action",
-    "Agent",
-    "Event",
-    "Hangup",
-    "Policy",
-    "Send",
-    "State",
-    "Tick",
-    "Worker",
-    "WorkerState",
-    "differences",
-    "exit_words",
-    "next_deadline",
-    "resumed",
-    "step",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """The settings of the membership. Times in seconds."""
-
-    start: int
-    """Generation 1 waits for this many workers."""
-    minimum: int = 1
-    """With fewer the run pauses."""
-    maximum: int
-    """More are not admitted."""
-    grows: bool = True
-    """A machine that joins raises ``maximum`` by its workers as long as it is there."""
-    max_restarts: int = 10
-    """How many lost workers are replaced; every `FORGIVE_STEPS` steps forgive one."""
-    strict: bool = False
-    """Refuse a worker whose arithmetic may differ."""
-    heartbeat_timeout_s: float = 5.0
-    """A member that says nothing for this long is lost."""
-    late_s: float = 3.0
-    """A member that others wait for and that gets nowhere for this long is reported."""
-    aside_s: float = 10.0
-    """A member that others wait for and that gets nowhere for this long is left out: they compute its micro-batches."""
-    hang_s: float = 60.0
-    """... and for this long is ended."""
-    grace_s: float = 0.05
-    """How long a closed connection may be without an agent that watches the process."""
-    reconnect_s: float = 1.0
-    """How long a closed connection may be when an agent would know of the process's end."""
-    suspect_s: float = 1.0
-    """How long a broken exchange waits for its cause to be known before the same members try again."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.minimum <= self.start <= self.maximum:
-            raise UsageError(
-                f"a run needs 1 <= minimum <= start <= maximum workers, got {self.minimum}, {self.start} and "
-                f"{self.maximum}"
-            )
-        if self.max_restarts < 0:
-            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
-        for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} is a time in seconds above 0, got {getattr(self, name)}")
-
-
-class WorkerState(enum.Enum):
-    """Where a worker stands; the value is the word for it."""
-
-    ORDERED = "ordered"
-    """An agent was told to start it."""
-    STARTING = "starting"
-    """It is connected and runs the script up to the training loop."""
-    READY = "ready"
-    """It waits to be admitted."""
-    ADMITTED = "admitted"
-    """It is in the newest generation and does not hold the run's state yet."""
-    HOLDING = "training"
-    """It holds the run's state: it can go on when others are lost."""
-    ASIDE = "aside"
-    """It hangs: the others go on without it. It may still wake up, and then ends to join again."""
-    FINISHED = "finished"
-    LEFT = "left"
-    LOST = "lost"
+__all__ = ["TRANSITIONS", "Action", "Event", "Hangup", "Send", "Tick", "differences", "next_deadline", "step"]
 
 
 _S = WorkerState
-ALIVE: Final = frozenset({_S.ORDERED, _S.STARTING, _S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE})
-_GONE: Final = frozenset({_S.FINISHED, _S.LEFT, _S.LOST})
-
 STAY: Final = None
 
 # What a worker may say in which state, and where that leads (STAY: the state is the same, the message counts). What is
@@ -215,90 +123,6 @@ MAX_SUSPICIONS: Final = 3
 """So often in a row the same members try again before one of them has to go."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Worker:
-    worker_id: str
-    state: WorkerState
-    agent: str = ""
-    """Who started it; empty when nobody did, or that agent is gone."""
-    info: MemberInfo | None = None
-    phase: int = 0
-    generation: int = 0
-    """The newest generation that it said `Holding` of."""
-    heard_at: float = 0.0
-    closed_at: float | None = None
-    """Since when its connection is closed."""
-    beat: Beat | None = None
-    late_at: int = -1
-    """The progress value at which it was reported late."""
-    draining: bool = False
-
-    @property
-    def number(self) -> int:
-        return _number(self.worker_id)
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.worker_id} (pid {self.info.pid})" if self.info else f"worker {self.worker_id}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agent:
-    agent_id: str
-    host: str
-    primary: bool
-    adds: int = 0
-    """By how much it raises `Policy.maximum` while it is there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """Everything that the table knows."""
-
-    policy: Policy
-    workers: Mapping[str, Worker] = field(default_factory=dict)
-    agents: Mapping[str, Agent] = field(default_factory=dict)
-    next_number: int = 0
-    notice: Notice | None = None
-    """The newest."""
-    before: tuple[str, ...] = ()
-    """The members of the generation before a planned one."""
-    held: bool = False
-    """Somebody has held the run's state: there is something to lose."""
-    fingerprint: Mapping[str, str] | None = None
-    used_restarts: int = 0
-    committed: int = -1
-    """The last step that is done."""
-    step_seconds: float = 0.0
-    tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
-    """By step and micro-batch: where its computation has raised."""
-    suspected_at: float | None = None
-    suspicion: str = ""
-    """Who found the exchange broken then, and how."""
-    suspicions: Mapping[str, int] = field(default_factory=dict)
-    num_suspicions: int = 0
-    finishing: bool = False
-    stopping: str = ""
-    ended: Ended | None = None
-
-    @property
-    def generation(self) -> int:
-        return self.notice.generation if self.notice else 0
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        return tuple(info.worker_id for info in self.notice.members) if self.notice else ()
-
-    @property
-    def word(self) -> str:
-        """waiting, training, paused, finished or failed."""
-        if self.ended is not None:
-            return "finished" if self.ended.ok else "failed"
-        if self.notice is None or not self.notice.members:
-            return "waiting"
-        return "paused" if self.notice.paused else "training"
-
-
 @dataclass(frozen=True)
 class Tick:
     """Time has passed."""
@@ -351,7 +175,7 @@ def next_deadline(state: State) -> float | None:
     """When the table wants to see a `Tick`; None: only when something happens."""
     if state.ended is not None:
         return None
-    times = [_silent_at(state, worker) for worker in state.workers.values()]
+    times = [state.silent_at(worker) for worker in state.workers.values()]
     times.append(state.suspected_at + state.policy.suspect_s if state.suspected_at is not None else None)
     return min((time for time in times if time is not None), default=None)
 
@@ -363,43 +187,6 @@ def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]
         for key in sorted({*first, *other})
         if first.get(key) != other.get(key)
     ]
-
-
-def _number(worker_id: str) -> int:
-    digits = worker_id.removeprefix("w")
-    return int(digits) if digits.isdecimal() else 0
-
-
-def _silent_at(state: State, worker: Worker) -> float | None:
-    """When the worker counts as lost if nothing more is heard of it."""
-    if worker.state not in ALIVE or worker.state is _S.ORDERED:
-        return None
-    policy = state.policy
-    if worker.closed_at is not None:
-        return worker.closed_at + (policy.reconnect_s if worker.agent in state.agents else policy.grace_s)
-    # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
-    patient = worker.state in (_S.STARTING, _S.READY)
-    return worker.heard_at + (max(policy.hang_s, policy.heartbeat_timeout_s) if patient else policy.heartbeat_timeout_s)
-
-
-def exit_words(exit_code: int) -> str:
-    """How a process has ended, to follow its name."""
-    if exit_code < 0:
-        try:
-            name = f" ({signal.Signals(-exit_code).name})"
-        except ValueError:
-            name = ""
-        return f"was killed by signal {-exit_code}{name}"
-    return f"ended with exit code {exit_code} and without a word"
-
-
-def resumed(state: State, now: float) -> State:
-    """The state as a head takes it over from one that has died: everybody has yet to come back."""
-    workers = {
-        worker_id: dataclasses.replace(worker, heard_at=now, closed_at=None, beat=None, late_at=-1)
-        for worker_id, worker in state.workers.items()
-    }
-    return dataclasses.replace(state, workers=workers, suspected_at=None)
 
 
 class _Turn:
@@ -445,7 +232,7 @@ class _Turn:
         """Everybody has taken the newest generation."""
         state = self.state
         return all(
-            worker.state in _GONE or (worker.state is _S.HOLDING and worker.generation == state.generation)
+            worker.state in GONE or (worker.state is _S.HOLDING and worker.generation == state.generation)
             for worker in (state.workers[m] for m in state.members)
         )
 
@@ -512,7 +299,7 @@ class _Turn:
                 next_number=max(self.state.next_number, worker.number + 1),
             )
         worker = self.state.workers[worker_id]
-        if worker.state in _GONE and not isinstance(message, Hello):
+        if worker.state in GONE and not isinstance(message, Hello):
             return
         if worker.state is _S.LOST:  # its machine was cut off, and is back
             self.actions.append(Hangup(worker_id, f"the run goes on without {worker.name}: it was out of reach"))
@@ -843,7 +630,7 @@ class _Turn:
 
     def tick(self) -> None:
         for worker in list(self.state.workers.values()):
-            deadline = _silent_at(self.state, worker)
+            deadline = self.state.silent_at(worker)
             if deadline is None or deadline > self.now:
                 continue
             if worker.closed_at is not None:
@@ -992,13 +779,13 @@ class _Turn:
         if not any(known.startswith(reason) for known in self.reasons):
             # What was broken comes before what is done about it, what was asked for before what follows from it.
             self.reasons.insert(0 if immediate else len(self.reasons), reason)
-        for worker_id in sorted(concerned, key=_number):
+        for worker_id in sorted(concerned, key=number_of):
             if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE):
                 self.send(worker_id, notice)
 
 
 def _in_order(found: Iterable[MemberInfo | None]) -> list[MemberInfo]:
     """Members of one host stand together; hosts and members in the order of their worker numbers."""
-    infos = sorted((info for info in found if info is not None), key=lambda info: _number(info.worker_id))
+    infos = sorted((info for info in found if info is not None), key=lambda info: number_of(info.worker_id))
     hosts = list(dict.fromkeys(info.host for info in infos))
     return sorted(infos, key=lambda info: hosts.index(info.host))

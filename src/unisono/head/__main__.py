@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.decisions.membership import Policy
+from unisono.decisions.roster import Policy
 from unisono.head.server import Head
 from unisono.lifetime import bind_to_parent, name_process
 

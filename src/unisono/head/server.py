@@ -21,21 +21,8 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from unisono.decisions.membership import (
-    ALIVE,
-    Event,
-    Hangup,
-    Policy,
-    Send,
-    State,
-    Tick,
-    Worker,
-    WorkerState,
-    differences,
-    next_deadline,
-    resumed,
-    step,
-)
+from unisono.decisions.membership import Event, Hangup, Send, Tick, differences, next_deadline, step
+from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
 from unisono.lifetime import end_group, end_when_silent

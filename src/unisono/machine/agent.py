@@ -34,7 +34,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from unisono.checkpoint import files
-from unisono.decisions.membership import Policy, exit_words
+from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
 from unisono.journal import conclude
 from unisono.lifetime import PARENT, Memory, bind_to_parent, end_when_silent, fill_standard_streams
@@ -59,6 +59,7 @@ from unisono.messages import (
     is_refusal,
 )
 from unisono.watch.terminal import Terminal, terminal
+from unisono.words import exit_words
 
 __all__ = ["Job", "Service", "join", "machine_label", "run"]
 

@@ -1,0 +1,202 @@
+"""What the membership table knows: settings, workers, machines, the newest generation.
+
+A worker goes through::
+
+    ORDERED --Hello--> STARTING --Ready--> READY --notice--> ADMITTED --Holding--> HOLDING --Finished--> FINISHED
+                                             ^                   |                    |
+                                             +--loss of another--+                    +--Left--> LEFT, or LOST
+                                                                                      +--hangs-> ASIDE -> LOST
+
+`unisono.decisions.membership` has the rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from unisono.errors import UsageError
+from unisono.messages import Beat, Ended, Failed, MemberInfo, Notice
+
+__all__ = ["ALIVE", "GONE", "Agent", "Policy", "State", "Worker", "WorkerState", "number_of", "resumed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The settings of the membership. Times in seconds."""
+
+    start: int
+    """Generation 1 waits for this many workers."""
+    minimum: int = 1
+    """With fewer the run pauses."""
+    maximum: int
+    """More are not admitted."""
+    grows: bool = True
+    """A machine that joins raises ``maximum`` by its workers as long as it is there."""
+    max_restarts: int = 10
+    """How many lost workers are replaced; every `FORGIVE_STEPS` steps forgive one."""
+    strict: bool = False
+    """Refuse a worker whose arithmetic may differ."""
+    heartbeat_timeout_s: float = 5.0
+    """A member that says nothing for this long is lost."""
+    late_s: float = 3.0
+    """A member that others wait for and that gets nowhere for this long is reported."""
+    aside_s: float = 10.0
+    """A member that others wait for and that gets nowhere for this long is left out: they compute its micro-batches."""
+    hang_s: float = 60.0
+    """... and for this long is ended."""
+    grace_s: float = 0.05
+    """How long a closed connection may be without an agent that watches the process."""
+    reconnect_s: float = 1.0
+    """How long a closed connection may be when an agent would know of the process's end."""
+    suspect_s: float = 1.0
+    """How long a broken exchange waits for its cause to be known before the same members try again."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.start <= self.maximum:
+            raise UsageError(
+                f"a run needs 1 <= minimum <= start <= maximum workers, got {self.minimum}, {self.start} and "
+                f"{self.maximum}"
+            )
+        if self.max_restarts < 0:
+            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
+        for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} is a time in seconds above 0, got {getattr(self, name)}")
+
+
+class WorkerState(enum.Enum):
+    """Where a worker stands; the value is the word for it."""
+
+    ORDERED = "ordered"
+    """An agent was told to start it."""
+    STARTING = "starting"
+    """It is connected and runs the script up to the training loop."""
+    READY = "ready"
+    """It waits to be admitted."""
+    ADMITTED = "admitted"
+    """It is in the newest generation and does not hold the run's state yet."""
+    HOLDING = "training"
+    """It holds the run's state: it can go on when others are lost."""
+    ASIDE = "aside"
+    """It hangs: the others go on without it. It may still wake up, and then ends to join again."""
+    FINISHED = "finished"
+    LEFT = "left"
+    LOST = "lost"
+
+
+GONE: Final = frozenset({WorkerState.FINISHED, WorkerState.LEFT, WorkerState.LOST})
+ALIVE: Final = frozenset(WorkerState) - GONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    worker_id: str
+    state: WorkerState
+    agent: str = ""
+    """Who started it; empty when nobody did, or that agent is gone."""
+    info: MemberInfo | None = None
+    phase: int = 0
+    generation: int = 0
+    """The newest generation that it said `Holding` of."""
+    heard_at: float = 0.0
+    closed_at: float | None = None
+    """Since when its connection is closed."""
+    beat: Beat | None = None
+    late_at: int = -1
+    """The progress value at which it was reported late."""
+    draining: bool = False
+
+    @property
+    def number(self) -> int:
+        return number_of(self.worker_id)
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.worker_id} (pid {self.info.pid})" if self.info else f"worker {self.worker_id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    agent_id: str
+    host: str
+    primary: bool
+    adds: int = 0
+    """By how much it raises `Policy.maximum` while it is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that the table knows."""
+
+    policy: Policy
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    next_number: int = 0
+    notice: Notice | None = None
+    """The newest."""
+    before: tuple[str, ...] = ()
+    """The members of the generation before a planned one."""
+    held: bool = False
+    """Somebody has held the run's state: there is something to lose."""
+    fingerprint: Mapping[str, str] | None = None
+    used_restarts: int = 0
+    committed: int = -1
+    """The last step that is done."""
+    step_seconds: float = 0.0
+    tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
+    """By step and micro-batch: where its computation has raised."""
+    suspected_at: float | None = None
+    suspicion: str = ""
+    """Who found the exchange broken then, and how."""
+    suspicions: Mapping[str, int] = field(default_factory=dict)
+    num_suspicions: int = 0
+    finishing: bool = False
+    stopping: str = ""
+    ended: Ended | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.notice.generation if self.notice else 0
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(info.worker_id for info in self.notice.members) if self.notice else ()
+
+    @property
+    def word(self) -> str:
+        """waiting, training, paused, finished or failed."""
+        if self.ended is not None:
+            return "finished" if self.ended.ok else "failed"
+        if self.notice is None or not self.notice.members:
+            return "waiting"
+        return "paused" if self.notice.paused else "training"
+
+    def silent_at(self, worker: Worker) -> float | None:
+        """When ``worker`` counts as lost if nothing more is heard of it; None: it is not waited for."""
+        if worker.state not in ALIVE or worker.state is WorkerState.ORDERED:
+            return None
+        policy = self.policy
+        if worker.closed_at is not None:
+            return worker.closed_at + (policy.reconnect_s if worker.agent in self.agents else policy.grace_s)
+        # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
+        patient = worker.state in (WorkerState.STARTING, WorkerState.READY)
+        return worker.heard_at + max(policy.heartbeat_timeout_s, policy.hang_s if patient else 0.0)
+
+
+def resumed(state: State, now: float) -> State:
+    """The state as a head takes it over from one that has died: everybody has yet to come back."""
+    workers = {
+        worker_id: dataclasses.replace(worker, heard_at=now, closed_at=None, beat=None, late_at=-1)
+        for worker_id, worker in state.workers.items()
+    }
+    return dataclasses.replace(state, workers=workers, suspected_at=None)
+
+
+def number_of(worker_id: str) -> int:
+    """The place of a worker in the order in which they were started; 0 for a name that is not of that kind."""
+    digits = worker_id.removeprefix("w")
+    return int(digits) if digits.isdecimal() else 0
