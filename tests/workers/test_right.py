@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from tests.workers.models import Cnn, Images, Mlp, Rare, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.decisions.cursor import Cursor
+from unisono.errors import StepError
 from unisono.journal import read
 from unisono.training.run import Run
 
@@ -155,6 +157,75 @@ def test_several_losses_of_a_micro_batch_are_added() -> None:
     assert step.loss == pytest.approx(loss.item(), rel=0, abs=EXACT)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=EXACT)
+
+
+def test_losses_of_a_micro_batch_may_share_a_graph() -> None:
+    with AloneRun(seed=SEED) as run:
+        model = Mlp().double()
+        run.track(model=model)
+        for step in run.steps(vectors(dtype=torch.float64), batch_size=24, microbatches=4, max_steps=2):
+            both = []
+            for x, y in step:
+                output = model(x)
+                step.backward(F.cross_entropy(output, y), retain_graph=True)
+                step.backward(0.3 * output.square().mean())
+                both.append((x, y))
+            ours = [parameter.grad.clone() for parameter in model.parameters()]
+            output, y = model(torch.cat([x for x, _ in both])), torch.cat([y for _, y in both])
+            loss = F.cross_entropy(output, y) + 0.3 * output.square().mean()
+            for found, right in zip(ours, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                torch.testing.assert_close(found, right, rtol=0, atol=EXACT)
+
+
+class Repeated(Mlp):
+    """Applies one layer three times, and computes it again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.middle, self.reentrant = nn.Linear(33, 33), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for _ in range(3):
+            hidden = checkpoint(lambda z: torch.tanh(self.middle(z)), hidden, use_reentrant=self.reentrant)
+        result: Tensor = self.last(hidden)
+        return result
+
+
+def _of_repeated(seat: Seat | None, place: Place | None, reentrant: bool) -> list[list[float]]:
+    with AloneRun(seed=SEED) if place is None else place.run(seed=SEED) as run:
+        model = Repeated(reentrant).double()
+        run.track(model=model)
+        found = []
+        for step in run.steps(vectors(dtype=torch.float64), batch_size=24, microbatches=4, max_steps=2):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).tolist())
+    return found
+
+
+def test_a_gradient_that_one_backward_gives_in_parts_counts_whole() -> None:
+    """Reentrant checkpoints of one layer add to its gradient one by one, each in a backward of its own."""
+    alone = _of_repeated(None, None, True)
+    for ours, right in zip(alone, _of_repeated(None, None, False), strict=True):
+        assert ours == pytest.approx(right, rel=0, abs=EXACT)
+    assert train_on("shared", 3, _of_repeated, True) == [alone] * 3
+
+
+def _more_parts_than_before() -> None:
+    with AloneRun(seed=SEED) as run:
+        model = Repeated(False)
+        run.track(model=model)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=1):
+            for x, y in step:
+                model.reentrant = step.microbatch != 0
+                step.backward(F.cross_entropy(model(x), y))
+
+
+def test_more_parts_than_in_the_first_micro_batch_are_refused() -> None:
+    """What is folded cannot be folded again: it would count the micro-batches before it twice."""
+    with pytest.raises(StepError, match=r"'model\.middle\.\w+' its gradient in more parts .* use_reentrant=False"):
+        _more_parts_than_before()
 
 
 def test_weights_change_the_mean_and_not_its_size() -> None:

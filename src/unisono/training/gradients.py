@@ -109,6 +109,7 @@ class GradientFolder:
         self._in_order = len({entry.sum_dtype for entry in self.layout.gradients}) == 1
         self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
         self._calls_known = 0  # backward calls of one micro-batch; 0: not known yet
+        self._parts_known: list[int] = []  # by parameter, the gradients that these gave it
         self._pending: dict[int, Tensor] = {}  # by parameter, the sum of the micro-batch's calls so far
         self._adopts = False
         self._adopted: dict[int, Tensor] = {}  # by parameter, what belongs into `_adopter`
@@ -181,13 +182,14 @@ class GradientFolder:
         self.target = (node, self._chain[-1][1])
         self._folded = [False] * len(self._parameters)
         self._used = [0] * len(self._parameters)
+        self._parts = [0] * len(self._parameters)
         self._complete = len(self._parameters)  # parameters from here on are folded
         self._calls = 0
         self._pending = {}
         self.on_rows = None
         self._inside = True
 
-    def backward(self, loss: Tensor, seed: float) -> None:
+    def backward(self, loss: Tensor, seed: float, *, retain_graph: bool = False) -> None:
         """Fold the gradients of ``seed * loss`` into the current leaf."""
         self._calls += 1
         if self._calls_known and self._calls > self._calls_known:
@@ -198,7 +200,7 @@ class GradientFolder:
             )
         self._in_backward = True
         try:
-            loss.backward(gradient=torch.full_like(loss, seed))
+            loss.backward(gradient=torch.full_like(loss, seed), retain_graph=retain_graph)
         finally:
             self._in_backward = False
 
@@ -212,7 +214,8 @@ class GradientFolder:
         for index in range(len(self._parameters)):
             if not self._folded[index]:
                 self._fold(index, self._pending.pop(index, None))
-        self._calls_known = self._calls_known or self._calls
+        if not self._calls_known:
+            self._calls_known, self._parts_known = self._calls, self._parts
         tail = self._tail
         tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
         tail.used.copy_(torch.tensor(self._used, dtype=torch.int32))
@@ -257,9 +260,16 @@ class GradientFolder:
             return
         # Out of the user's reach: zero_grad() at any place of the loop shall do no harm.
         parameter.grad = None
+        if self._folded[index]:
+            raise StepError(
+                f"one backward gave {self._names[index]!r} its gradient in more parts than in the first micro-batch "
+                "(a layer that is used several times under checkpoint(..., use_reentrant=True) does that); "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._parts[index] += 1
         if (before := self._pending.pop(index, None)) is not None:
             gradient = before.add_(gradient)
-        if self._calls != self._calls_known:
+        if self._calls != self._calls_known or self._parts[index] < self._parts_known[index]:
             self._pending[index] = gradient  # folded when the micro-batch ends
             return
         self._fold(index, gradient)

@@ -150,7 +150,9 @@ class Step:
             raise StepError(f"step {self.number} was iterated before; `for ... in step` can be run once for each step")
         return self._run()
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, scaler: Any = None) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, *, scaler: Any = None, retain_graph: bool = False
+    ) -> None:
         """Add a micro-batch's gradient to that of the step.
 
         Args:
@@ -160,6 +162,7 @@ class Step:
                 weight 0 does not count. When a micro-batch calls this several times, all calls need the same weight.
             scaler: a tracked ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded
                 without it.
+            retain_graph: keep the graph for another loss of this micro-batch that shares a part of it.
 
         Raises:
             LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense.
@@ -195,7 +198,7 @@ class Step:
         self._weighted_loss += share * value
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
         assert self._folder is not None
-        self._folder.backward(loss, share * scale)
+        self._folder.backward(loss, share * scale, retain_graph=retain_graph)
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """The samples of one of this step's micro-batches."""
