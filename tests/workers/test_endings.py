@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
     assert (command.err[-1], guest.err[-1]) == (f"unisono: failed: {reason}",) * 2
     assert alarms([*command.err, *guest.err]) == []
     assert (summary(run_dir)["state"], summary(run_dir)["reason"]) == ("failed", reason)
+
+
+def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Script) -> None:
+    hang_up = "import os, signal\nos.kill(int(os.environ['UNISONO_AGENT']), signal.SIGHUP)\n"
+    command = unisono(
+        "run", script(hang_up + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=20))), "-n", 1, before=["nohup"]
+    )
+    assert command.wait() == 0, command.err
+    command.line("finished: 20 steps")
 
 
 def test_an_interrupted_run_writes_a_checkpoint_and_says_how_to_go_on(unisono: Unisono, tmp_path: Path) -> None:

@@ -270,6 +270,8 @@ class _Agent:
         loop = asyncio.get_running_loop()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # under nohup: the run is to outlive its terminal
             loop.add_signal_handler(number, self._signalled, number)
         if self._head is not None:
             self._head.start(self._printer("head"), self._head_ended)
