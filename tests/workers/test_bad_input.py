@@ -187,6 +187,57 @@ def test_batch_norm_over_all_workers(loop: Loop) -> None:
         loop.steps()
 
 
+class Buffered(nn.Module):
+    """Changes a buffer in forward."""
+
+    def __init__(self, start: Tensor, change: Callable[[Tensor, Tensor], Tensor | None] = lambda kept, x: kept) -> None:
+        super().__init__()
+        self.register_buffer("kept", start)
+        self.change, self.inner = change, Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.change(self.kept, x.detach())
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("part", "parts"),
+    [
+        (lambda: nn.LazyLinear(12), ("model.part.weight has no shape yet", "one batch before run.steps")),
+        (lambda: nn.BatchNorm1d(12, momentum=None), ("model.part is a BatchNorm with momentum=None", "set a momentum")),
+        (
+            lambda: Buffered(torch.eye(12).to_sparse()),
+            ("model.part.kept is sparse (torch.sparse_coo)", "keep it dense"),
+        ),
+    ],
+)
+def test_modules_that_cannot_be_trained(loop: Loop, part: Callable[[], nn.Module], parts: tuple[str, ...]) -> None:
+    loop.model.add_module("part", part())
+    with pytest.raises(UsageError, match=says(*parts)):
+        loop.steps()
+
+
+@pytest.mark.parametrize(
+    ("start", "change", "parts"),
+    [
+        (
+            torch.zeros(0, 12),
+            lambda kept, x: torch.cat([kept, x]),
+            ("shape (0, 12) and has (6, 12)", "persistent=False"),
+        ),
+        (torch.tensor(torch.inf), lambda kept, x: torch.minimum(kept, x.min()), ("was infinite", "one forward pass")),
+        (torch.zeros(3, dtype=torch.cfloat), lambda kept, x: kept + 1j, ("torch.complex64", "view_as_real")),
+        (torch.zeros(3), lambda kept, x: None, ("is None or gone", "Keep it a tensor")),
+    ],
+)
+def test_changes_of_buffers_that_have_no_mean(
+    start: Tensor, change: Callable[[Tensor, Tensor], Tensor | None], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(StepError, match=says("buffer 'model.kept'", *parts)), AloneRun(seed=1) as run:
+        Loop(run, Buffered(start, change)).train()
+
+
 def test_a_run_that_is_not_entered() -> None:
     run = AloneRun()
     with pytest.raises(UsageError, match=says("run.steps works inside", "with unisono.Run(...) as run:")):

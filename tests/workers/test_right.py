@@ -415,6 +415,62 @@ def test_running_statistics_are_the_mean_of_what_the_micro_batches_would_have_ma
             assert model.norm.num_batches_tracked == before["norm.num_batches_tracked"] + len(leaves)
 
 
+class Codebook(nn.Module):
+    """Moves a large buffer in forward through `.data`, which no version counter notices, as codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.register_buffer("codes", torch.ones(70_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.5).add_(x.mean())
+        result: Tensor = self.inner(x) * self.codes[0]
+        return result
+
+
+def _codes(seat: Seat | None, place: Place | None) -> tuple[float, float]:
+    with AloneRun(seed=SEED) if place is None else place.run(seed=SEED) as run:
+        model = Codebook().double()
+        run.track(model=model)
+        for step in run.steps(vectors(dtype=torch.float64), batch_size=24, microbatches=4, max_steps=2):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+    return float(model.codes[0]), float(model.codes[-1])
+
+
+def test_a_large_buffer_that_changes_unseen_moves_by_the_mean() -> None:
+    data, right = vectors(dtype=torch.float64), 1.0
+    for leaves in list(global_batches(56, 24, 4, 1))[:2]:
+        right = 0.5 * right + float(data[[index for leaf in leaves for index in leaf]][0].mean())
+    alone = _codes(None, None)
+    assert alone == pytest.approx((right, right), rel=0, abs=EXACT)
+    assert train_on("shared", 3, _codes) == [alone] * 3
+
+
+class Cache(Mlp):
+    """Keeps a table that grows with its input: a cache, not a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < len(x):
+            self.register_buffer("table", torch.ones(len(x)), persistent=False)
+        return super().forward(x * self.table[: len(x), None])
+
+
+def test_a_cache_may_grow() -> None:
+    with AloneRun(seed=SEED) as run:
+        model = Cache()
+        run.track(model=model)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, epochs=2):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+    assert torch.equal(model.table, torch.ones(6))
+
+
 # -- scaled losses -----------------------------------------------------------------------------------
 
 

@@ -25,14 +25,17 @@ from unisono.exchange.flat import Entry, FlatLayout, Slot
 
 __all__ = ["Buffers", "GradientFolder"]
 
-VERSION_COUNTS_FROM = 1 << 16
-"""Buffers of more elements (masks, tables) are taken for unchanged when autograd's version counter says so."""
+COMPARED_FROM = 1 << 16
+"""Buffers of more elements (masks, tables, codebooks) are compared before they are subtracted."""
 
 SlotSource = Callable[[], Slot]
 
 
 class Buffers:
-    """The buffers of the tracked modules: every micro-batch starts from the step's, and its changes are summed."""
+    """The buffers of the tracked modules: every micro-batch starts from the step's, and its changes are summed.
+
+    One that is not persistent and gets another shape is a cache (of a mask, of rotations): it is left alone.
+    """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module, str]]) -> None:
         """Args: named: (full name, the module that owns it, its name there)."""
@@ -42,7 +45,7 @@ class Buffers:
         self._seen: list[tuple[Tensor, int]] = []
 
     def tensors(self) -> list[Tensor]:
-        return [module._buffers[attribute] for module, attribute in self._places]  # type: ignore[misc]
+        return [self._tensor(place) for place in range(len(self._places))]
 
     def named(self) -> list[tuple[str, Tensor]]:
         return list(zip(self.names, self.tensors(), strict=True))
@@ -65,6 +68,10 @@ class Buffers:
             if not self._touched(place, now):
                 change.zero_()
                 continue
+            if start.shape != now.shape or start.is_complex():
+                self._refuse(place, start, now)
+                change.zero_()
+                continue
             torch.sub(now.to(change.dtype), start.to(change.dtype), out=change)
             if start.dtype.is_floating_point:
                 # inf - inf is NaN: what did not change, changed by 0.
@@ -74,15 +81,52 @@ class Buffers:
 
     def apply(self, changes: Sequence[Tensor]) -> None:
         """Add the step's changes: the weighted mean for float buffers, the sum for integer ones."""
-        for start, now, change in zip(self._start, self.tensors(), changes, strict=True):
+        for place, (start, now, change) in enumerate(zip(self._start, self.tensors(), changes, strict=True)):
             if change.numel() and bool(change.any()):
                 moved = (start.to(change.dtype) + change).to(start.dtype)
+                if start.dtype.is_floating_point and bool((start.isinf() & moved.isnan()).any()):
+                    raise StepError(
+                        f"buffer {self.names[place]!r} was infinite and is not any more: the mean over the "
+                        "micro-batches of such a change is not defined. Give it finite values before run.steps, e.g. by "
+                        "one forward pass"
+                    )
                 now.copy_(torch.where(change == 0, start, moved))
+
+    def _tensor(self, place: int) -> Tensor:
+        module, attribute = self._places[place]
+        found = module._buffers.get(attribute)
+        if found is None:
+            raise StepError(
+                f"buffer {self.names[place]!r} is None or gone; it had a tensor before. Keep it a tensor, or change it "
+                "between two calls of run.steps"
+            )
+        return found
+
+    def _refuse(self, place: int, start: Tensor, now: Tensor) -> None:
+        """What has no difference may not change, except for a cache.
+
+        Raises:
+            StepError: it did.
+        """
+        module, attribute = self._places[place]
+        if start.shape != now.shape and attribute not in module._non_persistent_buffers_set:
+            raise StepError(
+                f"buffer {self.names[place]!r} had shape {tuple(start.shape)} and has {tuple(now.shape)} after a "
+                "micro-batch, on the worker that computed it only. Give it its final shape before run.steps, e.g. by "
+                "one forward pass; or register it with persistent=False if it is a cache"
+            )
+        if start.shape == now.shape and not torch.equal(start, now):
+            raise StepError(
+                f"buffer {self.names[place]!r} ({start.dtype}) was changed within a micro-batch, and changes of "
+                "complex buffers are not summed; keep its real and imaginary parts (torch.view_as_real)"
+            )
 
     def _touched(self, place: int, now: Tensor) -> bool:
         tensor, version = self._seen[place]
-        # batch_norm writes its running statistics without counting it as a version; they are small.
-        return now is not tensor or now._version != version or now.numel() <= VERSION_COUNTS_FROM
+        if now is not tensor or now._version != version or now.numel() <= COMPARED_FROM:
+            return True
+        # The version counter alone does not tell: batch_norm does not count, nor does what is written through `.data`.
+        return not torch.equal(now, self._start[place])
 
 
 class GradientFolder:

@@ -95,6 +95,22 @@ class Tracked:
                         f"BatchNorm "
                         "(its statistics are averaged over the micro-batches), GroupNorm, or a smaller microbatches="
                     )
+                if _is_cumulative(part):
+                    raise UsageError(
+                        f"{name}.{path} is a BatchNorm with momentum=None: it weighs a batch by the number of those "
+                        "before it, and all micro-batches of a step come at the same time, so later steps would hardly "
+                        "count; set a momentum, or eval() it"
+                    )
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if torch.nn.parameter.is_lazy(tensor):
+                    raise UsageError(
+                        f"{name}.{path} has no shape yet (a lazy module); give the model one batch before run.steps"
+                    )
+                if tensor.layout is not torch.strided:
+                    raise UsageError(
+                        f"{name}.{path} is sparse ({tensor.layout}), and neither sums nor states of a run may be: keep "
+                        "it dense, or, if it never changes, in a plain attribute of the module or in the dataset"
+                    )
         for name, parameter in trained:
             if parameter.device.type != device.type:
                 raise UsageError(
@@ -186,3 +202,9 @@ class Tracked:
                     if buffer is not None:
                         found[".".join(filter(None, (name, path, attribute)))] = buffer
         return found
+
+
+def _is_cumulative(module: nn.Module) -> bool:
+    """Whether its running statistics are means over all batches so far."""
+    is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_batch_norm and module.training and module.momentum is None and module.running_mean is not None
