@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
 import signal
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,10 @@ import pytest
 
 from tests.workers.conftest import Unisono
 from unisono.checkpoint import files
+from unisono.decisions.roster import Policy
+from unisono.errors import UsageError
 from unisono.journal import summary
+from unisono.machine import agent
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
 
@@ -135,6 +140,53 @@ def test_a_nursery_that_dies_is_named(unisono: Unisono, script: Script, monkeypa
     os.kill(nursery, signal.SIGKILL)
     assert command.wait() == 1
     command.line(f"the nursery (pid {nursery}), which forks workers, has ended")
+
+
+WITHOUT_FILES = """
+    import json, os, resource, signal, torch, unisono
+
+    with unisono.Run(seed=1) as run:
+        model = torch.nn.Linear(2, 1)
+        run.track(model=model)
+        for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=20):
+            for batch in step:
+                step.backward(model(batch).mean())
+            if step.number == 3 and os.environ["UNISONO_WORKER_ID"] == "w1":
+                # The agent can open nothing more. What it has open stays.
+                resource.prlimit(int(os.environ["UNISONO_AGENT"]), resource.RLIMIT_NOFILE, (3, 3))
+                if {head}:
+                    os.kill(json.load(open(run.directory / "head.json"))["pid"], signal.SIGKILL)
+                os._exit(1)
+"""
+
+
+def test_a_worker_that_cannot_be_started_is_told_and_the_others_go_on(unisono: Unisono, script: Script) -> None:
+    command = unisono("run", script(WITHOUT_FILES.format(head=False)), "-n", 2)
+    assert command.wait() == 0, command.err
+    command.line("it could not be started: [Errno 24] Too many open files; see the limits of processes, open files")
+
+
+def test_a_head_that_cannot_be_started_again_ends_the_run_in_words(
+    unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    command = unisono("run", script(WITHOUT_FILES.format(head=True)), "-n", 2, "--run-dir", run_dir)
+    assert command.wait() == 1
+    command.line("was killed by signal 9 (SIGKILL); another one could not be started: [Errno 24]")
+    assert not any("Traceback" in line for line in command.err)
+
+
+def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it needs no folder for temporary files: one is missing, or full, where a run has to go on."""
+
+    def spawn(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(agent, "spawn", spawn)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    job = agent.Job(arguments=["train.py"], num_workers=1)
+    with pytest.raises(UsageError, match=r"could not be started: \[Errno \d+\] Resource temporarily unavailable; see"):
+        agent.run(job, agent.Service(policy=Policy(start=1, maximum=1)))
 
 
 def parent_and_name(process: Path) -> tuple[int, str]:

@@ -20,7 +20,6 @@ import shlex
 import signal
 import socket
 import sys
-import tempfile
 import time
 import zlib
 from collections import deque
@@ -71,6 +70,7 @@ OPEN_S: Final = 10.0
 MAX_HEADS: Final = 4
 HEADS_WITHIN_S: Final = 30.0
 RETRY_S: Final = 0.05
+NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,16 +158,15 @@ class _Head:
         self._starts: deque[float] = deque(maxlen=MAX_HEADS)
         self.snapshot = b""
         """What the head last said of itself (`Snapshot`)."""
+        self.child: Child | None = None
 
     def start(self, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]) -> None:
         """Start one, where the last one was: the socket that listens is the agent's, so whoever calls only waits."""
         self._starts.append(time.monotonic())
-        with tempfile.TemporaryFile() as memory:
-            memory.write(self.snapshot)
-            memory.seek(0)
-            settings = {**self._settings, "snapshot": memory.fileno() if self.snapshot else -1}
+        with contextlib.closing(Memory("unisono-head", self.snapshot)) as memory:
+            settings = {**self._settings, "snapshot": memory.descriptor if self.snapshot else -1}
             command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
-            self.child = spawn("head", command, self._environment, (*self._descriptors, memory.fileno()))
+            self.child = spawn("head", command, self._environment, (*self._descriptors, memory.descriptor))
         self.child.output.on_line = on_line
         self.child.on_end = on_end
 
@@ -176,6 +175,8 @@ class _Head:
         return len(self._starts) < MAX_HEADS or time.monotonic() - self._starts[0] > HEADS_WITHIN_S
 
     async def end(self) -> None:
+        if self.child is None:
+            return
         if self.child.exit_code is None:
             os.kill(self.child.pid, signal.SIGTERM)
         if not await self.child.ended_within(TERMINATE_S):
@@ -273,14 +274,10 @@ class _Agent:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # under nohup: the run is to outlive its terminal
             loop.add_signal_handler(number, self._signalled, number)
-        if self._head is not None:
-            self._head.start(self._printer("head"), self._head_ended)
-        if self._job.start == "fork":
-            standing = os.environ.get("UNISONO_NURSERY", "")
-            self._nursery = Nursery(self._environment("nursery", 0), self._secret, standing)
-            self._nursery.on_end = self._screen.say
-            if self._nursery.child is not None:
-                self._nursery.child.output.on_line = self._printer("nursery")
+        try:
+            self._start_helpers()
+        except OSError as error:
+            raise UsageError(f"a process of the run {NOT_STARTED.format(error)}") from error
         talk = asyncio.create_task(self._talk())
         try:
             ended = await self._over
@@ -301,6 +298,16 @@ class _Agent:
                 conclude(Path(self._run_dir), ended.reason)
         self._show(ended)
         return ended.exit_code
+
+    def _start_helpers(self) -> None:
+        if self._head is not None:
+            self._head.start(self._printer("head"), self._head_ended)
+        if self._job.start == "fork":
+            standing = os.environ.get("UNISONO_NURSERY", "")
+            self._nursery = Nursery(self._environment("nursery", 0), self._secret, standing)
+            self._nursery.on_end = self._screen.say
+            if self._nursery.child is not None:
+                self._nursery.child.output.on_line = self._printer("nursery")
 
     # -- the head ------------------------------------------------------------------------------------
 
@@ -411,11 +418,15 @@ class _Agent:
             return
         words = "".join(f"\n{line}" for line in child.output.last_lines)
         reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{words}"
-        if self._head.may_start_again():
-            self._screen.say(f"{reason}; another one takes over, the workers go on")
-            self._head.start(self._printer("head"), self._head_ended)
-        else:
+        if not self._head.may_start_again():
             self._finish(Ended(ok=False, reason=f"{reason}; {MAX_HEADS} heads in a row have ended", exit_code=1))
+            return
+        try:
+            self._head.start(self._printer("head"), self._head_ended)
+        except OSError as error:
+            self._finish(Ended(ok=False, reason=f"{reason}; another one {NOT_STARTED.format(error)}", exit_code=1))
+        else:
+            self._screen.say(f"{reason}; another one takes over, the workers go on")
 
     def _printer(self, name: str) -> Callable[[str, bool], None]:
         return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
@@ -432,8 +443,9 @@ class _Agent:
         environment = self._environment(worker_id, local_rank)
 
         def started(child: Child | str) -> None:
-            if isinstance(child, str):  # no memory, no processes left
-                self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=child))
+            if isinstance(child, str):
+                words = f"it {NOT_STARTED.format(child)}"
+                self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
                 return
             child.output.on_line = self._printer(worker_id)
             child.on_end = self._worker_ended
@@ -441,12 +453,12 @@ class _Agent:
             if self._is_leaving:
                 child.kill()
 
-        if self._nursery is not None and self._nursery.alive:
-            self._nursery.bear(worker_id, self._job.arguments, environment, started)
-            return
-        command = [sys.executable, "-P", "-m", "unisono.machine.worker", *self._job.arguments]
         try:
-            started(spawn(worker_id, command, environment, (self._secret.descriptor,)))
+            if self._nursery is not None and self._nursery.alive:
+                self._nursery.bear(worker_id, self._job.arguments, environment, started)
+            else:
+                command = [sys.executable, "-P", "-m", "unisono.machine.worker", *self._job.arguments]
+                started(spawn(worker_id, command, environment, (self._secret.descriptor,)))
         except OSError as error:
             started(str(error))
 
@@ -550,7 +562,9 @@ class _Agent:
         """For a run that this machine has started and that ended before its time."""
         if self._head is None or not self._run_dir or (ended.ok and not self._stops_for):
             return ""
-        done = files.complete(Path(self._run_dir) / files.FOLDER)
+        done = []
+        with contextlib.suppress(OSError):  # a directory that has gone meanwhile
+            done = files.complete(Path(self._run_dir) / files.FOLDER)
         if not done:
             return ""
         again = shlex.join(["unisono", "run", "--resume", self._run_dir])
