@@ -54,6 +54,9 @@ class Lock:
                     other = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                     raise RunDirectoryError(going(directory, other))
                 time.sleep(LOCK_RETRY_S)
+        except OSError as error:
+            os.close(descriptor)
+            raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error
         except BaseException:
             os.close(descriptor)
             raise
@@ -73,7 +76,9 @@ class Lock:
         except BlockingIOError:
             pass
         except OSError as error:
-            return error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                return True
+            raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

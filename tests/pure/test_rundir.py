@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,19 @@ def test_a_run_that_is_going_is_not_to_be_overwritten(tmp_path: Path) -> None:
     lock.release()
     with pytest.raises(RunDirectoryError, match=r"holds another run .*--overwrite"):
         claim(tmp_path, "r1", overwrite=False)
+
+
+def test_a_full_disk_is_not_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    lock = Lock()
+    with pytest.raises(RunDirectoryError, match="cannot be written: No space left on device"):
+        lock.take(tmp_path, "r1")
+    monkeypatch.undo()
+    lock.take(tmp_path, "r1")
+    lock.release()
 
 
 def test_overwriting_removes_what_is_ours_only(tmp_path: Path) -> None:
