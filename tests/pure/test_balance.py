@@ -135,6 +135,16 @@ def test_a_member_too_slow_to_help_rests_and_is_tried_again() -> None:
     assert seen[-1] == [4, 4]
 
 
+def test_a_short_last_batch_may_have_fewer_leaves_than_members_rest() -> None:
+    balance = Balance(4)
+    observe(balance, [1.0, 40.0, 40.0, 40.0], 8, WARM_UP + WINDOW + REST)
+    rests = [observe(balance, [1.0, 40.0, 40.0, 40.0], 8) for _ in range(REST + 2)]
+    assert [8, 0, 0, 0] in rests
+    for _ in range(2 * REST):
+        assert sum(observe(balance, [1.0, 40.0, 40.0, 40.0], 8)) == 8
+        assert sum(observe(balance, [1.0, 40.0, 40.0, 40.0], 2)) == 2
+
+
 def exchange(balance: Balance, node_seconds: float, num_leaves: int, hosts: Sequence[range], steps: int) -> list[int]:
     """Let equal members make steps over a network; returns how many leaves each had in the last."""
     found, last_seconds = plan(hosts[-1].stop, num_leaves), 0.0

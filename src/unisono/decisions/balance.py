@@ -169,16 +169,17 @@ class Balance:
         # Not on every digit of a measurement: equal paces to 1% are equal, and a plan is found once.
         unit, node_seconds = max(paces) / 256, self.node_seconds()
         rounded = tuple(max(1, round(pace / unit)) for pace in paces)
-        found = weighed(rounded, num_leaves, self._tired(), self._hosts, round(node_seconds / unit / 16) * 16)
+        tired = self._tired(num_leaves)
+        found = weighed(rounded, num_leaves, tired, self._hosts, round(node_seconds / unit / 16) * 16)
         if found is not current and (
             _length(found, paces, self._hosts, node_seconds)
             < (1 - GAIN) * _length(current, paces, self._hosts, node_seconds)
-            or self._tired() != frozenset()
+            or tired
         ):
             current = found
         self._plans[num_leaves] = current
         counts = [len(own) for own in current.ranges]
-        if counts != [len(own) for own in before.ranges] and not self._tired():
+        if counts != [len(own) for own in before.ranges] and not tired:
             finest = balanced(rounded, num_leaves, hosts=self._hosts)
             self._name(counts, paces, for_network=_length(finest, paces) < _length(current, paces))
         return current
@@ -191,9 +192,10 @@ class Balance:
         self.change = Change(tuple(counts), slowness, self._named - slow, for_network)
         self._named = slow
 
-    def _tired(self) -> frozenset[int]:
+    def _tired(self, at_most: int) -> frozenset[int]:
         """Ranks that have rested for so long that they shall show their pace again."""
-        return frozenset(rank for rank, steps in enumerate(self._resting) if steps >= REST)
+        tired = (rank for rank, steps in enumerate(self._resting) if steps >= REST)
+        return frozenset(itertools.islice(tired, at_most))
 
 
 def _hosts_of(first_of_host: Sequence[int]) -> tuple[range, ...]:
