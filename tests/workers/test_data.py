@@ -299,6 +299,40 @@ def test_loader_processes_end_with_a_worker_that_is_killed(tmp_path: Path, mark:
 # -- fetching ahead ----------------------------------------------------------------------------------
 
 
+class Sums(Dataset[Tensor]):
+    """What is summed in another order by two threads than by one."""
+
+    images = torch.randn(4, 1_000_000, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.images[index].sum()
+
+
+def test_a_loader_process_computes_as_the_worker_does() -> None:
+    """A batch that was not fetched ahead is made in the worker, which may have more threads than a loader."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    fetcher = Fetcher(
+        Sums(),
+        lambda _, leaf: (0, [leaf]),
+        seed=1,
+        device=CPU,
+        collate=None,
+        loader_workers=1,
+        upcoming=lambda: iter([(0, leaf) for leaf in range(4)]),
+    )
+    try:
+        loaded = [fetcher.fetch(0, leaf) for leaf in range(4)]
+        own = [fetcher.fetch(0, leaf) for leaf in range(4)]  # asked for again: not on its way
+    finally:
+        fetcher.close()
+        torch.set_num_threads(before)
+    assert [value.item() for value in loaded] == [value.item() for value in own]
+
+
 class Marks(Dataset[int]):
     """The index, and the process that read it."""
 

@@ -74,9 +74,8 @@ class Fetcher:
     Args:
         samples: the cursor's view of the data.
         seed: of the run; augmentation is seeded from it.
-        upcoming: from (step, leaf), exclusive, the requests that this worker will probably make next; read when a
-        fetch ahead
-            is sent out. Used with loader processes only.
+        upcoming: the requests (step, leaf) that this worker will probably make next; read when a fetch ahead is sent
+            out. Used with loader processes only.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class _Ahead:
             num_workers=num_processes,
             collate_fn=fetcher._collate,
             pin_memory=pin,
-            worker_init_fn=partial(_start_loader_process, os.getpid()),
+            worker_init_fn=partial(_start_loader_process, os.getpid(), torch.get_num_threads()),
             generator=torch.Generator(),
         )
         self._batches: Iterator[Any] | None = iter(loader)
@@ -202,7 +201,9 @@ class _Sampler:
         return self._requests()
 
 
-def _start_loader_process(parent: int, _: int) -> None:
+def _start_loader_process(parent: int, threads: int, _: int) -> None:
+    # By default it has one; but a batch that was not fetched ahead is made in the worker, and the bits shall be equal.
+    torch.set_num_threads(threads)
     os.environ[PARENT] = str(parent)
     bind_to_parent(signal.SIGKILL)
     if sys.platform == "linux":
