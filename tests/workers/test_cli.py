@@ -61,6 +61,8 @@ BEGIN = """
         (["run", "here.py", "--threads", "0"], "at least 1 thread, got --threads 0"),
         (["run", "here.py", "--port", "70000"], "got --port 70000"),
         (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
+        (["run", "here.py", "--bind", ""], "--bind is an address of this machine"),
+        (["run", "here.py", "--bind", "ä..b"], "cannot listen on ä..b port 0: encoding of hostname failed"),
         (["run", "here.py", "--heartbeat-s", "9"], "heartbeats come more often than they time out"),
         (["run", "here.py", "--timeout-s", "0"], "--timeout-s is a time in seconds above 0, got 0.0"),
         (["run", "here.py", "--timeout-s", "nan"], "--timeout-s is a time in seconds above 0, got nan"),

@@ -109,6 +109,8 @@ class Options:
                 f"heartbeats come more often than they time out, got --heartbeat-s {self.heartbeat_s} and "
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
             )
+        if not self.bind:
+            raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
         if self.simulate_hosts < 1:

@@ -211,11 +211,13 @@ def machine_label() -> str:
 def _listen(service: Service) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
-        return socket.create_server((service.bind, service.port), family=family, backlog=512)
-    except OSError as error:
+        # On all interfaces means on those of IPv4 as well: machines are told such an address where there is one.
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server((service.bind, service.port), family=family, backlog=512, dualstack_ipv6=both)
+    except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
         raise UsageError(
-            f"cannot listen on {service.bind} port {service.port}: {error.strerror or error}; use another --bind or "
-            "--port (0: any)"
+            f"cannot listen on {service.bind} port {service.port}: {getattr(error, 'strerror', None) or error}; use "
+            "another --bind or --port (0: any)"
         ) from error
 
 
@@ -224,10 +226,12 @@ def _reachable(bind: str) -> str:
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(bind).is_unspecified:
             return bind
-        # No packet is sent: this only asks which interface the default route uses.
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
+        routes = [(socket.AF_INET, "192.0.2.1")] + [(socket.AF_INET6, "2001:db8::1")] * (":" in bind)
+        for family, far in routes:
+            # No packet is sent: this only asks which interface the default route uses.
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((far, 9))
+                return str(probe.getsockname()[0])
         return "127.0.0.1"
     return bind
 
