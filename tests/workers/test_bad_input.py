@@ -408,6 +408,106 @@ def test_torchs_own_backward_inside_of_the_loop(loop: Loop) -> None:
     assert loop.untouched
 
 
+def _write(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def _write_unseen(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(0.5)
+
+
+def _exchange(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("write", [_write, _write_unseen, _exchange])
+def test_parameters_that_a_micro_batch_writes(loop: Loop, write: Callable[[Any], None], is_frozen: bool) -> None:
+    """Data-dependent initial values, clipped weights, averages: a worker would keep them to itself."""
+    loop.model.first.weight.requires_grad_(not is_frozen)
+
+    def backward(step: Step, batch: Any) -> None:
+        step.backward(loop.loss(batch))
+        write(loop.model.first.weight)
+
+    with pytest.raises(StepError, match=says("'model.first.weight' was changed within", "after the inner loop")):
+        loop.train(backward)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_freezing_and_thawing_within_a_micro_batch(loop: Loop, is_frozen: bool) -> None:
+    weight = loop.model.first.weight.requires_grad_(not is_frozen)
+
+    def backward(step: Step, batch: Any) -> None:
+        weight.requires_grad_(is_frozen)
+        step.backward(loop.loss(batch))
+
+    word = "thawed" if is_frozen else "frozen"
+    with pytest.raises(StepError, match=says(f"'model.first.weight' was {word}", "before the inner loop")):
+        loop.train(backward)
+
+
+def test_freezing_for_a_part_of_a_micro_batch(loop: Loop) -> None:
+    """As a discriminator is while the generator learns; but nothing may thaw and learn alone."""
+
+    def generate(step: Step, batch: Any) -> None:
+        loop.model.first.requires_grad_(False)
+        step.backward(loop.loss(batch))
+        loop.model.first.requires_grad_(True)
+
+    loop.train(generate, max_steps=1)
+    assert loop.model.first.weight.grad is None
+    loop.model.first.requires_grad_(False)
+
+    def learn(step: Step, batch: Any) -> None:
+        loop.model.first.requires_grad_(True)
+        step.backward(loop.loss(batch))
+        loop.model.first.requires_grad_(False)
+
+    with pytest.raises(StepError, match=says("'model.first.weight' was thawed", "gradient of what was frozen")):
+        loop.train(learn)
+
+
+def test_settings_that_the_inner_loop_changes(loop: Loop) -> None:
+    """Each worker would do it as often as it has micro-batches."""
+
+    def backward(step: Step, batch: Any) -> None:
+        step.backward(loop.loss(batch))
+        loop.optimizer.param_groups[0]["lr"] *= 0.5
+
+    wanted = says(
+        "optimizer.param_groups[0]['lr'] was changed within", "it was 0.01 and is 0.000625", "scheduler.step()"
+    )
+    with pytest.raises(StepError, match=wanted):
+        loop.train(backward)
+
+
+def test_a_buffer_that_the_first_micro_batch_makes() -> None:
+    model = Buffered(torch.zeros(3), lambda kept, x: x.mean(0))
+    model.kept = None
+    wanted = says("model.kept was changed within", "it was None and is a buffer", "before run.steps")
+    with pytest.raises(StepError, match=wanted), AloneRun(seed=1) as run:
+        Loop(run, model).train()
+
+
+def test_an_update_within_the_inner_loop() -> None:
+    def backward(step: Step, batch: Any) -> None:
+        step.backward(loop.loss(batch))
+        loop.optimizer.step()
+
+    wanted = says("optimizer.step() was called inside", "micro-batch 0", "after that loop")
+    with pytest.raises(StepError, match=wanted), AloneRun(seed=1) as run:
+        loop = Loop(run)
+        loop.train(backward)
+    loop.optimizer.step()  # without the loop it is an optimizer like others
+
+
+def test_a_log_within_the_inner_loop(loop: Loop) -> None:
+    with pytest.raises(StepError, match=says("step.log was called inside", "after that loop")):
+        loop.train(lambda step, batch: step.log(loss=loop.loss(batch)))
+
+
 def test_the_loss_of_a_step_before_its_end(loop: Loop) -> None:
     with pytest.raises(StepError, match=says("step.loss of step 0", "after the inner loop")):
         loop.train(lambda step, batch: step.loss)

@@ -457,18 +457,35 @@ class Cache(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         if len(self.table) < len(x):
+            self.__dict__.pop("table", None)
             self.register_buffer("table", torch.ones(len(x)), persistent=False)
         return super().forward(x * self.table[: len(x), None])
 
 
-def test_a_cache_may_grow() -> None:
-    with AloneRun(seed=SEED) as run:
+def _cached(seat: Seat | None, place: Place | None, made: bool) -> tuple[int, list[float]]:
+    with AloneRun(seed=SEED) if place is None else place.run(seed=SEED) as run:
         model = Cache()
+        if not made:
+            del model.table
+            model.table = torch.zeros(0)  # a buffer from the first micro-batch on
+        model.last.requires_grad_(False)
         run.track(model=model)
-        for step in run.steps(vectors(), batch_size=24, microbatches=4, epochs=2):
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=3):
+            if step.number == 2:
+                model.last.requires_grad_(True)  # what is summed is laid out anew
             for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-    assert torch.equal(model.table, torch.ones(6))
+                x, y = (each[: 1 + step.microbatch] for each in (x, y))
+                step.backward(F.cross_entropy(model(x), y), weight=1)
+        return len(model.table), torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_cache_may_have_another_size_on_every_worker(made: bool) -> None:
+    size, right = _cached(None, None, made)
+    by_rank = train_on("shared", 3, _cached, made)
+    assert size == max(size for size, _ in by_rank) == 4
+    assert len({size for size, _ in by_rank}) > 1  # the test could tell
+    assert [gradient for _, gradient in by_rank] == [right] * 3
 
 
 # -- scaled losses -----------------------------------------------------------------------------------

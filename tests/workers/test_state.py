@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import (
 from tests.workers.models import bits_of
 from unisono.errors import UsageError
 from unisono.state import digest_of_state, digest_of_tensor, pack, unpack
+from unisono.training.tracked import Tracked
 
 settings.register_profile("checks", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile("person", deadline=None, max_examples=200)
@@ -237,3 +238,29 @@ def test_the_order_of_tensors_counts() -> None:
 def test_how_a_tensor_lies_in_memory_does_not_count(view: Any) -> None:
     tensor = torch.randn(300, 500)
     assert digest_of_tensor(view(tensor)) == digest_of_tensor(tensor)
+
+
+# -- caches ------------------------------------------------------------------------------------------
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.register_buffer("mask", None, persistent=False)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+
+def test_a_newcomer_gets_what_the_model_has_made_since_it_was_tracked() -> None:
+    ours, theirs = Tracked(), Tracked()
+    for tracked, model in ((ours, mine := Cached()), (theirs, yours := Cached())):
+        tracked.add({"model": model})
+    yours.inner.mask, yours.table = torch.ones(3), torch.arange(4.0)
+    yours.inner.register_buffer("late", torch.full((2,), 7.0), persistent=False)
+    ours.load(theirs.state())
+    assert bits_of(dict(mine.named_buffers())) == bits_of(dict(yours.named_buffers()))
+    assert mine.table.data_ptr() != yours.table.data_ptr()
+    assert not list(mine.state_dict().keys() & {"table", "inner.mask", "inner.late"})
+    # What is summed is laid out alike all the same.
+    assert [(name, kept.shape) for name, kept in ours.buffers().named()] == [("model.table", torch.Size([1]))]
+    assert [name for name, _ in theirs.buffers().named()] == ["model.table"]

@@ -13,7 +13,7 @@ What a micro-batch did to weights, loss and buffers, its **tail**, runs up the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
 from unisono.exchange.flat import Entry, FlatLayout, Slot
+from unisono.state import digest_of_tensor
 
 __all__ = ["Buffers", "GradientFolder"]
 
@@ -37,18 +38,28 @@ class Buffers:
     One that is not persistent and gets another shape is a cache (of a mask, of rotations): it is left alone.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Module, str]]) -> None:
-        """Args: named: (full name, the module that owns it, its name there)."""
-        self._places = [(module, attribute) for _, module, attribute in named]
+    def __init__(self, named: Sequence[tuple[str, nn.Module, str]], shapes: Mapping[int, torch.Size]) -> None:
+        """
+        Args:
+            named: (full name, the module that owns it, its name there).
+            shapes: by place in ``named``, of those that are not persistent: their shape when they were tracked.
+        """
+        self._shapes = shapes
+        self.places = [(module, attribute) for _, module, attribute in named]
         self.names = [name for name, _, _ in named]
         self._start: list[Tensor] = []
         self._seen: list[tuple[Tensor, int]] = []
 
     def tensors(self) -> list[Tensor]:
-        return [self._tensor(place) for place in range(len(self._places))]
+        return [self._tensor(place) for place in range(len(self.places))]
 
     def named(self) -> list[tuple[str, Tensor]]:
-        return list(zip(self.names, self.tensors(), strict=True))
+        """For the layout: a cache has the shape that it had when it was tracked, which all workers know."""
+        tensors = self.tensors()
+        for place, shape in self._shapes.items():
+            if tensors[place].shape != shape:
+                tensors[place] = torch.empty(shape, dtype=tensors[place].dtype, device="meta")
+        return list(zip(self.names, tensors, strict=True))
 
     def start_step(self) -> None:
         """Remember what every micro-batch of this step starts from."""
@@ -65,6 +76,9 @@ class Buffers:
         """Write what the micro-batch changed to ``out`` (float buffers: times its weight), and undo it."""
         for place, (start, now) in enumerate(zip(self._start, self.tensors(), strict=True)):
             change = out[place]
+            if change.shape != now.shape and start.shape == now.shape:  # a cache that has grown before
+                change.zero_()
+                continue
             if not self._touched(place, now):
                 change.zero_()
                 continue
@@ -87,13 +101,13 @@ class Buffers:
                 if start.dtype.is_floating_point and bool((start.isinf() & moved.isnan()).any()):
                     raise StepError(
                         f"buffer {self.names[place]!r} was infinite and is not any more: the mean over the "
-                        "micro-batches of such a change is not defined. Give it finite values before run.steps, e.g. by "
-                        "one forward pass"
+                        "micro-batches of such a change is not defined. Give it finite values before run.steps, e.g. "
+                        "by one forward pass"
                     )
                 now.copy_(torch.where(change == 0, start, moved))
 
     def _tensor(self, place: int) -> Tensor:
-        module, attribute = self._places[place]
+        module, attribute = self.places[place]
         found = module._buffers.get(attribute)
         if found is None:
             raise StepError(
@@ -108,7 +122,7 @@ class Buffers:
         Raises:
             StepError: it did.
         """
-        module, attribute = self._places[place]
+        module, attribute = self.places[place]
         if start.shape != now.shape and attribute not in module._non_persistent_buffers_set:
             raise StepError(
                 f"buffer {self.names[place]!r} had shape {tuple(start.shape)} and has {tuple(now.shape)} after a "
@@ -135,9 +149,15 @@ class GradientFolder:
     Args:
         parameters: (name, parameter), those that need a gradient.
         buffers: of the tracked modules.
+        frozen: (name, parameter), those that need none.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        buffers: Buffers,
+        frozen: Sequence[tuple[str, nn.Parameter]] = (),
+    ) -> None:
         self.buffers = buffers
         self.layout = FlatLayout(parameters, buffers.named())
         self._held: dict[Node, Slot] = {}
@@ -145,6 +165,8 @@ class GradientFolder:
         """Told how many rows of the current leaf's node are complete, as they become so."""
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
+        self._everything = [*parameters, *frozen]
+        self._digests: list[int] | None = None  # of these, before the first micro-batch
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
             for index, parameter in enumerate(self._parameters)
@@ -208,7 +230,9 @@ class GradientFolder:
             new_slot: where an empty slot comes from if this leaf has nobody to be added to yet.
             following: the leaf that will probably be computed after this one.
         """
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = [parameter._version for _, parameter in self._everything]
+        if self._digests is None:
+            self._digests = [digest_of_tensor(parameter) for _, parameter in self._everything]
         node = leaf(index, self._num_leaves)
         self._chain: list[tuple[Node, Slot]] = []
         while (other := sibling(node, self._num_leaves)) in self._held:
@@ -281,13 +305,29 @@ class GradientFolder:
 
     def _check_unchanged(self) -> None:
         """A micro-batch may not write parameters: its worker would go on with others than the rest."""
-        if self._versions != (versions := [parameter._version for parameter in self._parameters]):
-            index = next(i for i, (a, b) in enumerate(zip(self._versions, versions, strict=True)) if a != b)
+        versions = [parameter._version for _, parameter in self._everything]
+        changed = [place for place, (a, b) in enumerate(zip(self._versions, versions, strict=True)) if a != b]
+        if not changed and self._digests:
+            # What is written through `.data` is not counted; who does it, does it in every micro-batch or in the first.
+            digests = [digest_of_tensor(parameter) for _, parameter in self._everything]
+            changed = [place for place, (a, b) in enumerate(zip(self._digests, digests, strict=True)) if a != b]
+        self._digests = []
+        if changed:
             raise StepError(
-                f"parameter {self._names[index]!r} was changed within a micro-batch, on the worker that computed it "
-                "only. Update parameters after the inner loop; use nn.Embedding without max_norm (or renormalise "
-                "after optimizer.step())"
+                f"parameter {self._everything[changed[0]][0]!r} was changed within a micro-batch, on the worker that "
+                "computed it only. Update parameters after the inner loop; use nn.Embedding without max_norm (or "
+                "renormalise after optimizer.step()); where the first batch sets parameters, give the model one "
+                "before run.steps"
             )
+        for place, (name, parameter) in enumerate(self._everything):
+            is_trained = place < len(self._parameters)
+            if parameter.requires_grad != is_trained or (not is_trained and parameter.grad is not None):
+                raise StepError(
+                    f"parameter {name!r} was {'frozen' if is_trained else 'thawed'} within a micro-batch "
+                    f"(requires_grad was {is_trained} when the step began), so its gradient is not that of all "
+                    "workers. Freeze and thaw before the inner loop, or set requires_grad back before the micro-batch "
+                    "ends, without a gradient of what was frozen"
+                )
 
     # -- inside --------------------------------------------------------------------------------------
 

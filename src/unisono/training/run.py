@@ -21,7 +21,7 @@ from unisono.decisions.cadence import Checkpoints
 from unisono.decisions.cursor import Cursor
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
-from unisono.errors import RunStopped, UnisonoError, UsageError
+from unisono.errors import RunStopped, StepError, UnisonoError, UsageError
 from unisono.faults import at_step, point
 from unisono.journal import JOURNAL, Journal, end_line
 from unisono.messages import RunDirectory, StepDone, Told
@@ -380,7 +380,9 @@ class Run:
 
         def current_folder() -> GradientFolder:
             nonlocal folder
-            if [id(parameter) for _, parameter in self._tracked.trained()] != folder.identities:
+            if [id(parameter) for _, parameter in self._tracked.trained()] != folder.identities or (
+                self._tracked.buffers().places != folder.buffers.places
+            ):
                 folder.close()
                 folder = self._make_folder()
             return folder
@@ -388,12 +390,15 @@ class Run:
         base = self._steps_before - first
         clock = Clock()
         self._inside = True
+        guards = self._tracked.before_updates(self._refuse_update)
         try:
             for number in range(first, num_steps):
                 at_step(number)
                 self._note_position(number)
                 self._keeper.boundary(rounds, rounds.ends)
-                context = StepContext(rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note)
+                context = StepContext(
+                    rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note, self._tracked.settings
+                )
                 seed_place(self.seed, "step", base + number)
                 step = self._step = Step(context, number, clock)
                 self._end_step = partial(self._finish, step, clock, base + num_steps)
@@ -405,8 +410,18 @@ class Run:
             self._step = None
         finally:
             self._inside = False
+            for guard in guards:
+                guard.remove()
             fetcher.close()
             folder.close()
+
+    def _refuse_update(self, name: str) -> None:
+        """Raises: StepError: within the inner loop."""
+        if self._step is not None and self._step.microbatch is not None:
+            raise StepError(
+                f"{name}.step() was called inside of `for batch in step` (micro-batch {self._step.microbatch}), where "
+                "parameters have no gradient yet: call it after that loop"
+            )
 
     def _note_position(self, step: int) -> None:
         assert self._rounds is not None
@@ -449,7 +464,8 @@ class Run:
         for _, parameter in self._tracked.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # of when it was trained; an optimizer would apply it again
-        folder = GradientFolder(self._tracked.trained(), self._tracked.buffers())
+        frozen = [(name, one) for name, one in self._tracked.parameters() if not one.requires_grad]
+        folder = GradientFolder(self._tracked.trained(), self._tracked.buffers(), frozen)
         self._rounds.use(folder.layout)
         return folder
 

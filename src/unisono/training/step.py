@@ -22,6 +22,7 @@ from unisono.training.gradients import GradientFolder
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST
+from unisono.training.tracked import Settings
 
 __all__ = ["Clock", "Step", "StepContext"]
 
@@ -40,6 +41,8 @@ class StepContext:
     """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
     note_plan: Callable[[int, Plan], None]
     """Told what this member will compute, for those who fetch ahead."""
+    settings: Callable[[], Settings]
+    """What the inner loop may not change."""
 
 
 @dataclass
@@ -134,8 +137,17 @@ class Step:
         return self._leaf
 
     def log(self, **values: float | Tensor) -> None:
-        """Write numbers into this step's line of the journal (those of rank 0 count)."""
-        self._logs.update({name: float(value) for name, value in values.items()})
+        """Write numbers into this step's line of the journal (those of rank 0 count).
+
+        Raises:
+            StepError: called within the inner loop.
+        """
+        if self._leaf is not None:
+            raise StepError(
+                "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
+                "it after that loop (step.loss is the mean loss then; run.evaluate gives exact totals)"
+            )
+        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
 
     @property
     def has_begun(self) -> bool:
@@ -230,12 +242,14 @@ class Step:
         # Not before: user code may freeze and thaw at the head of the step.
         folder = self._folder = self._context.folder()
         folder.start_step(num_leaves)
+        settings = self._context.settings()
         plan = rounds.start("step", num_leaves)
         self.news = rounds.news
         while True:
             try:
                 self._context.note_plan(self.number, plan)
                 yield from self._compute(plan, folder)
+                _check_settings(settings, self._context.settings())
                 self._clock.switch("exchange")
                 rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
                 point("before_combine")
@@ -370,3 +384,15 @@ def _weight(weight: float | Tensor | None, num_samples: int, where: str) -> floa
     if not math.isfinite(value) or value < 0:
         raise LossError(f"{where}: a weight must be finite and at least 0, got {value}")
     return value
+
+
+def _check_settings(before: Settings, after: Settings) -> None:
+    changed = [place for place in before.keys() | after.keys() if before.get(place) != after.get(place)]
+    if changed:
+        name, part, last = place = min(changed, key=str)
+        said = f"{name}.param_groups[{part}][{last!r}]" if isinstance(part, int) else f"{name}.{part}.{last}"
+        raise StepError(
+            f"{said.replace('..', '.')} was changed within `for batch in step`, where each worker computes other "
+            f"micro-batches: it was {before.get(place)} and is {after.get(place)}. Do that after this loop "
+            "(scheduler.step()), or before run.steps (a buffer that the first batch makes)"
+        )

@@ -7,17 +7,21 @@ it: buffers that are not persistent, and which parameters need a gradient.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unisono.errors import StepError, UsageError
 from unisono.state import digest_of_state, is_same_state
 from unisono.training.gradients import Buffers
 
-__all__ = ["Tracked"]
+__all__ = ["Settings", "Tracked"]
+
+Settings = dict[tuple[str, int | str, str], Any]
+"""(optimizer, group, option) -> its value; (module, path, buffer) -> whether it is there."""
 
 
 class Tracked:
@@ -25,6 +29,8 @@ class Tracked:
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
+        self._shapes: dict[tuple[int, str], torch.Size] = {}
+        """(id of a module, name of a buffer) -> of those that are not persistent, the shape when it was tracked."""
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
@@ -39,6 +45,11 @@ class Tracked:
             if name in self._objects and self._objects[name] is not value:
                 raise UsageError(f"run.track({name}=...) was called before with another object; choose another name")
             self._objects[name] = value
+            if isinstance(value, nn.Module):
+                for module in value.modules():
+                    for attribute in module._non_persistent_buffers_set:
+                        if (buffer := module._buffers.get(attribute)) is not None:
+                            self._shapes.setdefault((id(module), attribute), buffer.shape)
 
     def __bool__(self) -> bool:
         return bool(self._objects)
@@ -71,16 +82,43 @@ class Tracked:
                         yield f"{name}.{group}.{place}", parameter
 
     def buffers(self) -> Buffers:
-        """The buffers of the modules that are trained or tracked; each once."""
+        """The buffers of the modules that are trained or tracked; each once.
+
+        One that is not persistent and was not there when its module was tracked is a cache: workers may have it in
+        other shapes, or not at all.
+        """
         named: list[tuple[str, nn.Module, str]] = []
+        shapes: dict[int, torch.Size] = {}
         seen: set[int] = set()
         for name, module in self.modules.items():
             for path, owner in module.named_modules():
                 for attribute, buffer in owner._buffers.items():
-                    if buffer is not None and id(buffer) not in seen:
-                        seen.add(id(buffer))
-                        named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
-        return Buffers(named)
+                    is_cache = attribute in owner._non_persistent_buffers_set
+                    shape = self._shapes.get((id(owner), attribute))
+                    if buffer is None or id(buffer) in seen or (is_cache and shape is None):
+                        continue
+                    if is_cache and shape is not None:
+                        shapes[len(named)] = shape
+                    seen.add(id(buffer))
+                    named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
+        return Buffers(named, shapes)
+
+    def settings(self) -> Settings:
+        """What the next step depends on and is no tensor."""
+        found: Settings = {}
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                for group, options in enumerate(value.param_groups):
+                    for key, option in options.items():
+                        if key != "params":
+                            shown = (id(option), option._version) if isinstance(option, Tensor) else option
+                            found[name, group, key] = shown
+            elif isinstance(value, nn.Module):
+                for path, owner in value.named_modules():
+                    for attribute, buffer in owner._buffers.items():
+                        if attribute not in owner._non_persistent_buffers_set:
+                            found[name, path, attribute] = "a buffer" if buffer is not None else None
+        return found
 
     def check(self, device: torch.device) -> None:
         """Refuse what cannot be trained, before anything is."""
@@ -146,6 +184,14 @@ class Tracked:
                 stacklevel=4,
             )
 
+    def before_updates(self, call: Callable[[str], None]) -> list[RemovableHandle]:
+        """Have ``call`` called with an optimizer's name whenever it makes a step, until the handles are removed."""
+        return [
+            value.register_step_pre_hook(lambda *_, name=name: call(name))
+            for name, value in self._objects.items()
+            if isinstance(value, torch.optim.Optimizer)
+        ]
+
     def updated(self) -> set[int]:
         """The addresses of the tensors that nothing but an update changes: parameters, and the states of optimizers."""
         found = {parameter.data_ptr() for _, parameter in self.parameters()}
@@ -176,7 +222,10 @@ class Tracked:
             raise UsageError(f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; they must be equal")
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
-            hidden[name].copy_(buffer)
+            if name in hidden and hidden[name].shape == buffer.shape:
+                hidden[name].copy_(buffer)
+            else:
+                self._take_cache(name, buffer)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(needed)
         for name, part in state["objects"].items():
@@ -192,6 +241,13 @@ class Tracked:
     def digests(self) -> dict[str, str]:
         """A 64-bit fingerprint of every tracked object, in hexadecimal."""
         return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
+
+    def _take_cache(self, name: str, buffer: Tensor) -> None:
+        """A buffer that the other's model has made, or made larger, since it was tracked."""
+        *path, attribute = name.split(".")
+        module = self.modules[path[0]].get_submodule(".".join(path[1:]))
+        device = next((parameter.device for parameter in module.parameters()), buffer.device)
+        module.register_buffer(attribute, buffer.to(device, copy=True), persistent=False)
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
         found = {}
