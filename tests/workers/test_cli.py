@@ -58,6 +58,7 @@ BEGIN = """
         ),
         (["run", "here.py", "--workers", "many"], "got 'many'"),
         (["run", "here.py", "--workers", "4:2"], "got '4:2'"),
+        (["run", "here.py", "-n", "100000"], "100000 workers are more than 64 for every core ("),
         (["run", "here.py", "--threads", "0"], "at least 1 thread, got --threads 0"),
         (["run", "here.py", "--port", "70000"], "got --port 70000"),
         (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
@@ -185,6 +186,17 @@ def test_how_many_workers() -> None:
     assert parse_workers("auto", 1)[0] == count_workers(1)
     with pytest.raises(UsageError):
         parse_workers("2:", 1)
+
+
+def test_too_few_open_files_for_the_workers_are_told_before_anything_is_started(
+    unisono: Unisono, script: Script
+) -> None:
+    command = unisono("run", script("print('ran')"), "-n", 24, before=["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"])
+    assert command.wait() == 2
+    assert command.err == [
+        "unisono: 24 workers need about 88 open files in one process, the limit is 64; raise it (ulimit -n 88), or use "
+        "fewer"
+    ]
 
 
 def test_every_gpu_else_every_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -547,6 +547,9 @@ def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Scr
     assert scaled.wait() == 0
     assert scaled.out == ["scaled to 2 workers, from 1"]
     command.line("[w2] generation 4 w0,w2")
+    slip = unisono("scale", "run", 1_000_000)
+    assert slip.wait() == 2
+    assert slip.err[0].startswith("unisono: 1000000 workers are more than 64 for every core (")
     assert unisono("scale", "run", 1).wait() == 0
     command.line("generation 5 w0")
     assert unisono("stop", "run").wait() == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.reach import find, tell
+from unisono.cli.given import check_workers
+from unisono.cli.reach import ask_status, find, tell
 from unisono.errors import UsageError
 
 __all__ = ["scale", "stop"]
@@ -19,7 +20,9 @@ def scale(run: str, workers: int) -> int:
 
     if workers < 1:
         raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop {run}` ends it")
-    click.echo(tell(find(run), Scale(num_workers=workers)))
+    address = find(run)
+    check_workers(workers, num_machines=len({worker["host"] for worker in ask_status(address)["workers"]}) or 1)
+    click.echo(tell(address, Scale(num_workers=workers)))
     return 0
 
 

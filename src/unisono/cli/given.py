@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Callable
+from typing import Final
 
 import click
 
 from unisono.errors import UsageError
+from unisono.words import count
 
-__all__ = ["check_text", "seconds"]
+__all__ = ["check_open_files", "check_text", "check_workers", "seconds"]
+
+WORKERS_PER_CORE: Final = 64
+"""More than that is a slip of the finger, and would take the machine away from everybody."""
+
+FILES_PER_WORKER: Final = 2  # the agent reads its output; others of its machine map its memory
+FILES_BESIDE: Final = 40
 
 
 def seconds(name: str, default_s: float, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -31,3 +40,25 @@ def check_text(what: str, *texts: str) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise UsageError(f"{what} is not UTF-8: {os.fsencode(text)!r}; use another name") from None
+
+
+def check_workers(num_workers: int, num_machines: int = 1) -> None:
+    """Refuse a number of workers that cannot be meant."""
+    cores = os.cpu_count() or 1
+    if num_workers > WORKERS_PER_CORE * cores * num_machines:
+        place = f" of {num_machines} machines" if num_machines > 1 else ""
+        raise UsageError(
+            f"{num_workers} workers are more than {WORKERS_PER_CORE} for every core{place} ({count(cores, 'core')} "
+            "here); use fewer"
+        )
+
+
+def check_open_files(num_workers: int) -> None:
+    """Refuse to start more workers than the limit of open files lets this machine's processes speak with."""
+    needed = FILES_PER_WORKER * num_workers + FILES_BESIDE
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != limit < needed:
+        raise UsageError(
+            f"{count(num_workers, 'worker')} need about {needed} open files in one process, the limit is {limit}; "
+            f"raise it (ulimit -n {needed}), or use fewer"
+        )

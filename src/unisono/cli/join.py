@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.given import check_text, seconds
+from unisono.cli.given import check_open_files, check_text, check_workers, seconds
 from unisono.errors import UsageError
 
 __all__ = ["join"]
@@ -43,6 +43,8 @@ def join(
     if ":" in workers:
         raise UsageError(f"--workers of a join is a number or 'auto', got {workers!r}")
     number = parse_workers(workers, known["threads"])[0]
+    check_workers(number)
+    check_open_files(number)
     check_text("--folder", folder)
     check_text("--run-dir", run_dir)
     place = Path(folder or known["folder"])

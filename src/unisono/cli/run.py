@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.given import check_text, seconds
+from unisono.cli.given import check_open_files, check_text, check_workers, seconds
 from unisono.errors import UsageError
 
 if TYPE_CHECKING:
@@ -141,6 +141,9 @@ def render(options: Options) -> tuple[Job, Service]:
     check_text("the working directory", os.getcwd())
     threads = options.threads or _recorded_threads(facts)
     first, minimum, maximum, grows = parse_workers(options.workers, threads)
+    num_workers = first if grows else min(maximum, max(first, count_workers(threads)))
+    check_workers(num_workers)
+    check_open_files(num_workers)
     policy = Policy(
         start=first,
         minimum=minimum,
@@ -155,7 +158,7 @@ def render(options: Options) -> tuple[Job, Service]:
     )
     job = Job(
         arguments=command,
-        num_workers=first if grows else min(maximum, max(first, count_workers(threads))),
+        num_workers=num_workers,
         threads=threads,
         run_dir=run_dir,
         overwrite=options.overwrite,
