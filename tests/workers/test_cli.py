@@ -165,6 +165,16 @@ def test_a_comparison_that_nobody_reads_has_its_exit_code(other: str, code: int,
     assert (done.returncode, done.stderr) == (code, "")
 
 
+def test_an_answer_that_finds_no_room_is_one_line(tmp_path: Path) -> None:
+    """And its exit code is not that of an answer: 1 is "different" for compare."""
+    (tmp_path / JOURNAL).write_text('{"line": 0, "kind": "end", "ok": true}\n')
+    command = [sys.executable, "-P", "-m", "unisono", "compare", str(tmp_path), str(tmp_path)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    words = "unisono: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, words)
+
+
 @pytest.mark.parametrize("place", ["nowhere/x.pt", "nowhere/x.safetensors", "here/x.pt", "/proc/x.pt"])
 def test_a_file_that_cannot_be_exported_to_is_named(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from typing import Final
 
@@ -74,4 +76,10 @@ def main() -> None:
         sys.exit(130)
     except UnisonoError as error:
         click.echo(f"unisono: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor what is still to be written when the process exits
+        click.echo(f"unisono: standard output cannot be written: {error.strerror}", err=True)
         sys.exit(2)
