@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -20,6 +21,7 @@ from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
 from unisono.journal import summary
 from unisono.machine import agent
+from unisono.machine.children import PIPE_BYTES, Output
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
 
@@ -111,6 +113,33 @@ def test_closed_standard_streams(closed: str, unisono: Unisono, script: Script, 
     command = unisono("run", name, "-n", 1, "--run-dir", run_dir, before=["sh", "-c", f'exec "$@" {closed}', "sh"])
     assert command.wait() == 0, command.err
     assert summary(run_dir)["state"] == "finished"
+
+
+def test_a_flood_does_not_hold_up_the_end_of_a_worker() -> None:
+    """A process of a session of its own has the worker's output as well, and writes faster than it is shown."""
+    line = b"x" * 32_767 + b"\n"
+
+    async def drain() -> int:
+        (out, out_end), (error, error_end) = os.pipe(), os.pipe()
+        output = Output((out, error))
+        num_lines = 0
+
+        def on_line(text: str, is_error: bool) -> None:
+            nonlocal num_lines
+            num_lines += 1
+            assert num_lines < 100
+            os.write(out_end, line)
+
+        output.on_line = on_line
+        os.write(out_end, line)
+        output.drain()
+        with pytest.raises(BrokenPipeError):
+            os.write(out_end, line)
+        os.close(out_end)
+        os.close(error_end)
+        return num_lines
+
+    assert asyncio.run(drain()) == PIPE_BYTES // len(line)
 
 
 def test_a_script_knows_where_it_is_after_it_has_changed_the_directory(unisono: Unisono, script: Script) -> None:

@@ -28,6 +28,7 @@ __all__ = ["Child", "Nursery", "Output", "spawn"]
 
 LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 65536
+PIPE_BYTES: Final = 1 << 20  # the most that a pipe holds
 SEND_TIMEOUT_S: Final = 5.0
 TERMINATE_S: Final = 3.0
 
@@ -46,23 +47,28 @@ class Output:
             self._loop.add_reader(descriptor, self._read, descriptor)
 
     def drain(self) -> None:
-        """Read what is left, and close."""
+        """Read what is left, and close.
+
+        What a process of another group goes on writing is not waited for: it loses its reader.
+        """
         for descriptor in list(self._rest):
-            while self._read(descriptor):
-                pass
+            left = PIPE_BYTES
+            while left > 0 and (num_bytes := self._read(descriptor)):
+                left -= num_bytes
         for descriptor in list(self._rest):
             self._close(descriptor)
 
-    def _read(self, descriptor: int) -> bool:
+    def _read(self, descriptor: int) -> int:
+        """Returns how many bytes there were."""
         if descriptor not in self._rest:
-            return False
+            return 0
         try:
             data = os.read(descriptor, MAX_LINE_BYTES)
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             self._close(descriptor)
-            return False
+            return 0
         *lines, tail = (self._rest[descriptor] + data).split(b"\n")
         if len(tail) > MAX_LINE_BYTES:
             lines.append(tail)
@@ -70,7 +76,7 @@ class Output:
         self._rest[descriptor] = bytearray(tail)
         for line in lines:
             self._line(descriptor, bytes(line))
-        return True
+        return len(data)
 
     def _line(self, descriptor: int, line: bytes) -> None:
         # Of a line that was drawn over and over ("\r") only the last state counts.
