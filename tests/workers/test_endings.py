@@ -10,12 +10,13 @@ import shlex
 import signal
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.workers.conftest import Unisono
+from tests.workers.conftest import Unisono, marked, wait_until_gone
 from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
@@ -157,10 +158,15 @@ def test_a_variable_that_is_not_text(unisono: Unisono, script: Script, monkeypat
     assert command.wait() == 0
 
 
-def test_a_nursery_that_dies_is_named(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nursery_that_dies_is_named(
+    unisono: Unisono, script: Script, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the workers had started ends with them."""
     monkeypatch.delenv("UNISONO_NURSERY")
-    command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 1)
+    child = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+    command = unisono("run", script(child + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=10**9))), "-n", 1)
     command.line("did step 3")
+    assert [words for words in marked(mark).values() if "signal.pause()" in words]
     (nursery,) = [
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -169,6 +175,8 @@ def test_a_nursery_that_dies_is_named(unisono: Unisono, script: Script, monkeypa
     os.kill(nursery, signal.SIGKILL)
     assert command.wait() == 1
     command.line(f"the nursery (pid {nursery}), which forks workers, has ended")
+    wait_until_gone(set(marked(mark)), time.monotonic() + 5)
+    assert marked(mark) == {}
 
 
 WITHOUT_FILES = """

@@ -263,8 +263,9 @@ class Nursery:
                     born(Born(name, 0, "the nursery has ended"))
                 self._unborn.clear()
                 for child in self._children.values():
-                    if child.exit_code is None:
-                        child.end(-signal.SIGKILL)  # they go with their parent
+                    if child.exit_code is None:  # they go with their parent, and what they have started with them
+                        end_group(child.pid)
+                        child.end(-signal.SIGKILL)
                 return
             message = msgspec.msgpack.decode(data, type=Born | Death)
             if isinstance(message, Death):
