@@ -696,6 +696,28 @@ def test_all_workers_refuse_a_step_without_weight() -> None:
     assert said == "all micro-batches of step 0 have weight 0: there is no mean gradient"
 
 
+def _follow_own_losses(seat: Seat, place: Place) -> str:
+    """A learning rate that follows the losses that this worker happened to see."""
+    with contextlib.suppress(SpoiltError), place.run(seed=1) as run:
+        loop, seen = Loop(run), 0.0
+        for step in loop.steps(max_steps=1):
+            for batch in step:
+                step.backward(loss := loop.loss(batch))
+                seen += loss.item()
+            loop.optimizer.param_groups[0]["lr"] = seen / 100
+            loop.optimizer.step()
+        with pytest.raises(StepError) as caught:
+            run.evaluate(vectors(), lambda batch: {"n": len(batch[1])}, batch_size=8)
+        raise SpoiltError
+    return str(caught.value)
+
+
+def test_workers_that_have_drifted_apart() -> None:
+    (said,) = set(train_on("shared", 2, _follow_own_losses))
+    assert "the workers have drifted apart: model, optimizer of w1 is not that of w0" in said
+    assert "use step.loss or run.evaluate" in said
+
+
 def test_a_parameter_that_is_written_in_a_micro_batch_is_refused() -> None:
     """`max_norm` writes the weight in forward, only for the rows that this worker sees: members would drift apart."""
     wanted = r"parameter 'model\.0\.weight' was changed within a micro-batch"

@@ -2,6 +2,9 @@
 
 A batch is a leaf: it is evaluated once, by whoever the plan says, and the totals of all batches are added in the order
 of the tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the workers.
+
+With its totals each worker sends digests of what it has evaluated. Workers whose models are not the same any more would
+go on together and mix their results, so that is where they are found out.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import fold, leaf
-from unisono.errors import RecipeError, UsageError
+from unisono.errors import RecipeError, StepError, UsageError
 from unisono.faults import point
 from unisono.state import pack, unpack
 from unisono.training.data import Fetcher
@@ -44,8 +47,12 @@ def evaluate(
         rounds: None computes everything here.
         fetcher: batches are fetched as (0, batch).
         function: batch -> totals of this batch by name.
+
+    Raises:
+        StepError: the workers' models or optimizers are not the same.
     """
     have: dict[int, Totals] = {}
+    digests = rounds.tracked.trained_digests() if rounds is not None and rounds.team.size > 1 else {}
     todo = even_plan(1, num_batches) if rounds is None else rounds.start("evaluation", num_batches)
     while True:
         try:
@@ -58,10 +65,11 @@ def evaluate(
                     point("in_evaluation", batch)
             if rounds is None:
                 break
-            letter = _encode(have)
-            for other in rounds.gather(letter):
-                have.update(_decode(other))
-            rounds.gathered(_encode(have))
+            letters = [_decode(letter) for letter in rounds.gather(_encode(have, digests))]
+            for other in letters:
+                have.update(_totals(other))
+            _check_alike(dict(zip(rounds.team.worker_ids, letters, strict=False)))
+            rounds.gathered(_encode(have, digests))
             point("evaluated")
             break
         except LOST as lost:
@@ -114,16 +122,21 @@ def _total(value: Any, name: str) -> Any:
 class _Letter(msgspec.Struct, frozen=True):
     skeleton: bytes
     tensors: list[tuple[str, list[int], bytes]]
+    digests: dict[str, str]
+    """Of the models and optimizers that were tracked; empty where there is nobody to compare them with."""
 
 
-def _encode(have: dict[int, Totals]) -> bytes:
+def _encode(have: dict[int, Totals], digests: dict[str, str]) -> bytes:
     packed = pack(have)
     tensors = [(str(t.dtype), list(t.shape), t.contiguous().numpy().tobytes()) for t in packed.tensors]
-    return msgspec.msgpack.encode(_Letter(packed.skeleton, tensors))
+    return msgspec.msgpack.encode(_Letter(packed.skeleton, tensors, digests))
 
 
-def _decode(data: bytes) -> dict[int, Totals]:
-    letter = msgspec.msgpack.decode(data, type=_Letter)
+def _decode(data: bytes) -> _Letter:
+    return msgspec.msgpack.decode(data, type=_Letter)
+
+
+def _totals(letter: _Letter) -> dict[int, Totals]:
     tensors = [
         torch.frombuffer(bytearray(raw), dtype=getattr(torch, kind.removeprefix("torch."))).view(shape)
         if raw
@@ -132,6 +145,23 @@ def _decode(data: bytes) -> dict[int, Totals]:
     ]
     found: dict[int, Totals] = unpack(letter.skeleton, tensors)
     return found
+
+
+def _check_alike(letters: dict[str, _Letter]) -> None:
+    """Args: letters: by worker. Raises: StepError: they are about different models."""
+    known = {worker: letter.digests for worker, letter in letters.items() if letter.digests}
+    if not known:
+        return
+    first = next(iter(known))
+    for worker, digests in known.items():
+        different = [name for name in digests if digests[name] != known[first].get(name)]
+        if different:
+            raise StepError(
+                f"the workers have drifted apart: {', '.join(different)} of {worker} is not that of {first}. Something "
+                "between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
+                "step.loss or run.evaluate), run.rank, the time, or something that changes and was not tracked when "
+                "the worker joined"
+            )
 
 
 def check_batches(num_samples: int, batch_size: int) -> int:

@@ -242,6 +242,14 @@ class Tracked:
         """A 64-bit fingerprint of every tracked object, in hexadecimal."""
         return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
 
+    def trained_digests(self) -> dict[str, str]:
+        """Those of modules and optimizers, which are the same on all workers."""
+        return {
+            name: f"{digest_of_state(value.state_dict()):016x}"
+            for name, value in self._objects.items()
+            if isinstance(value, (nn.Module, torch.optim.Optimizer))
+        }
+
     def _take_cache(self, name: str, buffer: Tensor) -> None:
         """A buffer that the other's model has made, or made larger, since it was tracked."""
         *path, attribute = name.split(".")
