@@ -89,7 +89,7 @@ NEIGHBOURS = {
     "machine.agent": {"machine.children", "watch"},  # what its workers say goes to the screen
     "machine.children": {"machine.nursery"},  # what is said between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
-    "testing": {"faults"},
+    "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.rounds": {"training.team"},
     "training.step": {"training.rounds", "training.team"},
     "training.evaluation": {"training.rounds", "training.team"},

@@ -142,7 +142,14 @@ class Command:
         self._mark = mark
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
-            arguments, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            arguments,
+            cwd=folder,
+            env={**os.environ, PARENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
         self.pid = self.process.pid
         self._readers = [

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 import tempfile
 import textwrap
 import time
@@ -16,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.conftest import Unisono, marked, wait_until_gone
+from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
 from unisono.journal import summary
+from unisono.lifetime import PARENT
 from unisono.machine import agent
 from unisono.machine.children import PIPE_BYTES, Output
 
@@ -67,6 +69,35 @@ def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
     assert (command.err[-1], guest.err[-1]) == (f"unisono: failed: {reason}",) * 2
     assert alarms([*command.err, *guest.err]) == []
     assert (summary(run_dir)["state"], summary(run_dir)["reason"]) == ("failed", reason)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["int", "kill"])
+def test_a_run_of_run_workers_ends_with_its_caller(
+    number: signal.Signals, script: Script, tmp_path: Path, mark: str
+) -> None:
+    """After an exception before it is raised; after SIGKILL soon (the fixture `mark` looks for it)."""
+    ending = f"import os, signal, sys\nos.kill(int(sys.argv[1]), {number:d})\nsignal.pause()"
+    caller = f"""
+        import os, pathlib, signal
+        from unisono.testing import run_workers
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        del os.environ[{PARENT!r}]  # this program's own
+        try:
+            run_workers({script(ending)!r}, 1, directory="run", arguments=[str(os.getpid())])
+        except KeyboardInterrupt:
+            pid = os.getpid()
+            print("children:", pathlib.Path(f"/proc/{{pid}}/task/{{pid}}/children").read_text().split())
+        """
+    command = Command([sys.executable, script(caller, "caller.py")], tmp_path, mark)
+    try:
+        if number is signal.SIGINT:
+            assert command.line("children:") == "children: []"
+            assert command.wait() == 0
+        else:
+            assert command.wait() == -number
+    finally:
+        command.end()
 
 
 def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Script) -> None:

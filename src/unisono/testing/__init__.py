@@ -23,12 +23,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from unisono.faults import ENVIRONMENT, POINTS, Fault, encode
 from unisono.journal import JOURNAL, read
+from unisono.lifetime import PARENT
 
 __all__ = ["POINTS", "Faults", "Outcome", "run_workers"]
+
+STOP_S: Final = 10.0
 
 
 class Faults:
@@ -113,7 +116,7 @@ def run_workers(
     faults: Faults | None = None,
     timeout_s: float = 120.0,
 ) -> Outcome:
-    """Run a script under ``unisono run`` and wait for its end.
+    """Run a script under ``unisono run`` and wait for its end; it ends when this process does.
 
     Args:
         workers: as after ``--workers``.
@@ -128,18 +131,29 @@ def run_workers(
     """
     command = [sys.executable, "-m", "unisono", "run", "--workers", str(workers), "--run-dir", os.fspath(directory)]
     command += [*options, os.fspath(script), "--", *arguments]
-    environment = {**os.environ, **(faults.environment() if faults is not None else {})}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True)
+    environment = {**os.environ, **(faults.environment() if faults is not None else {}), PARENT: str(os.getpid())}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, errors="replace"
+    )
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as expired:
-        process.send_signal(signal.SIGTERM)
-        try:
-            output, _ = process.communicate(timeout=10.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
+        output = _end(process)
         words = " ".join(command)
         raise TimeoutError(f"{words} took longer than {timeout_s:.0f} s; its output:\n{output}") from expired
+    finally:
+        if process.poll() is None:
+            _end(process)
     journal = Path(directory) / JOURNAL
     return Outcome(process.returncode, output, list(read(journal)) if journal.exists() else [])
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Returns what it has said."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        output, _ = process.communicate(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    return output
