@@ -36,6 +36,7 @@ from unisono.messages import (
     Hello,
     Holding,
     MemberInfo,
+    Message,
     Notice,
     Ready,
     RunDirectory,
@@ -353,6 +354,34 @@ def test_a_connection_that_breaks_comes_back_and_nobody_is_lost(serve: Callable[
     second.left()  # a decision after the break, which the first must hear
     assert [info.worker_id for info in first.wait_notice(1, 10).members] == ["w0"]
     assert first.ended() is None
+
+
+def test_a_head_that_was_stopped_first_hears_what_was_said_meanwhile(serve: Callable[..., Served]) -> None:
+    """It would call everybody silent whom it has not listened to, and end the run."""
+    served = serve(1, heartbeat_s=0.2, heartbeat_timeout_s=1.0)
+    worker = served.dial()
+    info = MemberInfo(worker_id="w0", host="lab", pid=os.getpid(), device="cpu")
+
+    def say(*messages: Message) -> None:
+        """Returns when the head has heard it."""
+        for message in (*messages, StoreCall(call=1, operation="num_keys", keys=[])):
+            worker.send(encode(message))
+        while not isinstance(decode(worker.recv(10, decode=False)), StoreAnswer):
+            pass
+
+    say(Hello(info=info, fingerprint={}), Ready(phase=0))
+    say(Holding(generation=1))
+    stopped = threading.Event()
+
+    def stop() -> None:
+        stopped.set()
+        threading.Event().wait(1.5)  # longer than anybody may be silent
+
+    served.loop.call_soon_threadsafe(stop)
+    assert stopped.wait(10)
+    say(Beat(generation=1, phase=0, step=4, microbatch=0, progress=1, num_steps=5, waiting=True, seconds_at=0.0))
+    status = json.loads(served.get("/status", "secret")[1])
+    assert (status["state"], [worker["state"] for worker in status["workers"]]) == ("training", ["training"])
 
 
 def test_a_head_that_stays_away_ends_the_wait(serve: Callable[..., Served]) -> None:

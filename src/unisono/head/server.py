@@ -8,6 +8,7 @@ import dataclasses
 import hmac
 import http
 import json
+import math
 import os
 import signal
 import socket
@@ -51,6 +52,7 @@ __all__ = ["Head"]
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_QUEUED = 10_000
+CATCH_UP_BEATS = 2  # how many heartbeats a head that was held up waits for, before it calls anybody silent
 LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
 
 
@@ -132,6 +134,8 @@ class Head:
         self._started = memory.started
         self._last: StepDone | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf
+        self._listens_until = 0.0
         self._written: list[Path] = []
         # The pids of workers of this machine whose end nobody has reported.
         self._here: dict[str, int] = {}
@@ -318,7 +322,14 @@ class Head:
 
     def _happens(self, source: str, message: Message | Tick) -> None:
         """One event through the table, and what follows from it."""
-        self._state, actions, reason = step(self._state, Event(source, message), time.monotonic())
+        now = time.monotonic()
+        if now > self._due + self._heartbeat_s:
+            # It was stopped, or swapped out. What the others have said meanwhile lies there and has not been heard.
+            self._listens_until = now + CATCH_UP_BEATS * self._heartbeat_s
+        if isinstance(message, Tick) and now < self._listens_until:
+            self._set_timer()
+            return
+        self._state, actions, reason = step(self._state, Event(source, message), now)
         if isinstance(message, Hello):
             self._note_place(self._state.workers[source])
         elif isinstance(message, WorkerExit):
@@ -367,9 +378,12 @@ class Head:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._due = math.inf
         deadline = next_deadline(self._state)
         if deadline is not None:
-            delay = max(0.0, deadline - time.monotonic())
+            now = time.monotonic()
+            self._due = max(now, deadline, self._listens_until)
+            delay = self._due - now
             self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
 
     # -- where others find it ------------------------------------------------------------------------
