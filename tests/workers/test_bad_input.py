@@ -167,6 +167,13 @@ def test_an_optimizer_of_other_parameters() -> None:
             run.steps(vectors(), batch_size=24, microbatches=4)
 
 
+def test_an_optimizer_without_its_model() -> None:
+    with AloneRun() as run:
+        run.track(optimizer=AdamW(Mlp().parameters()))
+        with pytest.warns(UserWarning, match=says("no module", "running statistics", "run.track(model=model)")):
+            run.steps(vectors(), batch_size=24, microbatches=4)
+
+
 def test_an_average_needs_no_optimizer() -> None:
     with AloneRun() as run, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -467,6 +474,17 @@ def test_freezing_for_a_part_of_a_micro_batch(loop: Loop) -> None:
 
     with pytest.raises(StepError, match=says("'model.first.weight' was thawed", "gradient of what was frozen")):
         loop.train(learn)
+
+
+def test_a_gradient_of_ones_own_making_is_no_thawing(loop: Loop) -> None:
+    """What is frozen for autograd can be moved by hand."""
+    weight = loop.model.first.weight.requires_grad_(False)
+    for step in loop.steps(max_steps=2):
+        for batch in step:
+            step.backward(loop.loss(batch))
+        weight.grad = torch.ones_like(weight)
+        loop.optimizer.step()
+    assert not loop.untouched
 
 
 def test_settings_that_the_inner_loop_changes(loop: Loop) -> None:

@@ -231,6 +231,7 @@ class GradientFolder:
             following: the leaf that will probably be computed after this one.
         """
         self._versions = [parameter._version for _, parameter in self._everything]
+        self._frozen_gradients = [parameter.grad for _, parameter in self._everything[len(self._parameters) :]]
         if self._digests is None:
             self._digests = [digest_of_tensor(parameter) for _, parameter in self._everything]
         node = leaf(index, self._num_leaves)
@@ -319,9 +320,11 @@ class GradientFolder:
                 "renormalise after optimizer.step()); where the first batch sets parameters, give the model one "
                 "before run.steps"
             )
+        before = [*(None for _ in self._parameters), *self._frozen_gradients]
         for place, (name, parameter) in enumerate(self._everything):
             is_trained = place < len(self._parameters)
-            if parameter.requires_grad != is_trained or (not is_trained and parameter.grad is not None):
+            has_learned = not is_trained and parameter.grad is not before[place]
+            if parameter.requires_grad != is_trained or has_learned:
                 raise StepError(
                     f"parameter {name!r} was {'frozen' if is_trained else 'thawed'} within a micro-batch "
                     f"(requires_grad was {is_trained} when the step began), so its gradient is not that of all "

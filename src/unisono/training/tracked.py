@@ -158,6 +158,13 @@ class Tracked:
         for name, module in self.modules.items():
             if not isinstance(module, torch.optim.swa_utils.AveragedModel):  # it is averaged, never optimized
                 self._warn_of_untracked(name, module)
+        if not self.modules:
+            warnings.warn(
+                "an optimizer is tracked and no module: the buffers of a model (running statistics of BatchNorm) stay "
+                "with the worker that changed them, and a worker that joins does not get them; track the model too: "
+                "run.track(model=model)",
+                stacklevel=3,
+            )
         for value in self._objects.values():
             if isinstance(value, torch.amp.GradScaler):
                 # It makes its scale when it first sees a loss, which a worker without a micro-batch never shows it.
