@@ -156,6 +156,7 @@ class Member:
         self._num_steps = 0
         self._progress_at = time.monotonic()
         self._is_waiting = False
+        self._has_run = False
         self._has_failed = False
         self.has_left = False
         self._closing = False
@@ -203,6 +204,19 @@ class Member:
             _current = None
 
     # -- what the loop says --------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """The script makes its `Run`.
+
+        Raises:
+            UsageError: it has made one before; the other workers are perhaps still in that.
+        """
+        if self._has_run:
+            raise UsageError(
+                "a script makes one unisono.Run under `unisono run`, and this is the second; call run.steps again in "
+                "the first, or start the script once for each training, with an argument that says which"
+            )
+        self._has_run = True
 
     def ready(self, phase: int) -> None:
         """The script has reached call number ``phase`` of its training loop."""

@@ -55,10 +55,10 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
 def build_exchange(
     notice: Notice, rank: int, *, member: Member, device: torch.device, wanted: str, timeout_s: float
 ) -> Exchange:
-    """Connect this worker with the others of a generation. Blocks until all have.
+    """Begin to connect this worker with the others of a generation; does not wait for them.
 
     Raises:
-        PeerLost: a member is gone before it could be connected.
+        PeerLost: a member is gone already.
     """
     if len(notice.members) == 1 and device.type != "cpu":
         return Alone(device)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
@@ -236,21 +236,18 @@ class Keeper:
 
     # -- on the way ----------------------------------------------------------------------------------
 
-    def boundary(self, rounds: Rounds, ends: Callable[[], bool]) -> None:
+    def boundary(self, rounds: Rounds) -> None:
         """Between two steps, before the next: leave if that was asked for, see to the checkpoints, change the members.
 
         Raises:
             SystemExit: after SIGTERM, with the exit code of the policy.
         """
-        if self._leaving or ends():
-            self.save_together(rounds)
+        if rounds.halts() or self._leaving:
+            self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
         if self._leaving:
             assert self.policy is not None
             raise SystemExit(self.policy.on_signal)
         rounds.boundary()
-        while rounds.pauses():
-            self.save_together(rounds)  # so that nothing is lost, whatever ends the pause
-            rounds.wait()
         self.saver.boundary(
             self.place(rounds), rank=rounds.team.rank, generation=rounds.team.generation, metrics=self.metrics
         )

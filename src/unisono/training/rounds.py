@@ -122,6 +122,8 @@ class Rounds:
         self._last = _Last()
         self._reports: list[Report] | None = None
         self._must_meet = False
+        self._ahead: set[str] = set()  # then: what those who are a round further have begun
+        self._arrives = False  # others have seen to this boundary before this member came
         self._agreed = 0
         self._begins_at: Place | None = None
         self._arrival: tuple[Report, dict[str, Any]] | None = None
@@ -189,6 +191,7 @@ class Rounds:
         self.tracked.load(state)
         self.number = source.round
         self._take(Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines))
+        self._arrives = True
         self.team.holding()
         return True
 
@@ -215,31 +218,34 @@ class Rounds:
         except LOST as lost:
             self._reports = self._settle_after(lost)
 
+    def halts(self) -> bool:
+        """Whether the run stops or pauses at this boundary, so that its state is worth a checkpoint. To be asked once
+        at every boundary, before `boundary`; the same on all members.
+        """
+        arrives, self._arrives = self._arrives, False
+        # A loss may have brought this member here when others had gone on already: all do what these have begun.
+        if self._must_meet:
+            return "together" in self._ahead
+        if begun := self._begun_by_others():
+            return "together" in begun
+        planned = self._agreed > self.team.generation and self.team.halts_with(self._agreed)
+        return not arrives and (planned or self.team.paused())
+
     def boundary(self) -> None:
-        """Between two steps: move to the planned generation that all agreed on. Collective where there is one.
+        """Between two steps: move to the planned generation that all agreed on, and wait while the run is paused.
+        Collective where there is something to do.
 
         Raises:
             RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
         """
         if not self._must_meet and self._agreed > self.team.generation:
             self._enter(self.team.switch(self._agreed, self._report()))
-
-    def pauses(self) -> bool:
-        """Whether all wait at this boundary: there are fewer members than the run wants. The same on all of them."""
-        if self._must_meet:
-            return False
-        # Some may have left this boundary before the loss that brought the others here: all do what these have begun.
-        begun = {report.kind for report in self._reports or () if report.begun}
-        return "together" in begun if begun else self.team.paused()
-
-    def wait(self) -> None:
-        """Between two steps, if the run is paused: wait for the next generation. Collective.
-
-        Raises:
-            RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
-        """
-        if self.team.paused():
+        # Where others have gone on already, the pause comes after the step that these have begun.
+        while not self._must_meet and not self._begun_by_others() and self.team.paused():
             self._enter(self.team.wait_until_resumed(self._report()))
+
+    def _begun_by_others(self) -> set[str]:
+        return {report.kind for report in self._reports or () if report.begun}
 
     def _enter(self, reports: list[Report]) -> None:
         """Go on with the members of another generation. Collective."""
@@ -249,10 +255,6 @@ class Rounds:
             self._reports = self._settle(reports)
         except LOST as lost:
             self._reports = self._settle_after(lost)
-
-    def ends(self) -> bool:
-        """Whether all leave at this boundary: the run was stopped. The same on all members."""
-        return not self._must_meet and self._agreed > self.team.generation and self.team.ends_with(self._agreed)
 
     # -- a round -------------------------------------------------------------------------------------
 
@@ -414,6 +416,7 @@ class Rounds:
                     return reports
                 if self.number == min(report.round for report in reports):
                     self._must_meet = True
+                    self._ahead = {one.kind for one in reports if one.begun and one.round > self.number}
                     return reports
                 self._stand_by(reports)
                 reports = self.team.meet(self._report(have))

@@ -64,8 +64,7 @@ class Run:
         threads: CPU threads of a worker, part of what the bits depend on. Default: ``--threads``, else 1.
         device: default: this worker's GPU if there is one, else the CPU.
         deterministic: use deterministic kernels only; torch names an operation that has none. Without it, "same bits"
-        is
-            not promised.
+            is not promised.
         balance: give faster workers more micro-batches. Changes no bit.
         checkpoint: when checkpoints are written, and which are kept; None: only when `save` is called.
         resume: "auto": go on with the run that the directory holds, if it holds one, else begin. A path: go on from
@@ -74,8 +73,10 @@ class Run:
             bits.
         overwrite: replace another run that the directory holds.
 
+    Under ``unisono run`` a script makes one of these; `steps` can be called as often as there are phases.
+
     Raises:
-        RunDirectoryError: the directory holds another run.
+        RunDirectoryError: the directory holds another run. UsageError: it is the second one under ``unisono run``.
     """
 
     def __init__(
@@ -129,6 +130,8 @@ class Run:
 
     def __enter__(self) -> Run:
         member = members.current()
+        if member is not None:
+            member.begin_run()
         self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
         self._keeper.enter(self._run_id, alone=member is None)
         self._arithmetic.enter()
@@ -395,7 +398,7 @@ class Run:
             for number in range(first, num_steps):
                 at_step(number)
                 self._note_position(number)
-                self._keeper.boundary(rounds, rounds.ends)
+                self._keeper.boundary(rounds)
                 context = StepContext(
                     rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note, self._tracked.settings
                 )

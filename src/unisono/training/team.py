@@ -9,10 +9,9 @@ other which round they are in and which nodes of it they have; see `unisono.trai
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 import torch
@@ -26,11 +25,8 @@ from unisono.messages import Notice
 
 __all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Report", "Team"]
 
-T = TypeVar("T")
 LOST = (PeerLost, DeadlineExceeded)
 """What ends a generation for its members: they meet again in the next."""
-
-CONNECT_TIMEOUT_S = 20.0
 
 
 class LeftBehind(RunStopped):
@@ -101,8 +97,8 @@ class Team(Protocol):
         """The newest planned generation that this member has heard of; 0 if none is to come."""
         ...
 
-    def ends_with(self, generation: int) -> bool:
-        """Whether everybody leaves at this planned generation."""
+    def halts_with(self, generation: int) -> bool:
+        """Whether the run stops or pauses at this planned generation."""
         ...
 
     def switch(self, generation: int, report: Report) -> list[Report]:
@@ -164,7 +160,7 @@ class AloneTeam:
     def newest(self) -> int:
         return 0
 
-    def ends_with(self, generation: int) -> bool:
+    def halts_with(self, generation: int) -> bool:
         return False
 
     def switch(self, generation: int, report: Report) -> list[Report]:
@@ -194,7 +190,8 @@ class HeadTeam:
 
     Args:
         member: this worker's connection to the head.
-        build: makes the exchange of a generation (`unisono.exchange.build`); may block.
+        build: makes the exchange of a generation (`unisono.training.connect.build_exchange`), without waiting for the
+            others.
     """
 
     def __init__(self, member: Member, build: Callable[[Notice, int], Exchange]) -> None:
@@ -209,6 +206,7 @@ class HeadTeam:
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
         self._said_ready = False
+        self._num_waits = 0
         member.on_notice(self._heard)
         if (notice := member.latest()) is not None:
             self._heard(notice)
@@ -296,9 +294,9 @@ class HeadTeam:
             ]
         return max(planned, default=0)
 
-    def ends_with(self, generation: int) -> bool:
+    def halts_with(self, generation: int) -> bool:
         notice = self._notices.get(generation)
-        return notice is not None and not notice.members
+        return notice is not None and (notice.paused or not notice.members)
 
     def switch(self, generation: int, report: Report) -> list[Report]:
         notice = self._notices[generation]
@@ -331,11 +329,13 @@ class HeadTeam:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
+        self._num_waits += 1
         self._member.waiting(True)
         try:
             yield
         finally:
-            self._member.waiting(False)
+            self._num_waits -= 1
+            self._member.waiting(self._num_waits > 0)
 
     def close(self) -> None:
         exchange, self._exchange = self._exchange, None
@@ -375,36 +375,11 @@ class HeadTeam:
                 later = [held for held in self._notices.values() if held.immediate]
                 self._alarm = PeerLost(later[-1].reason) if later else None
         self.check()
-        exchange = self._interruptible(lambda: self._build(notice, self.rank))
+        try:
+            exchange = self._build(notice, self.rank)
+        except (OSError, RuntimeError) as error:
+            raise PeerLost(f"the members of generation {notice.generation} could not be connected: {error}") from error
         with self._changed:
             self._exchange = exchange
             if self._alarm is not None:
                 exchange.interrupt(self._alarm)
-
-    def _interruptible(self, work: Callable[[], T]) -> T:
-        """Do something that blocks where it cannot be woken (connecting); leave it behind when a notice comes."""
-        outcome: list[Any] = []
-
-        def target() -> None:
-            try:
-                outcome.extend((True, work()))
-            except Exception as error:
-                outcome.extend((False, error))
-            with self._changed:
-                self._changed.notify_all()
-
-        threading.Thread(target=target, name="unisono-connect", daemon=True).start()
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        with self.waiting(), self._changed:
-            while len(outcome) < 2:
-                self.check()
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"connecting {self.size} members took longer than {CONNECT_TIMEOUT_S:.0f} s")
-                self._changed.wait(0.2)
-        ok, value = outcome
-        if ok:
-            result: T = value
-            return result
-        if isinstance(value, LOST):
-            raise value
-        raise PeerLost(f"the members of generation {self.generation} could not be connected: {value}") from value

@@ -1,0 +1,193 @@
+"""Rounds between real exchanges, and a scripted head: who has seen a commit and who has not, at a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+
+from tests.workers.processes import Seat, Team
+from unisono.errors import PeerLost
+from unisono.exchange import NUM_FACTS, Share
+from unisono.exchange.alone import Alone
+from unisono.exchange.flat import FlatLayout
+from unisono.exchange.host import Board
+from unisono.exchange.shared import SharedMemory
+from unisono.facts import Facts
+from unisono.member import Member
+from unisono.training.keeping import Keeper
+from unisono.training.rounds import Rounds
+from unisono.training.team import LOST, AloneTeam, HeadTeam, Report
+from unisono.training.tracked import Tracked
+
+CPU = torch.device("cpu")
+NUM_LEAVES = 6
+NUM_STEPS = 3
+TIMEOUT_S = 5.0
+
+
+@dataclass
+class Generation:
+    members: list[str]
+    paused: bool = False
+
+
+class Script:
+    """What the head says, known to all: a, b and c begin; c is lost when a has seen the commit of a step and b has not.
+
+    Meanwhile the run was told to stop, or has too few members left, so that a halts at the next boundary.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.generations = {1: Generation(["a", "b", "c"], paused=why == "pause")}
+        if why == "stop":
+            self.generations[2] = Generation([])
+        self.generations[3] = Generation(["a", "b"], paused=why == "pause")
+        self.generations[4] = Generation(["a", "b"])
+
+
+class ScriptedTeam(AloneTeam):
+    """A member of the generations of a script."""
+
+    def __init__(self, name: str, script: Script, board: Board, boards: dict[str, str]) -> None:
+        super().__init__(CPU)
+        self.name, self.script, self.board, self.boards = name, script, board, boards
+        self.is_begun = False
+        self.met: list[list[tuple[int, str]]] = []
+
+    def enter(self, generation: int) -> None:
+        self.exchange.close()
+        members = self.script.generations[generation].members
+        self.generation, self.rank, self.size = generation, members.index(self.name), len(members)
+        self.worker_ids = tuple(members)
+        addresses = [self.boards[member] for member in members]
+        self.exchange = SharedMemory(self.board, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+
+    def meet(self, report: Report) -> list[Report]:
+        letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
+        reports = [msgspec.msgpack.decode(letter, type=Report) for letter in letters]
+        self.met.append([(each.round, each.kind) for each in reports])
+        return reports
+
+    def join(self, phase: int, report: Report) -> list[Report]:
+        self.enter(1)
+        return self.meet(report)
+
+    def regroup(self, report: Report, lost: Exception) -> list[Report]:
+        assert self.generation == 1, f"{self.name} was lost again: {lost}"
+        self.enter(3)
+        return self.meet(report)
+
+    def newest(self) -> int:
+        return 2 if 2 in self.script.generations and self.generation < 2 else 0
+
+    def halts_with(self, generation: int) -> bool:
+        return not self.script.generations[generation].members
+
+    def paused(self) -> bool:
+        return self.is_begun and self.script.generations[self.generation].paused  # it came within the first step
+
+    def wait_until_resumed(self, report: Report) -> list[Report]:
+        self.enter(4)
+        return self.meet(report)
+
+
+def share(rounds: Rounds, nodes: Any, held: dict[Any, Any], num_leaves: int) -> None:
+    for node in nodes[rounds.team.rank]:
+        if node not in held:
+            slot = held[node] = rounds.team.exchange.slot()
+            slot.memory.zero_()
+            slot.scalars[0] = float(min((node.index + 1) << node.level, num_leaves) - (node.index << node.level))
+
+
+def take_part(seat: Seat, why: str) -> None:
+    """Says the number of rounds that are over, and who met whom where."""
+    name = "abc"[seat.rank]
+    board = Board.create()
+    seat.say(board.address)
+    boards = seat.hear()
+    script = Script(why)
+    team, tracked = ScriptedTeam(name, script, board, boards), Tracked()
+    rounds = Rounds(team, tracked, balance=False)
+    keeper = Keeper(
+        None, tracked=tracked, policy=None, resume="", anyway=(), also_anyway=(), command="", overwrite=False,
+        device=CPU, threads=1,
+    )  # fmt: skip
+    rounds.join(0, lambda: None)
+    rounds.use(FlatLayout([("p", torch.zeros(4))], []))
+    for step in range(NUM_STEPS):
+        rounds.step = step
+        keeper.boundary(rounds)
+        team.is_begun = True
+        plan, held = rounds.start("step", NUM_LEAVES), dict[Any, Any]()
+        while True:
+            try:
+                share(rounds, plan.nodes, held, NUM_LEAVES)
+                if name == "b" and team.generation == 1:
+                    # It gives its part, and the loss comes before it has seen what became of it.
+                    copies = {node: slot.copy_to(team.exchange.slot()) for node, slot in held.items()}
+                    facts = [*Facts(notice=float(team.newest()))]
+                    team.exchange.combine(
+                        Share(NUM_LEAVES, plan.nodes, copies), [*facts, *(0.0,) * (NUM_FACTS - len(facts))]
+                    )
+                    seat.hear()  # the others have
+                    raise PeerLost("c is gone")
+                rounds.combine(plan, held, Facts())
+                if name != "b" and step == 0:
+                    seat.say("committed")
+                break
+            except LOST as lost:
+                plan = rounds.recover(lost, held)
+        rounds.release_result()
+        if name == "c":
+            break
+    team.exchange.close()
+    seat.say((rounds.number, team.met))
+    seat.hear()  # others may still read this one's memory
+
+
+@pytest.mark.parametrize("why", ["stop", "pause"])
+def test_who_has_not_seen_the_commit_halts_where_the_others_do(why: str) -> None:
+    """The others have begun to write a checkpoint: who comes after them must not begin a step instead."""
+    with Team(3, take_part, why, deadline_s=30) as team:
+        boards = {name: team.hear(rank) for rank, name in enumerate("abc")}
+        for rank in range(3):
+            team.say(rank, boards)
+        assert (team.hear(0), team.hear(2)) == ("committed", "committed")
+        team.say(1, "go on")
+        (rounds_of_a, met_by_a), (rounds_of_b, met_by_b), _ = [team.hear(rank) for rank in range(3)]
+    assert met_by_a == met_by_b
+    # First b is a round behind; then it has begun what a had begun.
+    assert met_by_a[1:3] == [[(1, "together"), (0, "step")], [(1, "together"), (1, "together")]]
+    assert rounds_of_a == rounds_of_b == NUM_STEPS + 1
+
+
+class Listener:
+    """A `Member` that notes what it is told about waiting."""
+
+    def __init__(self) -> None:
+        self.is_waiting = False
+
+    def on_notice(self, callback: Callable[[Any], None]) -> None:
+        pass
+
+    def latest(self) -> None:
+        return None
+
+    def waiting(self, flag: bool) -> None:
+        self.is_waiting = flag
+
+
+def test_a_wait_within_a_wait_ends_only_itself() -> None:
+    """Who waits for a disk in the middle of waiting for others is still not to blame."""
+    listener = Listener()
+    team = HeadTeam(cast(Member, listener), lambda notice, rank: Alone(CPU))
+    with team.waiting():
+        with team.waiting():
+            assert listener.is_waiting
+        assert listener.is_waiting
+    assert not listener.is_waiting
