@@ -40,21 +40,27 @@ class Journal:
         self._recent: deque[Line] = deque(maxlen=KEPT_LINES)
         self._number = 0
         self._written = -1
+        self._failed_at: int | None = None  # so many bytes were right before a line that could not be written
         self._warned = False
 
     def start(self, *, writer: bool) -> None:
-        """Begin, or go on as (or no longer as) the writer, at the same number as the others. Local."""
+        """Begin, or go on as (or no longer as) the writer, at the same number as the others. Local.
+
+        What is wrong with the journal is a warning: it is no reason to end a training.
+        """
+        self._written, self._failed_at = -1, None
         if self._path is None or not writer:
-            self._written = -1
             return
-        last = -1
-        if self._path.exists():
-            _drop_torn_line(self._path)
-            for line in read(self._path):
-                last = max(last, int(line.get("line", -1)))
-        self._written = last
-        for line in self._recent:
-            self._write(line)
+        try:
+            if self._path.exists():
+                _drop_torn_line(self._path)
+                self._written, broken = _last_number(self._path)
+                if broken:
+                    warnings.warn(f"{broken}; the run goes on after its last whole line", stacklevel=2)
+        except OSError as error:
+            self._written = self._number - 1  # nothing twice
+            self._say(error)
+        self._write()
 
     def go_on_at(self, number: int) -> None:
         """The run has ``number`` lines already: what a newcomer is told."""
@@ -74,20 +80,30 @@ class Journal:
         self._number += 1
         self._recent.append(line)
         if writer:
-            self._write(line)
+            self._write()
 
-    def _write(self, line: Line) -> None:
-        if self._path is None or line["line"] <= self._written:
+    def _write(self) -> None:
+        """Write what is not written of the last few lines: the newest, and those that a full disk had no room for."""
+        lines = [line for line in self._recent if line["line"] > self._written]
+        if self._path is None or not lines:
             return
-        self._written = line["line"]
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_plain(line)) + "\n")
+            with self._path.open("ab", buffering=0) as file:
+                if self._failed_at is not None:  # what follows half a line would be none either
+                    file.truncate(self._failed_at)
+                self._failed_at = os.fstat(file.fileno()).st_size
+                data = memoryview("".join(json.dumps(_plain(line)) + "\n" for line in lines).encode())
+                while data:
+                    data = data[file.write(data) :]
+            self._written, self._failed_at = lines[-1]["line"], None
         except OSError as error:
             # Training is worth more than its diary: a full disk, or a machine that does not see the directory.
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"the journal {self._path} cannot be written: {error}; training goes on", stacklevel=2)
+            self._say(error)
+
+    def _say(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"the journal {self._path} cannot be written: {error}; training goes on", stacklevel=3)
 
 
 def _plain(value: Any) -> Any:
@@ -109,6 +125,18 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(data.rfind(b"\n") + 1)
 
 
+def _last_number(path: Path) -> tuple[int, str]:
+    """The highest number of a whole line (-1: there is none), and what is wrong with the first that is broken."""
+    last, broken = -1, ""
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                last = max(last, int(_parse(path, number, text).get("line", -1)))
+            except (ValueError, TypeError) as error:
+                broken = broken or str(error)
+    return last, broken
+
+
 def read(path: Path) -> Iterator[Line]:
     """The lines of a journal (a file, or the directory of its run). A torn last line is left out.
 
@@ -121,15 +149,20 @@ def read(path: Path) -> Iterator[Line]:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 return
-            try:
-                line = json.loads(text)
-                whole = isinstance(line, dict) and isinstance(line["kind"], str)
-            except (ValueError, KeyError):
-                whole = False
-            if not whole:
-                shown = text[:40].decode(errors="replace").rstrip("\n")
-                raise ValueError(f"line {number} of {path} is not one of a journal: {shown!r}")
-            yield line
+            yield _parse(path, number, text)
+
+
+def _parse(path: Path, number: int, text: bytes) -> Line:
+    try:
+        line = json.loads(text)
+        whole = isinstance(line, dict) and isinstance(line["kind"], str)
+    except (ValueError, KeyError):
+        whole = False
+    if not whole:
+        shown = text[:40].decode(errors="replace").rstrip("\n")
+        raise ValueError(f"line {number} of {path} is not one of a journal: {shown!r}")
+    found: Line = line
+    return found
 
 
 def truncate(path: Path, number: int) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import resource
+import signal
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +127,71 @@ def test_the_next_writer_writes_what_the_last_one_did_not(missing: int, torn: bo
     second.append(step(total), writer=True)
     assert numbers(tmp_path) == list(range(total + 1))
     assert [line["step"] for line in read(tmp_path)] == list(range(total + 1))
+
+
+@contextlib.contextmanager
+def no_room_after(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond that: of a write, what fits is written, and then comes an error."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("fits", [0, 20, 300])
+@pytest.mark.parametrize("num_failed", range(1, KEPT_LINES + 3))
+def test_a_full_disk_costs_no_line_but_those_that_are_too_old(num_failed: int, fits: int, tmp_path: Path) -> None:
+    """The half line that it leaves is gone when there is room again, and nothing is twice."""
+    journal = Journal(tmp_path / JOURNAL)
+    journal.start(writer=True)
+    journal.append(step(0), writer=True)
+    with no_room_after((tmp_path / JOURNAL).stat().st_size + fits), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(1, 1 + num_failed):
+            journal.append(step(number), writer=True)
+    assert len(said) == (num_failed * len(json.dumps(step(1))) > fits)
+    total = 1 + num_failed + 1
+    journal.append(step(total - 1), writer=True)
+    kept = [
+        number for number in range(total) if number == 0 or number >= total - KEPT_LINES or number in numbers(tmp_path)
+    ]
+    assert numbers(tmp_path) == kept
+    other = Journal(tmp_path / JOURNAL)
+    other.go_on_at(total)
+    other.start(writer=True)
+    other.append(step(total), writer=True)
+    assert numbers(tmp_path) == [*kept, total]
+
+
+def test_a_broken_line_does_not_end_a_training(tmp_path: Path) -> None:
+    """It is said, and what stands after it counts."""
+    folder = run_with(tmp_path / "run", step(0), step(1), step(2))
+    first, second, third = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    (folder / JOURNAL).write_bytes(first + second[:30] + b"\n" + third + second[:9])
+    journal = Journal(folder / JOURNAL)
+    for number in range(3):
+        journal.append(step(number), writer=False)
+    with pytest.warns(
+        UserWarning, match=r"line 2 of .* is not one of a journal: .*; the run goes on after its last whole line"
+    ):
+        journal.start(writer=True)
+    journal.append(step(3), writer=True)
+    after = (folder / JOURNAL).read_bytes()
+    assert after.startswith(first + second[:30] + b"\n" + third)
+    assert [json.loads(line)["line"] for line in after[len(first) + 31 :].splitlines()] == [2, 3]
+
+
+def test_a_journal_that_cannot_be_read_does_not_end_a_training(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).mkdir()
+    journal = Journal(tmp_path / JOURNAL)
+    with pytest.warns(UserWarning, match="cannot be written: .*; training goes on"):
+        journal.start(writer=True)
+    journal.append(step(0), writer=True)
+    assert journal.number == 1
 
 
 def test_a_writer_that_is_none_any_more_and_is_again(tmp_path: Path) -> None:
