@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -14,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -22,9 +24,11 @@ from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
 from unisono.journal import summary
-from unisono.lifetime import PARENT
+from unisono.lifetime import PARENT, Memory
 from unisono.machine import agent
-from unisono.machine.children import PIPE_BYTES, Output
+from unisono.machine.children import PIPE_BYTES, Nursery, Output, spawn
+from unisono.messages import Evict, Start
+from unisono.watch.terminal import Plain
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
 
@@ -242,6 +246,48 @@ def test_a_head_that_cannot_be_started_again_ends_the_run_in_words(
     assert command.wait() == 1
     command.line("was killed by signal 9 (SIGKILL); another one could not be started: [Errno 24]")
     assert not any("Traceback" in line for line in command.err)
+
+
+class SlowNursery:
+    """Keeps those who want a worker waiting."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.unborn: dict[str, Callable[[object], None]] = {}
+
+    def bear(self, name: str, arguments: list[str], environment: object, on_born: Callable[[object], None]) -> None:
+        assert name not in self.unborn
+        self.unborn[name] = on_born
+
+
+def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
+    """One that is being forked ends when it is there, one whose start is delayed does not begin."""
+
+    async def evict() -> None:
+        job = agent.Job(arguments=["train.py"], num_workers=1)
+        with contextlib.closing(Memory("unisono-token")) as secret:
+            guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
+        nursery = SlowNursery()
+        guest._nursery = cast(Nursery, nursery)
+        child = spawn("w1", [sys.executable, "-c", "import signal; signal.pause()"], os.environ, ())
+        try:
+            for _ in range(2):  # the second time by a head that follows one that has died
+                guest._hear(Start(worker_ids=["w1"]))
+                guest._hear(Start(worker_ids=["w2"], delay_s=60.0))
+            (late,) = guest._late.values()
+            for worker_id in ("w1", "w2"):
+                guest._hear(Evict(worker_id=worker_id, reason="one too many"))
+            nursery.unborn["w1"](child)
+            assert await child.ended_within(10)
+            assert child.exit_code == -signal.SIGKILL
+            assert late.cancelled()
+            assert list(nursery.unborn) == ["w1"]
+        finally:
+            child.kill()
+            await child.ended_within(10)
+
+    asyncio.run(evict())
 
 
 def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

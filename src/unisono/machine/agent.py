@@ -258,7 +258,9 @@ class _Agent:
         self._workers: dict[str, Child] = {}
         self._local_ranks: dict[str, int] = {}
         self._nursery: Nursery | None = None
-        self._late: list[asyncio.TimerHandle] = []
+        self._late: dict[str, asyncio.TimerHandle] = {}
+        self._ordered: set[str] = set()
+        self._evicted: set[str] = set()
         self._agent_id = ""
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._unsent: Message | None = None
@@ -287,7 +289,7 @@ class _Agent:
             ended = await self._over
         finally:
             self._is_leaving = True
-            for timer in self._late:
+            for timer in self._late.values():
                 timer.cancel()
             await self._end_workers(self._over.result() if self._over.done() and not self._over.cancelled() else None)
             if self._nursery is not None:
@@ -382,11 +384,12 @@ class _Agent:
         match message:
             case Start():
                 for worker_id in message.worker_ids:
-                    if worker_id in self._workers:
-                        continue  # a head that has died had ordered it already
+                    if worker_id in self._ordered:
+                        continue  # by a head that has died
+                    self._ordered.add(worker_id)
                     if message.delay_s > 0:
                         loop = asyncio.get_running_loop()
-                        self._late.append(loop.call_later(message.delay_s, self._start, worker_id))
+                        self._late[worker_id] = loop.call_later(message.delay_s, self._start, worker_id)
                     else:
                         self._start(worker_id)
             case StepDone():
@@ -394,9 +397,7 @@ class _Agent:
             case Told():
                 self._screen.say(message.text)
             case Evict():
-                child = self._workers.get(message.worker_id)
-                if child is not None:
-                    child.kill()
+                self._evict(message.worker_id)
             case WorkerLate():
                 child = self._workers.get(message.worker_id)
                 if child is not None and child.exit_code is None:
@@ -438,6 +439,7 @@ class _Agent:
     # -- workers -------------------------------------------------------------------------------------
 
     def _start(self, worker_id: str) -> None:
+        self._late.pop(worker_id, None)
         if self._is_leaving:
             return
         gone = {worker_id for worker_id, child in self._workers.items() if child.exit_code is not None}
@@ -448,13 +450,15 @@ class _Agent:
 
         def started(child: Child | str) -> None:
             if isinstance(child, str):
+                self._ordered.discard(worker_id)
+                del self._local_ranks[worker_id]
                 words = f"it {NOT_STARTED.format(child)}"
                 self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
                 return
             child.output.on_line = self._printer(worker_id)
             child.on_end = self._worker_ended
             self._workers[worker_id] = child
-            if self._is_leaving:
+            if self._is_leaving or worker_id in self._evicted:
                 child.kill()
 
         try:
@@ -465,6 +469,16 @@ class _Agent:
                 started(spawn(worker_id, command, environment, (self._secret.descriptor,)))
         except OSError as error:
             started(str(error))
+
+    def _evict(self, worker_id: str) -> None:
+        """End a worker; one whose start is delayed does not begin, one that is being forked ends as it is there."""
+        self._evicted.add(worker_id)
+        timer = self._late.pop(worker_id, None)
+        if timer is not None:
+            timer.cancel()
+        child = self._workers.get(worker_id)
+        if child is not None:
+            child.kill()
 
     def _environment(self, worker_id: str, local_rank: int) -> dict[str, str]:
         job = self._job
