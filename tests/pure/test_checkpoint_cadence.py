@@ -78,17 +78,23 @@ def test_the_newest_the_best_and_every_nth_are_kept() -> None:
     saved = {step: {"loss": draw.random()} for step in range(10, 210, 10)}
     saved[60]["loss"] = -1.0
     saved[70]["loss"] = 2.0
-    assert choose_kept(saved, Checkpoints(keep=2)) == {190, 200}
-    assert choose_kept(saved, Checkpoints(keep=1, keep_best="loss")) == {60, 200}
-    assert choose_kept(saved, Checkpoints(keep=1, keep_best="loss", best="max")) == {70, 200}
-    assert choose_kept(saved, Checkpoints(keep=1, keep_every=100)) == {100, 200}
-    assert choose_kept(saved, Checkpoints(keep=1, keep_best="nobody has logged it")) == {200}
-    assert choose_kept({}, Checkpoints()) == set()
+    assert choose_kept(saved, Checkpoints(keep=2), published=200) == {190, 200}
+    assert choose_kept(saved, Checkpoints(keep=1, keep_best="loss"), published=200) == {60, 200}
+    assert choose_kept(saved, Checkpoints(keep=1, keep_best="loss", best="max"), published=200) == {70, 200}
+    assert choose_kept(saved, Checkpoints(keep=1, keep_every=100), published=200) == {100, 200}
+    assert choose_kept(saved, Checkpoints(keep=1, keep_best="nobody has logged it"), published=200) == {200}
+
+
+def test_what_was_just_written_is_kept() -> None:
+    """Whatever else is there: the only one that a run goes on from."""
+    saved: dict[int, dict[str, float]] = {3: {}, 5: {}, 6: {}, 9: {}}
+    assert choose_kept(saved, Checkpoints(keep=2), published=5) == {5, 6, 9}
 
 
 def test_of_equal_metrics_the_oldest_is_the_best() -> None:
     """Otherwise a metric that stands still would remove the checkpoint that reached it first."""
-    assert choose_kept({1: {"a": 5.0}, 2: {"a": 5.0}, 3: {}}, Checkpoints(keep=1, keep_best="a", best="max")) == {1, 3}
+    saved = {1: {"a": 5.0}, 2: {"a": 5.0}, 3: {}}
+    assert choose_kept(saved, Checkpoints(keep=1, keep_best="a", best="max"), published=3) == {1, 3}
 
 
 def test_recipes_are_compared_name_by_name() -> None:

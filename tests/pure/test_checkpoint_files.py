@@ -189,15 +189,16 @@ def test_all_broken_is_an_error_and_none_is_not(folder: Path) -> None:
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(folder: Path) -> None:
     write(folder, 4)
-    for name in (".step-0000000009-1.partial", ".step-0000000009-2.partial", ".step-0000000004.removed"):
+    kept = [".step-0000000007.abandoned", ".step-0000000009-2.partial", "step-0000000006.broken"]
+    for name in (".step-0000000009-1.partial", ".step-0000000004.removed", *kept):
         (folder / name).mkdir()
         (folder / name / "part").write_text("garbage")
     (folder / files.step_name(7)).mkdir()
     (folder / "notes.txt").write_text("mine")
     files.remove_partials(folder, but=".step-0000000009-2.partial")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".step-0000000009-2.partial", "notes.txt", "step-0000000004",
-    ]  # fmt: skip
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, "notes.txt", "step-0000000004"])
+    files.remove_abandoned(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*kept[1:], "notes.txt", "step-0000000004"])
 
 
 def test_publishing_again_replaces_what_has_the_name(folder: Path) -> None:

@@ -291,6 +291,60 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path)
     check_readable(tmp_path / "a")
 
 
+def flip(checkpoint: Path) -> None:
+    part = next(checkpoint.glob("part-*"))
+    data = bytearray(part.read_bytes())
+    data[-5] ^= 1
+    part.write_bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore:step-000000000./part-.* is damaged")
+def test_broken_checkpoints_do_not_stand_in_the_way_of_new_ones(tmp_path: Path) -> None:
+    """They stay to be looked at, and neither count as the newest nor cost a new one its place."""
+    folder = tmp_path / files.FOLDER
+    train(tmp_path, checkpoint=EVERY, wait=True)
+    for step in (4, 6):
+        flip(folder / files.step_name(step))
+    policy = unisono.Checkpoints(every_steps=1, keep=2)
+    train(tmp_path, num_steps=3, checkpoint=policy, resume="auto", wait=True)
+    assert names(tmp_path) == [
+        "step-0000000002", "step-0000000003", "step-0000000004.broken", "step-0000000006.broken",
+    ]  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"step-0000000006.broken/part-.* is damaged"):
+        files.verify(folder / "step-0000000006.broken")
+    began: list[int] = []
+    train(tmp_path, num_steps=5, resume="auto", at_step=lambda run, step: began.append(step.number))
+    assert began == [3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:the run goes on with another recipe")
+def test_going_back_to_an_older_checkpoint_leaves_the_newer_ones_behind(tmp_path: Path) -> None:
+    """They are there until the run has written one, and then it is what the next one goes on from."""
+    folder, seen = tmp_path / files.FOLDER, []
+    train(tmp_path, checkpoint=EVERY, wait=True)
+    policy = unisono.Checkpoints(keep=1)
+    train(
+        tmp_path, num_steps=3, batch_size=20, checkpoint=policy, resume=folder / files.step_name(2),
+        resume_anyway={"batch_size"}, at_step=lambda run, step: seen.append(names(tmp_path)),
+    )  # fmt: skip
+    assert seen == [[".step-0000000004.abandoned", ".step-0000000006.abandoned", "step-0000000002"]]
+    assert names(tmp_path) == ["step-0000000003"]
+    began: list[int] = []
+    settings: dict[str, Any] = {"batch_size": 20, "resume": "auto"}
+    train(tmp_path, num_steps=5, at_step=lambda run, step: began.append(step.number), **settings)
+    assert began == [3, 4]
+    assert [line["line"] for line in read(tmp_path)] == list(range(6))
+
+
+def test_checkpoints_of_another_course_do_not_count(tmp_path: Path) -> None:
+    """A run that begins at another directory's checkpoint has none of its own, whatever its directory held."""
+    train(tmp_path / "a", checkpoint=EVERY, wait=True)
+    train(tmp_path / "b", num_steps=8, seed=4, checkpoint=EVERY, wait=True)
+    train(tmp_path / "b", checkpoint=EVERY, resume=tmp_path / "a" / files.FOLDER / files.step_name(4))
+    assert names(tmp_path / "b") == [files.step_name(6)]
+    assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 6 steps")
+
+
 def test_when_all_are_broken_nothing_is_begun_anew(tmp_path: Path) -> None:
     train(tmp_path / "a", checkpoint=unisono.Checkpoints(keep=1))
     (path,) = files.complete(tmp_path / "a" / files.FOLDER)

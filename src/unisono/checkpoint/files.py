@@ -53,8 +53,11 @@ __all__ = [
     "read_blocks",
     "read_manifest",
     "remove",
+    "remove_abandoned",
     "remove_partials",
+    "set_aside",
     "step_name",
+    "step_of",
     "synchronize",
     "verify",
     "write_file",
@@ -68,6 +71,8 @@ FORMAT: Final = 1
 BLOCK_BYTES: Final = 1 << 24
 HEADER_ALIGNMENT: Final = 64
 MAX_THREADS: Final = 4
+
+_ABANDONED: Final = ".abandoned"
 
 _SAFETENSORS: Final = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
@@ -143,6 +148,11 @@ def step_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that its name says."""
+    return int(checkpoint.name[5:])
+
+
 def partial_name(step: int, generation: int) -> str:
     """Of the directory before it is complete. No two attempts ever share one."""
     return f".{step_name(step)}-{generation}.partial"
@@ -158,7 +168,7 @@ def complete(folder: Path) -> list[Path]:
         names = sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{10,}", path.name))
     except FileNotFoundError:
         return []
-    return sorted(names, key=lambda path: int(path.name[5:]))
+    return sorted(names, key=step_of)
 
 
 def find(place: str | os.PathLike[str]) -> Path:
@@ -252,10 +262,36 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def set_aside(checkpoints: Iterable[Path], *, broken: bool) -> list[Path]:
+    """Take checkpoints out of the way of a run that goes on from another one, so that none counts as its newest.
+
+    Args:
+        broken: they are kept, for who wants to look at them; others are until `remove_abandoned`.
+
+    Returns:
+        Where they are now.
+    """
+    moved = []
+    for checkpoint in checkpoints:
+        other = checkpoint.with_name(f"{checkpoint.name}.broken" if broken else f".{checkpoint.name}{_ABANDONED}")
+        shutil.rmtree(other, ignore_errors=True)
+        checkpoint.rename(other)
+        moved.append(other)
+    for folder in {path.parent for path in moved}:
+        synchronize(folder)
+    return moved
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the checkpoints that a run has left behind, now that it has one of its own."""
+    for path in folder.glob(f".step-*{_ABANDONED}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_partials(folder: Path, *, but: str = "") -> None:
     """Remove what killed processes have left. Only for who holds the run's directory."""
     for path in folder.glob(".step-*"):
-        if path.name != but:
+        if path.name != but and not path.name.endswith(_ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
     for path in complete(folder):
         if not (path / MANIFEST).exists():

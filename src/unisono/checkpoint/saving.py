@@ -474,16 +474,17 @@ class Saver:
         )
         files.publish(partial, self.folder / files.step_name(place.total))
         point("checkpoint_renamed")
-        self._prune()
+        files.remove_abandoned(self.folder)
+        self._prune(place.total)
 
-    def _prune(self) -> None:
+    def _prune(self, published: int) -> None:
         if self.policy is None:
             return
         found: dict[int, Mapping[str, float]] = {}
         for path in files.complete(self.folder):
             with suppress(CheckpointError):  # a broken one is left for its owner to look at
-                found[int(path.name[5:])] = files.read_manifest(path).metrics
-        for step in found.keys() - choose_kept(found, self.policy):
+                found[files.step_of(path)] = files.read_manifest(path).metrics
+        for step in found.keys() - choose_kept(found, self.policy, published=published):
             with suppress(OSError):
                 files.remove(self.folder / files.step_name(step))
 

@@ -170,13 +170,14 @@ def assign_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
     return parts
 
 
-def choose_kept(saved: Mapping[int, Mapping[str, float]], policy: Checkpoints) -> set[int]:
+def choose_kept(saved: Mapping[int, Mapping[str, float]], policy: Checkpoints, *, published: int) -> set[int]:
     """Which checkpoints to keep.
 
     Args:
         saved: by step, the metrics of each checkpoint that is complete.
+        published: the step of the one that was written last. It is kept, whatever else is there.
     """
-    kept = set(sorted(saved)[-policy.keep :])
+    kept = {published, *sorted(saved)[-policy.keep :]}
     if policy.keep_every is not None:
         kept |= {step for step in saved if step % policy.keep_every == 0}
     if policy.keep_best is not None:

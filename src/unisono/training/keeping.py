@@ -28,6 +28,7 @@ from unisono.journal import JOURNAL, truncate
 from unisono.rundir import Lock, claim, describe, holder, make, read_facts
 from unisono.training.rounds import Rounds
 from unisono.training.tracked import Tracked
+from unisono.words import count
 
 __all__ = ["Keeper"]
 
@@ -173,13 +174,14 @@ class Keeper:
         self._check(loaded, recipe)
         self._tracked.load(loaded.state)
         self._loaded = None
+        moved = self._set_aside(loaded, self.directory)  # first: the journal would not reach as far as these
         self._go_on_with_journal(loaded, self.directory)
         self.metrics = dict(manifest.metrics)
         self.saver.saved = manifest.step if loaded.path.parent == self.directory / files.FOLDER else -1
         again = {"step": place.total, "at": time.time(), "from": str(loaded.path)}
         facts["resumed"] = [*facts.get("resumed", []), again]
         describe(self.directory, facts)
-        print(f"unisono: goes on at step {place.total}, from {loaded.path}", file=sys.stderr, flush=True)
+        print(f"unisono: goes on at step {place.total}, from {loaded.path}{moved}", file=sys.stderr, flush=True)
         return place
 
     def joined(self, cursor: Cursor) -> None:
@@ -200,6 +202,29 @@ class Keeper:
         for problem in loaded.broken:
             warnings.warn(f"{problem}; {loaded.path.name} is used instead", stacklevel=2)
         return loaded
+
+    def _set_aside(self, loaded: Loaded, directory: Path) -> str:
+        """Take out of the way what the directory holds of another course of the run; says so.
+
+        Raises:
+            CheckpointError: that cannot be done.
+        """
+        folder = directory / files.FOLDER
+        is_ours = loaded.path.resolve().parent == folder.resolve()
+        others = [path for path in files.complete(folder) if not is_ours or files.step_of(path) > loaded.manifest.step]
+        try:
+            moved = files.set_aside(others, broken=is_ours and bool(loaded.broken))
+        except OSError as error:
+            shown = ", ".join(path.name for path in others)
+            raise CheckpointError(
+                f"{shown} cannot be set aside in {folder}, which the run needs that goes on from {loaded.path}: "
+                f"{error.strerror or error}"
+            ) from error
+        if not moved:
+            return ""
+        if is_ours and loaded.broken:
+            return f"; what is broken can be looked at: {', '.join(path.name for path in moved)}"
+        return f"; {count(len(moved), 'other checkpoint')} of {folder} will be removed when the run has written one"
 
     def _check(self, loaded: Loaded, recipe: dict[str, Any]) -> None:
         found = differences(loaded.manifest.recipe, recipe)
@@ -222,8 +247,8 @@ class Keeper:
             )
 
     def _go_on_with_journal(self, loaded: Loaded, directory: Path) -> None:
-        theirs = loaded.path.parent.parent / JOURNAL
-        if theirs.exists() and not (directory / JOURNAL).exists():
+        theirs = loaded.path.resolve().parent.parent / JOURNAL
+        if theirs.exists() and theirs != directory.resolve() / JOURNAL:
             shutil.copyfile(theirs, directory / JOURNAL)
         truncate(directory / JOURNAL, loaded.manifest.lines)
 
