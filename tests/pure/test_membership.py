@@ -823,8 +823,8 @@ def test_a_newcomer_that_cannot_start_does_not_end_the_run() -> None:
 
 def test_silence_is_a_loss() -> None:
     story = training(2, heartbeat_timeout_s=5.0)
-    story.now = 3.0
-    story.beat("w0")
+    for story.now in (1.5, 3.0):
+        story.beat("w0")
     assert next_deadline(story.state) == 5.0
     story.tick(4.9)
     assert story.state.generation == 1
@@ -832,7 +832,60 @@ def test_silence_is_a_loss() -> None:
     assert story.state.members == ("w0",)
     assert story.sent(AGENT, Evict)[0].worker_id == "w1"
     assert "w1 (pid 1001) has been silent for 5.0 s" in story.reason
-    assert next_deadline(story.state) == 8.0
+
+
+def test_silence_of_all_is_no_loss_of_anybody() -> None:
+    """The machine stands still, or all are in the same long call: nobody is there who could go on without them."""
+    story = training(3, heartbeat_timeout_s=5.0, hang_s=60.0)
+    story.beat("w0")
+    story.now = 0.4
+    story.beat("w1")
+    story.beat("w2")
+    story.tick(59.9)
+    assert story.state.members == ("w0", "w1", "w2")
+    story.now = 60.1
+    story.beat("w2")
+    story.tick(60.1)
+    assert story.state.members == ("w0", "w1", "w2"), "the others have not had their chance to say something"
+    for story.now in (62.0, 64.0):
+        story.beat("w0")
+        story.beat("w2")
+    story.tick(65.2)
+    assert story.state.members == ("w0", "w2"), "and who then stays silent alone is lost"
+
+
+def test_silence_of_all_for_very_long_is_the_end() -> None:
+    story = training(2, heartbeat_timeout_s=5.0, hang_s=60.0)
+    assert next_deadline(story.state) == 60.0
+    story.tick(60.0)
+    assert story.ended is not None
+
+
+def test_who_only_waits_to_be_admitted_is_no_witness_of_silence() -> None:
+    story = training(2, maximum=3, heartbeat_timeout_s=5.0)
+    story.arrive("w5")
+    assert story.worker("w5").state is WorkerState.ADMITTED
+    for now in range(1, 20):
+        story.now = float(now)
+        story.beat("w5")
+        story.tick(story.now)
+    assert story.state.members == ("w0", "w1", "w5")
+    story.beat("w0")
+    for now in range(20, 27):
+        story.now = float(now)
+        story.beat("w0")
+        story.tick(story.now)
+    assert story.state.members == ("w0",), "what was heard of it meanwhile does not put it off for ever"
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.5, 4.5])
+def test_the_time_between_two_beats_is_no_silence_of_all(heartbeat_s: float) -> None:
+    story = training(2, heartbeat_timeout_s=5.0, heartbeat_s=heartbeat_s)
+    while story.now < 4 * heartbeat_s or story.now < 5.0:
+        story.now += heartbeat_s
+        story.beat("w0")
+        story.tick(story.now)
+    assert story.state.members == ("w0",)
 
 
 def test_before_it_is_a_member_a_worker_may_be_silent_for_longer() -> None:

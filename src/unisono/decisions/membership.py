@@ -15,8 +15,12 @@ has said `Holding` of it, it is the planned generation that counts, otherwise th
 plan would have let go still hold nodes of the step.
 
 How a loss is known, fastest first: the agent has seen the process end (milliseconds); the connection has closed
-and did not come back; nothing was heard for `Policy.heartbeat_timeout_s`; the worker makes no progress while others
-wait for it for `Policy.hang_s`; its own report.
+and did not come back; nothing was heard of it for `Policy.heartbeat_timeout_s`; the worker makes no progress while
+others wait for it for `Policy.hang_s`; its own report.
+
+Silence is only held against a worker while others are heard. When all are silent, the machine is overloaded or stands
+still, or all are in the same long call: no loss before `Policy.hang_s`, and when they are heard again that time counts
+for nobody.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, number_of
+from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, number_of
 from unisono.errors import ProtocolError
 from unisono.messages import (
     AgentHello,
@@ -175,9 +179,10 @@ def next_deadline(state: State) -> float | None:
     """When the table wants to see a `Tick`; None: only when something happens."""
     if state.ended is not None:
         return None
-    times = [state.silent_at(worker) for worker in state.workers.values()]
-    times.append(state.suspected_at + state.policy.suspect_s if state.suspected_at is not None else None)
-    return min((time for time in times if time is not None), default=None)
+    times = list(state.silent_at().values())
+    if state.suspected_at is not None:
+        times.append(state.suspected_at + state.policy.suspect_s)
+    return min(times, default=None)
 
 
 def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -314,6 +319,9 @@ class _Turn:
         following = table[type(message)]
         if isinstance(message, Holding) and message.generation != self.state.generation and worker.state is _S.ADMITTED:
             following = STAY  # of a generation that was overtaken; it is in the next one as a newcomer
+        gap = self.now - self.state.witnessed_at
+        if gap > self.state.quiet_s and worker in self.state.witnesses:
+            self.state = excused(self.state, gap, self.now)
         worker = self.worker(worker_id, state=following or worker.state, heard_at=self.now)
         self.heard(worker, message)
 
@@ -629,10 +637,10 @@ class _Turn:
     # -- time ----------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        for worker in list(self.state.workers.values()):
-            deadline = self.state.silent_at(worker)
-            if deadline is None or deadline > self.now:
+        for worker_id, deadline in self.state.silent_at().items():
+            if deadline > self.now:
                 continue
+            worker = self.state.workers[worker_id]
             if worker.closed_at is not None:
                 why = f"{worker.name} has closed its connection"
             else:

@@ -21,7 +21,18 @@ from typing import Final
 from unisono.errors import UsageError
 from unisono.messages import Beat, Ended, Failed, MemberInfo, Notice
 
-__all__ = ["ALIVE", "GONE", "Agent", "Policy", "State", "Worker", "WorkerState", "number_of", "resumed"]
+__all__ = [
+    "ALIVE",
+    "GONE",
+    "Agent",
+    "Policy",
+    "State",
+    "Worker",
+    "WorkerState",
+    "excused",
+    "number_of",
+    "resumed",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +51,10 @@ class Policy:
     """How many lost workers are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
     """Refuse a worker whose arithmetic may differ."""
+    heartbeat_s: float = 0.5
+    """How often a member says something."""
     heartbeat_timeout_s: float = 5.0
-    """A member that says nothing for this long is lost."""
+    """A member that says nothing for this long, while others do, is lost."""
     late_s: float = 3.0
     """A member that others wait for and that gets nowhere for this long is reported."""
     aside_s: float = 10.0
@@ -175,16 +188,49 @@ class State:
             return "waiting"
         return "paused" if self.notice.paused else "training"
 
-    def silent_at(self, worker: Worker) -> float | None:
-        """When ``worker`` counts as lost if nothing more is heard of it; None: it is not waited for."""
-        if worker.state not in ALIVE or worker.state is WorkerState.ORDERED:
-            return None
-        policy = self.policy
-        if worker.closed_at is not None:
-            return worker.closed_at + (policy.reconnect_s if worker.agent in self.agents else policy.grace_s)
-        # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
-        patient = worker.state in (WorkerState.STARTING, WorkerState.READY)
-        return worker.heard_at + max(policy.heartbeat_timeout_s, policy.hang_s if patient else 0.0)
+    def silent_at(self) -> dict[str, float]:
+        """When each worker that is waited for counts as lost if nothing more is heard."""
+        policy, agents = self.policy, self.agents
+        witnessed_at, quiet_s = self.witnessed_at, self.quiet_s
+        times = {}
+        for worker in self.workers.values():
+            if worker.state not in ALIVE or worker.state is WorkerState.ORDERED:
+                continue
+            if worker.closed_at is not None:
+                wait_s = policy.reconnect_s if worker.agent in agents else policy.grace_s
+                times[worker.worker_id] = worker.closed_at + wait_s
+                continue
+            # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
+            is_patient = worker.state in (WorkerState.STARTING, WorkerState.READY)
+            is_alone = witnessed_at - worker.heard_at >= quiet_s
+            at_least_s = policy.hang_s if is_patient or not is_alone else 0.0
+            times[worker.worker_id] = worker.heard_at + max(policy.heartbeat_timeout_s, at_least_s)
+        return times
+
+    @property
+    def quiet_s(self) -> float:
+        """When nothing was heard of any witness for this long, all are silent together; one beat does not do it."""
+        return (self.policy.heartbeat_s + self.policy.heartbeat_timeout_s) / 2
+
+    @property
+    def witnesses(self) -> list[Worker]:
+        """Whose beats show that silence is not everybody's: who holds the run's state, or who shall as the first."""
+        found = [worker for worker in self.workers.values() if worker.state is WorkerState.HOLDING]
+        return found or [worker for worker in self.workers.values() if worker.state is WorkerState.ADMITTED]
+
+    @property
+    def witnessed_at(self) -> float:
+        """When one of them was heard last."""
+        return max((worker.heard_at for worker in self.witnesses), default=0.0)
+
+
+def excused(state: State, seconds: float, now: float) -> State:
+    """The state after ``seconds`` up to ``now`` in which nobody could be heard: nobody was silent then."""
+    workers = {
+        worker_id: dataclasses.replace(worker, heard_at=min(worker.heard_at + seconds, now))
+        for worker_id, worker in state.workers.items()
+    }
+    return dataclasses.replace(state, workers=workers)
 
 
 def resumed(state: State, now: float) -> State:

@@ -121,7 +121,8 @@ class Head:
         snapshot: bytes = b"",
     ) -> None:
         memory = _Memory.decode(snapshot) if snapshot else _Memory(State(policy=policy), time.time(), "starting")
-        self._state = resumed(memory.state, time.monotonic()) if snapshot else memory.state
+        state = resumed(memory.state, time.monotonic()) if snapshot else memory.state
+        self._state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, heartbeat_s=heartbeat_s))
         self._token = token
         self._run_id = run_id
         self._heartbeat_s = heartbeat_s
