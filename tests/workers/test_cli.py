@@ -304,6 +304,17 @@ def test_steps_are_shown_and_summed_up(unisono: Unisono, script: Script) -> None
     assert command.out[-1].endswith(" s on 2 workers")
 
 
+@pytest.mark.usefixtures("nursery")
+def test_what_a_terminal_cannot_show_is_spelled(
+    unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = script("import os\nos.write(1, b'caf\\xc3\\xa9\\n')\nos.write(2, b'caf\\xc3\\xa9\\n')\n")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    command = unisono("run", name, "-n", 1)
+    assert command.wait() == 0
+    assert (command.out[0], command.err) == (r"[w0] caf\xe9", [r"[w0] caf\xe9"])
+
+
 def test_a_terminal_gets_a_progress_line(script: Script, tmp_path: Path) -> None:
     name = script(
         BEGIN

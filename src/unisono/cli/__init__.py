@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from typing import Final
@@ -67,6 +68,9 @@ def _group() -> None:
 
 def main() -> None:
     """The entry point. Errors that a user can mend are one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # workers may say what this terminal cannot show
     try:
         sys.exit(_group(standalone_mode=False) or 0)
     except click.ClickException as error:
