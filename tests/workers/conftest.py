@@ -21,6 +21,7 @@ import pytest
 from unisono.lifetime import PARENT
 
 MARK = "UNISONO_TEST"
+NURSERY_S = 60.0  # imports torch, on a machine that is busy
 END_S = 5.0  # how long after the command its last process may live
 
 
@@ -34,7 +35,9 @@ def marked(mark: str) -> dict[int, str]:
             if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 if state != "Z":
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:150]
+                    found[int(folder.name)] = (
+                        (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:150]
+                    )
     return found
 
 
@@ -111,12 +114,15 @@ def run_nursery(path: str, *, before: Sequence[str] = ()) -> Iterator[None]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
         try:
+            ready, _, _ = select.select([process.stdout], [], [], NURSERY_S)
+            assert ready, f"no nursery within {NURSERY_S:.0f} s"
             assert "listens" in process.stdout.readline()
             _nurseries.append(process.pid)
             yield
-            _nurseries.remove(process.pid)
         finally:
             process.kill()
+            if process.pid in _nurseries:
+                _nurseries.remove(process.pid)
 
 
 @pytest.fixture(scope="session")

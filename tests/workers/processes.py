@@ -72,13 +72,12 @@ class Team:
         self._deadline_s = deadline_s
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-test-")
         self._processes: list[_Process] = []
-        for rank in range(size):
-            ours, theirs = _fork.Pipe()
-            stacks = pathlib.Path(self._folder.name, f"stacks-{rank}")
-            process = _fork.Process(target=_run, args=(Seat(rank, size, theirs), stacks, os.getpid(), body, arguments))
-            process.start()
-            theirs.close()
-            self._processes.append(_Process(process, ours, stacks))
+        try:
+            for rank in range(size):
+                self._processes.append(self._start(rank, size, body, arguments))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     def __enter__(self) -> Team:
         return self
@@ -92,6 +91,19 @@ class Team:
             one.process.close()
             one.connection.close()
         self._folder.cleanup()
+
+    def _start(self, rank: int, size: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> _Process:
+        ours, theirs = _fork.Pipe()
+        stacks = pathlib.Path(self._folder.name, f"stacks-{rank}")
+        process = _fork.Process(target=_run, args=(Seat(rank, size, theirs), stacks, os.getpid(), body, arguments))
+        # Inherited, with the file: a process that hangs in the fork itself must be able to say so.
+        with theirs, stacks.open("w") as file:
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+            try:
+                process.start()
+            finally:
+                faulthandler.unregister(signal.SIGUSR1)
+        return _Process(process, ours, stacks)
 
     def say(self, rank: int, word: Any) -> None:
         """Lost if that process has ended."""
@@ -163,25 +175,23 @@ class Team:
         for one in living:
             while not one.stacks.stat().st_size and time.monotonic() < until:
                 one.process.join(0.01)
-            text.append(f"process {self._processes.index(one)}:\n{one.stacks.read_text()}")
+            text.append(f"process {self._processes.index(one)}:\n{one.stacks.read_text(errors='replace')}")
         return "\n".join(text)
 
 
 def _run(seat: Seat, stacks: pathlib.Path, parent: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     _end_with_parent(parent)
-    with stacks.open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        try:
-            answer = ("returned", body(seat, *arguments))
-        except BaseException:
-            text = traceback.format_exc()
-            stacks.with_suffix(".failed").write_text(text)
-            answer = ("raised", text)
-        seat._connection.send(answer)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # At once: an abandoned process group would block the interpreter's own end.
-        os._exit(0)
+    try:
+        answer = ("returned", body(seat, *arguments))
+    except BaseException:
+        text = traceback.format_exc()
+        stacks.with_suffix(".failed").write_text(text)
+        answer = ("raised", text)
+    seat._connection.send(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: an abandoned process group would block the interpreter's own end.
+    os._exit(0)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -32,6 +32,7 @@ from unisono.lifetime import PARENT, bind_to_parent
 __all__ = ["Relay"]
 
 READY = "ready"
+READY_S = 30.0
 TUN = "/dev/net/tun"
 MAX_PACKET_BYTES = 65536
 
@@ -62,7 +63,8 @@ class Relay:
             text=True,
         )
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().strip()
+        ready, _, _ = select.select([self._process.stdout], [], [], READY_S)
+        said = self._process.stdout.readline().strip() if ready else f"not a word within {READY_S:.0f} s"
         if said != READY:
             self.end()
             raise OSError(f"no relay between {' and '.join(ends)}: {said or 'it ended before it was ready'}")
