@@ -212,6 +212,31 @@ def test_a_gradient_that_one_backward_gives_in_parts_counts_whole() -> None:
     assert train_on("shared", 3, _of_repeated, True) == [alone] * 3
 
 
+def _penalised(known: int | None) -> list[list[float]]:
+    """A second loss in every second step, the first of which is not the run's first if ``known`` is given."""
+    with AloneRun(seed=SEED) as run:
+        model = Mlp()
+        run.track(model=model)
+        if known is not None:
+            run._tracked.calls.known = known
+        found = []
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=3):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+                if step.number % 2 == (known is not None):
+                    step.backward(model(x).square().mean())
+            found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).tolist())
+    return found
+
+
+def test_a_loss_that_comes_only_in_some_steps() -> None:
+    """The first micro-batch of a worker that has joined may have fewer losses than those before it."""
+    assert all(_penalised(None))
+    assert all(_penalised(2))
+    with pytest.raises(StepError, match="2 times for this micro-batch and 1 times"):
+        _penalised(0)
+
+
 def _more_parts_than_before() -> None:
     with AloneRun(seed=SEED) as run:
         model = Repeated(False)

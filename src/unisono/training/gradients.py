@@ -14,6 +14,7 @@ What a micro-batch did to weights, loss and buffers, its **tail**, runs up the s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +25,7 @@ from unisono.errors import StepError
 from unisono.exchange.flat import Entry, FlatLayout, Slot
 from unisono.state import digest_of_tensor
 
-__all__ = ["Buffers", "GradientFolder"]
+__all__ = ["Buffers", "Calls", "GradientFolder"]
 
 COMPARED_FROM = 1 << 16
 """Buffers of more elements (masks, tables, codebooks) are compared before they are subtracted."""
@@ -143,6 +144,13 @@ class Buffers:
         return not torch.equal(now, self._start[place])
 
 
+@dataclass
+class Calls:
+    """How often a script calls backward for one micro-batch, at most. Part of the state: who joins does not know it."""
+
+    known: int = 0
+
+
 class GradientFolder:
     """What one worker has summed of a step so far.
 
@@ -150,6 +158,7 @@ class GradientFolder:
         parameters: (name, parameter), those that need a gradient.
         buffers: of the tracked modules.
         frozen: (name, parameter), those that need none.
+        calls: what is known of the backward calls of a micro-batch; added to.
     """
 
     def __init__(
@@ -157,6 +166,7 @@ class GradientFolder:
         parameters: Sequence[tuple[str, nn.Parameter]],
         buffers: Buffers,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
+        calls: Calls | None = None,
     ) -> None:
         self.buffers = buffers
         self.layout = FlatLayout(parameters, buffers.named())
@@ -174,8 +184,9 @@ class GradientFolder:
         # Only with one kind of sum do the rows become complete in the order of the parameters.
         self._in_order = len({entry.sum_dtype for entry in self.layout.gradients}) == 1
         self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
-        self._calls_known = 0  # backward calls of one micro-batch; 0: not known yet
-        self._parts_known: list[int] = []  # by parameter, the gradients that these gave it
+        self._calls_known = calls if calls is not None else Calls()
+        # By parameter, the parts of its gradient that one call gives; empty before this worker's first micro-batch.
+        self._parts_known: list[int] = []
         self._pending: dict[int, Tensor] = {}  # by parameter, the sum of the micro-batch's calls so far
         self._adopts = False
         self._adopted: dict[int, Tensor] = {}  # by parameter, what belongs into `_adopter`
@@ -251,7 +262,8 @@ class GradientFolder:
         self.target = (node, self._chain[-1][1])
         self._folded = [False] * len(self._parameters)
         self._used = [0] * len(self._parameters)
-        self._parts = [0] * len(self._parameters)
+        self._parts = [0] * len(self._parameters)  # of the current call
+        self._most_parts = [0] * len(self._parameters)
         self._complete = len(self._parameters)  # parameters from here on are folded
         self._calls = 0
         self._pending = {}
@@ -261,9 +273,10 @@ class GradientFolder:
     def backward(self, loss: Tensor, seed: float, *, retain_graph: bool = False) -> None:
         """Fold the gradients of ``seed * loss`` into the current leaf."""
         self._calls += 1
-        if self._calls_known and self._calls > self._calls_known:
+        self._parts = [0] * len(self._parameters)
+        if self._parts_known and self._calls > self._calls_known.known:
             raise StepError(
-                f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known} "
+                f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known.known} "
                 f"times for the first; "
                 "call it equally often for every micro-batch (at most as often as for the first), or add up the losses"
             )
@@ -283,8 +296,9 @@ class GradientFolder:
         for index in range(len(self._parameters)):
             if not self._folded[index]:
                 self._fold(index, self._pending.pop(index, None))
-        if not self._calls_known:
-            self._calls_known, self._parts_known = self._calls, self._parts
+        if not self._parts_known and self._calls:
+            self._calls_known.known = max(self._calls_known.known, self._calls)
+            self._parts_known = self._most_parts
         tail = self._tail
         tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
         tail.used.copy_(torch.tensor(self._used, dtype=torch.int32))
@@ -354,9 +368,11 @@ class GradientFolder:
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         self._parts[index] += 1
+        self._most_parts[index] = max(self._most_parts[index], self._parts[index])
         if (before := self._pending.pop(index, None)) is not None:
             gradient = before.add_(gradient)
-        if self._calls != self._calls_known or self._parts[index] < self._parts_known[index]:
+        is_last = bool(self._parts_known) and self._calls == self._calls_known.known
+        if not is_last or self._parts[index] < self._parts_known[index]:
             self._pending[index] = gradient  # folded when the micro-batch ends
             return
         self._fold(index, gradient)

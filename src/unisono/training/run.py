@@ -468,7 +468,7 @@ class Run:
             if not parameter.requires_grad:
                 parameter.grad = None  # of when it was trained; an optimizer would apply it again
         frozen = [(name, one) for name, one in self._tracked.parameters() if not one.requires_grad]
-        folder = GradientFolder(self._tracked.trained(), self._tracked.buffers(), frozen)
+        folder = GradientFolder(self._tracked.trained(), self._tracked.buffers(), frozen, self._tracked.calls)
         self._rounds.use(folder.layout)
         return folder
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.errors import StepError, UsageError
 from unisono.state import digest_of_state, is_same_state
-from unisono.training.gradients import Buffers
+from unisono.training.gradients import Buffers, Calls
 
 __all__ = ["Settings", "Tracked"]
 
@@ -29,8 +29,9 @@ class Tracked:
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
-        self._shapes: dict[tuple[int, str], torch.Size] = {}
-        """(id of a module, name of a buffer) -> of those that are not persistent, the shape when it was tracked."""
+        self._first: dict[tuple[int, str], Tensor] = {}
+        """(id of a module, name of a buffer) -> of those that are not persistent, what it was when it was tracked."""
+        self.calls = Calls()
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
@@ -49,7 +50,7 @@ class Tracked:
                 for module in value.modules():
                     for attribute in module._non_persistent_buffers_set:
                         if (buffer := module._buffers.get(attribute)) is not None:
-                            self._shapes.setdefault((id(module), attribute), buffer.shape)
+                            self._first.setdefault((id(module), attribute), buffer)
 
     def __bool__(self) -> bool:
         return bool(self._objects)
@@ -94,11 +95,11 @@ class Tracked:
             for path, owner in module.named_modules():
                 for attribute, buffer in owner._buffers.items():
                     is_cache = attribute in owner._non_persistent_buffers_set
-                    shape = self._shapes.get((id(owner), attribute))
-                    if buffer is None or id(buffer) in seen or (is_cache and shape is None):
+                    first = self._first.get((id(owner), attribute))
+                    if buffer is None or id(buffer) in seen or (is_cache and first is None):
                         continue
-                    if is_cache and shape is not None:
-                        shapes[len(named)] = shape
+                    if is_cache and first is not None:
+                        shapes[len(named)] = first.shape
                     seen.add(id(buffer))
                     named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
         return Buffers(named, shapes)
@@ -216,6 +217,7 @@ class Tracked:
             "objects": {name: value.state_dict() for name, value in self._objects.items()},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
+            "calls": self.calls.known,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -229,10 +231,8 @@ class Tracked:
             raise UsageError(f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; they must be equal")
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
-            if name in hidden and hidden[name].shape == buffer.shape:
-                hidden[name].copy_(buffer)
-            else:
-                self._take_cache(name, buffer)
+            hidden[name].copy_(buffer)
+        self.calls.known = state.get("calls", 0)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(needed)
         for name, part in state["objects"].items():
@@ -257,21 +257,18 @@ class Tracked:
             if isinstance(value, (nn.Module, torch.optim.Optimizer))
         }
 
-    def _take_cache(self, name: str, buffer: Tensor) -> None:
-        """A buffer that the other's model has made, or made larger, since it was tracked."""
-        *path, attribute = name.split(".")
-        module = self.modules[path[0]].get_submodule(".".join(path[1:]))
-        device = next((parameter.device for parameter in module.parameters()), buffer.device)
-        module.register_buffer(attribute, buffer.to(device, copy=True), persistent=False)
-
     def _hidden_buffers(self) -> dict[str, Tensor]:
+        """By name, the buffers that no ``state_dict`` has. Of a cache that has grown, what it was when it was tracked:
+        states have the same shapes on all workers.
+        """
         found = {}
         for name, module in self.modules.items():
             for path, owner in module.named_modules():
                 for attribute in owner._non_persistent_buffers_set:
-                    buffer = owner._buffers.get(attribute)
-                    if buffer is not None:
-                        found[".".join(filter(None, (name, path, attribute)))] = buffer
+                    first, buffer = self._first.get((id(owner), attribute)), owner._buffers.get(attribute)
+                    if first is not None:
+                        is_same = buffer is not None and buffer.shape == first.shape
+                        found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first
         return found
 
 
