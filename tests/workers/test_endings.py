@@ -193,6 +193,15 @@ def test_a_variable_that_is_not_text(unisono: Unisono, script: Script, monkeypat
     assert command.wait() == 0
 
 
+def test_a_nursery_that_is_not_there_is_one_line(
+    unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_NURSERY", "nowhere")
+    command = unisono("run", script("print('ran')"), "-n", 1)
+    assert command.wait() == 2
+    assert command.err == ["unisono: no nursery answers at UNISONO_NURSERY=nowhere: No such file or directory"]
+
+
 def test_a_nursery_that_dies_is_named(
     unisono: Unisono, script: Script, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

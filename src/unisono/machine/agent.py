@@ -282,8 +282,11 @@ class _Agent:
             loop.add_signal_handler(number, self._signalled, number)
         try:
             self._start_helpers()
-        except OSError as error:
-            raise UsageError(f"a process of the run {NOT_STARTED.format(error)}") from error
+        except BaseException as error:
+            self._is_leaving = True  # the head that is ended now is followed by none
+            if isinstance(error, OSError):
+                raise UsageError(f"a process of the run {NOT_STARTED.format(error)}") from error
+            raise
         talk = asyncio.create_task(self._talk())
         try:
             ended = await self._over
