@@ -208,6 +208,31 @@ def test_publishing_again_replaces_what_has_the_name(folder: Path) -> None:
     assert [entry.name for entry in folder.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_killed_while_it_is_replaced_a_checkpoint_is_not_lost(
+    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    path, rename, done = write(folder, 4), Path.rename, []
+
+    def rename_and_end(source: Path, target: Path) -> Path:
+        done.append(rename(source, target))
+        if len(done) == number:
+            raise Killed
+        return target
+
+    monkeypatch.setattr(Path, "rename", rename_and_end)
+    with pytest.raises(Killed):
+        write(folder, 4)
+    monkeypatch.undo()
+    assert files.complete(folder) == ([] if number == 1 else [path])
+    files.remove_partials(folder)
+    assert files.verify(path).step == 4
+    assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
 def test_steps_are_ordered_as_numbers(folder: Path) -> None:
     for step in (10**10, 9, 10**10 - 1):
         (folder / files.step_name(step)).mkdir(parents=True)

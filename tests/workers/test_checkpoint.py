@@ -345,6 +345,15 @@ def test_checkpoints_of_another_course_do_not_count(tmp_path: Path) -> None:
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 6 steps")
 
 
+def test_the_only_checkpoint_is_found_when_its_writer_was_killed_while_it_replaced_it(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint=unisono.Checkpoints())
+    (path,) = files.complete(tmp_path / files.FOLDER)
+    path.rename(path.with_name(f".{path.name}.replaced"))
+    began: list[int] = []
+    train(tmp_path, num_steps=8, resume="auto", at_step=lambda run, step: began.append(step.number))
+    assert began == [6, 7]
+
+
 def test_when_all_are_broken_nothing_is_begun_anew(tmp_path: Path) -> None:
     train(tmp_path / "a", checkpoint=unisono.Checkpoints(keep=1))
     (path,) = files.complete(tmp_path / "a" / files.FOLDER)

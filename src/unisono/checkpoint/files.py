@@ -59,6 +59,7 @@ __all__ = [
     "step_name",
     "step_of",
     "synchronize",
+    "take_over",
     "verify",
     "write_file",
     "write_manifest",
@@ -73,6 +74,7 @@ HEADER_ALIGNMENT: Final = 64
 MAX_THREADS: Final = 4
 
 _ABANDONED: Final = ".abandoned"
+_REPLACED: Final = ".replaced"
 
 _SAFETENSORS: Final = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
@@ -244,14 +246,26 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete directory its name. One that has it already is replaced."""
-    old = final.with_name(f".{final.name}.replaced")
+    """Give a complete directory its name. One that has it already is replaced; see `take_over`."""
+    old = final.with_name(f".{final.name}{_REPLACED}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     partial.rename(final)
     synchronize(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def take_over(folder: Path) -> None:
+    """Give what was to be replaced its name back, where the process that did so was killed before the other had it.
+
+    Only for who holds the run's directory.
+    """
+    for old in folder.glob(f".step-*{_REPLACED}"):
+        final = old.with_name(old.name[1:].removesuffix(_REPLACED))
+        if not final.exists():
+            old.rename(final)
+            synchronize(folder)
 
 
 def remove(checkpoint: Path) -> None:
@@ -290,6 +304,7 @@ def remove_abandoned(folder: Path) -> None:
 
 def remove_partials(folder: Path, *, but: str = "") -> None:
     """Remove what killed processes have left. Only for who holds the run's directory."""
+    take_over(folder)
     for path in folder.glob(".step-*"):
         if path.name != but and not path.name.endswith(_ABANDONED):
             shutil.rmtree(path, ignore_errors=True)

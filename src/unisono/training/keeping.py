@@ -193,6 +193,7 @@ class Keeper:
             self.saver.reaches = True
 
     def _find(self, directory: Path) -> Loaded | None:
+        files.take_over(directory / files.FOLDER)
         source = directory if self._resume == "auto" else Path(self._resume)
         if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
             return None  # it was killed before its first checkpoint
