@@ -2,7 +2,8 @@
 
 The thread sends heartbeats with the loop's progress, receives notices and wakes whoever waits for one. When the
 connection breaks, it connects again for `Door.head_away_s`, while training goes on in the generation that it has. What
-the head may have missed meanwhile is said again: the last `Ready`, `Holding` or `Finished`.
+the head may have missed meanwhile is said again: the last `Ready`, `Holding` or `Finished`, and a `Suspect` without an
+answer.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ __all__ = ["Door", "Member", "current", "trimmed_traceback"]
 
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
+LATE_S = 1.0  # a heartbeat that goes out so much late says that this whole process stood still
 STORE_GRACE_S = 2.0  # beyond the call's own timeout, for the answer to arrive
 
 _current: Member | None = None
@@ -243,7 +245,7 @@ class Member:
 
     def suspect(self, generation: int, reason: str, peers: Sequence[str] = ()) -> None:
         """The exchange of this generation broke, and maybe the head does not know."""
-        self.send(Suspect(generation=generation, reason=reason, peers=list(peers)))
+        self._say(Suspect(generation=generation, reason=reason, peers=list(peers)))
 
     def finished(self) -> None:
         """The script has returned."""
@@ -404,8 +406,12 @@ class Member:
         from unisono.link import Link, Refused  # a script that runs alone needs no WebSocket
 
         away_since = time.monotonic()
+        tried_at = -RETRY_S
         try:
             while not self._closing and self._stopped is None:
+                # Also where the head takes the connection and closes it at once.
+                time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
+                tried_at = time.monotonic()
                 try:
                     link = Link(self.door.head, self.door.token)
                 except Refused as refused:
@@ -458,6 +464,8 @@ class Member:
                 if self._welcome is not None and now >= next_beat:
                     if parent_is_gone():
                         os._exit(1)
+                    if now - next_beat > LATE_S:  # it was stopped, or one call held the interpreter: not a hang
+                        self._progress_at = min(self._progress_at + now - next_beat, now)
                     link.put(encode(self._beat(now)))
                     next_beat = now + self._welcome.heartbeat_s
                 while self._outbox and not link.wants_to_write:
@@ -515,6 +523,7 @@ class Member:
             if self._notice is not None and notice.generation <= self._notice.generation:
                 return
             self._notice = notice
+            self._standing.pop(Suspect.__name__, None)  # this is the answer
             self._changed.notify_all()
         if notice.immediate:
             for call in list(self._calls.values()):

@@ -239,7 +239,7 @@ def resumed(state: State, now: float) -> State:
         worker_id: dataclasses.replace(worker, heard_at=now, closed_at=None, beat=None, late_at=-1)
         for worker_id, worker in state.workers.items()
     }
-    return dataclasses.replace(state, workers=workers, suspected_at=None)
+    return dataclasses.replace(state, workers=workers, suspected_at=None if state.suspected_at is None else now)
 
 
 def number_of(worker_id: str) -> int:

@@ -1,0 +1,134 @@
+"""A worker's side of the connection to the head, with a head that does what the test says."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from unisono import member as members
+from unisono.member import Door, Member
+from unisono.messages import Beat, Hello, Holding, MemberInfo, Message, Notice, Suspect, Welcome, decode, encode
+
+INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")
+
+
+class Connection:
+    """What the test holds of one connection: it takes what the worker says, and says what the test wants."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Message] = queue.Queue()
+        self.to_worker: queue.Queue[Message | None] = queue.Queue()
+        self.made_at = time.monotonic()
+        self._bell, self.sock = socket.socketpair()
+
+    def tell(self, message: Message | None) -> None:
+        """None closes the connection."""
+        self.to_worker.put(message)
+        self._bell.send(b"x")
+
+    def hears(self, kind: type[Message]) -> Message:
+        """The next message of this kind."""
+        while not isinstance(found := self.said.get(timeout=10), kind):
+            pass
+        return found
+
+    # What the worker sees of it (`unisono.link.Link`):
+    address = "127.0.0.1"
+    wants_to_write = False
+
+    def put(self, data: bytes) -> None:
+        self.said.put(decode(data))
+
+    def push(self) -> None:
+        pass
+
+    def take(self) -> list[bytes]:
+        found = []
+        while not self.to_worker.empty():
+            self.sock.recv(1)
+            message = self.to_worker.get()
+            if message is None:
+                raise ConnectionError("the head closed the connection")
+            found.append(encode(message))
+        return found
+
+    def close(self) -> None:
+        self.sock.close()
+        self._bell.close()
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Connection]:
+    """The connections that are made, one after the other."""
+    made: queue.Queue[Connection] = queue.Queue()
+
+    def connect(url: str, token: str) -> Connection:
+        connection = Connection()
+        made.put(connection)
+        connection.tell(Welcome(run_id="x", heartbeat_s=0.01))
+        return connection
+
+    monkeypatch.setattr("unisono.link.Link", connect)
+    return made
+
+
+@pytest.fixture
+def member(connections: queue.Queue[Connection]) -> Iterator[Member]:
+    door = Door(head="ws://nowhere:1", token="", worker_id="w0", host="lab")
+    with contextlib.closing(Member(door, INFO, {}).connect()) as found:
+        yield found
+
+
+def notice(generation: int) -> Notice:
+    return Notice(generation=generation, members=[INFO], immediate=True)
+
+
+def test_a_suspicion_is_said_again_until_there_is_an_answer(
+    connections: queue.Queue[Connection], member: Member
+) -> None:
+    """The head that has heard it may die with it, and everybody waits for what it would have decided."""
+    first = connections.get(timeout=10)
+    member.holding(1)
+    member.suspect(1, "timed out", ["w1"])
+    said = first.hears(Suspect)
+    first.tell(None)
+    second = connections.get(timeout=10)
+    assert isinstance(second.hears(Hello), Hello)
+    assert second.said.get(timeout=10) == Holding(generation=1)
+    assert second.said.get(timeout=10) == said
+    second.tell(notice(2))
+    assert member.wait_notice(1, 10).generation == 2
+    second.tell(None)
+    third = connections.get(timeout=10)
+    assert third.hears(Holding) == Holding(generation=1)
+    assert not isinstance(third.said.get(timeout=10), Suspect)
+
+
+def test_a_connection_that_is_closed_at_once_is_not_made_in_a_hot_loop(
+    connections: queue.Queue[Connection], member: Member
+) -> None:
+    made = []
+    for _ in range(4):
+        made.append(connections.get(timeout=10))
+        made[-1].tell(None)
+    assert made[-1].made_at - made[0].made_at >= 3 * members.RETRY_S
+
+
+def test_a_process_that_stood_still_did_not_hang(
+    connections: queue.Queue[Connection], member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its heartbeat was not heard, the head knows of the silence; the worker itself is no later than before."""
+    connection = connections.get(timeout=10)
+    member.at(phase=0, step=3, microbatch=1)
+    connection.hears(Beat)
+    clock = time.monotonic
+    monkeypatch.setattr(members.time, "monotonic", lambda: clock() + 100.0)
+    for _ in range(3):
+        beat = connection.hears(Beat)
+    assert isinstance(beat, Beat)
+    assert beat.seconds_at < 50.0
