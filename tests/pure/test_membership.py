@@ -22,7 +22,7 @@ from unisono.decisions.membership import (
     next_deadline,
     step,
 )
-from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState
+from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError, UsageError
 from unisono.messages import (
     AgentHello,
@@ -947,6 +947,16 @@ def test_a_lost_worker_cannot_come_back() -> None:
     assert story.state.members == ("w0",)
 
 
+def test_who_was_dismissed_while_it_was_starting_cannot_come_either() -> None:
+    """The agent was told to end it, and perhaps it was not there yet."""
+    story = training(2)
+    story.says("", Scale(num_workers=3))
+    story.says("", Scale(num_workers=2))
+    assert story.worker("w2").state is WorkerState.LEFT
+    actions = story.says("w2", Hello(info=info("w2"), fingerprint={}))
+    assert actions == [Hangup("w2", "the run goes on without worker w2: it was sent away")]
+
+
 def test_a_slow_first_step_is_no_hang() -> None:
     """Everybody compiles, or loads: the first who is done would throw all others out, again and again."""
     story = training(3, aside_s=10.0, hang_s=60.0)
@@ -1070,6 +1080,18 @@ def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:
     assert story.state.notice is not None
     assert story.state.notice.immediate
     assert "timed out; everybody is there: trying again" in story.reason
+
+
+def test_a_broken_exchange_is_tried_again_by_the_head_that_follows() -> None:
+    """The members say `Suspect` once and wait for the answer."""
+    story = training(3)
+    for worker_id in story.state.members:
+        story.says(worker_id, Suspect(generation=1, reason="timed out"))
+    story.state = resumed(story.state, 7.0)
+    assert next_deadline(story.state) == 7.0 + story.state.policy.suspect_s
+    story.tick(7.0 + story.state.policy.suspect_s)
+    assert story.state.generation == 2
+    assert story.state.members == ("w0", "w1", "w2")
 
 
 def test_a_broken_exchange_with_a_known_cause_is_not_tried_again() -> None:

@@ -306,8 +306,12 @@ class _Turn:
         worker = self.state.workers[worker_id]
         if worker.state in GONE and not isinstance(message, Hello):
             return
-        if worker.state is _S.LOST:  # its machine was cut off, and is back
-            self.actions.append(Hangup(worker_id, f"the run goes on without {worker.name}: it was out of reach"))
+        if worker.state in (
+            _S.LOST,
+            _S.LEFT,
+        ):  # its machine was cut off; or it was still starting when it was dismissed
+            why = "it was out of reach" if worker.state is _S.LOST else "it was sent away"
+            self.actions.append(Hangup(worker_id, f"the run goes on without {worker.name}: {why}"))
             return
         table = TRANSITIONS[worker.state]
         if type(message) not in table:

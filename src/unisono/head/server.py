@@ -300,8 +300,9 @@ class Head:
             return name
         try:
             self._happens(name, first)
-        except ProtocolError:
-            # The name belongs to somebody else, who keeps it.
+        except ProtocolError as error:
+            # Refused, so there is no use in coming back. The name may belong to somebody else, who keeps it.
+            line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if before is None:
                 del self._lines[name]
             else:
