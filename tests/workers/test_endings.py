@@ -185,11 +185,15 @@ def test_a_script_knows_where_it_is_after_it_has_changed_the_directory(unisono: 
     assert any("import os" in line for line in command.out)
 
 
-def test_a_variable_that_is_not_text(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_not_text_and_large(
+    unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environb, b"PLACE", b"caf\xe9")
-    name = script("import os\nprint('got', os.environb[b'PLACE'])\n")
+    for number in range(4):  # and more of them than a socket takes at once
+        monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)
+    name = script("import os\nprint('got', os.environb[b'PLACE'], len(os.environ['LARGE_3']))\n")
     command = unisono("run", name, "-n", 1)
-    command.line(r"got b'caf\xe9'")
+    command.line(r"got b'caf\xe9' 100000")
     assert command.wait() == 0
 
 

@@ -697,18 +697,18 @@ def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nurs
         "UNISONO_TOKEN_FILE": os.devnull,
         "UNISONO_WORKER_ID": "w0",
     }
-    birth = msgspec.msgpack.encode(Birth.of("w0", ["train.py"], environment, str(tmp_path)))
+    birth = Birth.of("w0", ["train.py"], environment, str(tmp_path))
     null = os.open(os.devnull, os.O_RDWR)
     try:
         for _ in range(20):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
                 agent.connect(standing_nursery)
-                socket.send_fds(agent, [birth], [null, null, null])
+                birth.send(agent, [null, null, null])
     finally:
         os.close(null)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:  # it serves one after the other
         agent.connect(standing_nursery)
-        socket.send_fds(agent, [msgspec.msgpack.encode(Birth.of("last", [], {}, str(tmp_path)))], [0, 1, 2])
+        Birth.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2])
         agent.settimeout(10)
         assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Born).name == "last"
     deadline = time.monotonic() + 5

@@ -226,11 +226,11 @@ class Nursery:
             on_born(child)
 
         self._unborn[name] = born
-        birth = msgspec.msgpack.encode(Birth.of(name, arguments, environment, os.getcwd()))
+        birth = Birth.of(name, arguments, environment, os.getcwd())
         try:
-            # A few kilobytes, to a process that does nothing else.
+            # A few bytes, to a process that does nothing else.
             self._channel.settimeout(SEND_TIMEOUT_S)
-            socket.send_fds(self._channel, [birth], [out_end, error_end, self._secret.descriptor])
+            birth.send(self._channel, [out_end, error_end, self._secret.descriptor])
         except OSError as failure:
             self._unborn.pop(name)(Born(name, 0, f"the nursery does not answer: {failure}"))
         finally:

@@ -26,11 +26,12 @@ from typing import Final
 
 import msgspec
 
-from unisono.lifetime import PARENT, bind_to_parent, end_group, name_process
+from unisono.lifetime import PARENT, Memory, bind_to_parent, end_group, name_process
 
 __all__ = ["Birth", "Born", "Death", "main"]
 
-MAX_BYTES: Final = 1 << 20
+MAX_BYTES: Final = 16
+MAX_DESCRIPTORS: Final = 8
 
 
 class Birth(msgspec.Struct, frozen=True, tag=True):
@@ -48,6 +49,12 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     def of(cls, name: str, arguments: list[str], environment: Mapping[str, str], folder: str) -> Birth:
         inherited = {os.fsencode(key): os.fsencode(value) for key, value in environment.items()}
         return cls(name, arguments, inherited, os.fsencode(folder))
+
+    def send(self, channel: socket.socket, descriptors: list[int]) -> None:
+        """Ask the nursery at the other end for it."""
+        # In memory of its own: an environment may be larger than what a socket takes at once.
+        with contextlib.closing(Memory("unisono-birth", msgspec.msgpack.encode(self))) as memory:
+            socket.send_fds(channel, [b"birth"], [*descriptors, memory.descriptor])
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):
@@ -125,7 +132,7 @@ class _Nursery:
     def _hear(self, agent: socket.socket) -> tuple[Birth, list[int]] | None:
         """What an agent says. In the child that it asked for, returns what that child shall be."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(agent, MAX_BYTES, 4)
+            data, descriptors, _, _ = socket.recv_fds(agent, MAX_BYTES, MAX_DESCRIPTORS)
         except OSError:
             data, descriptors = b"", []
         if not data:
@@ -135,7 +142,8 @@ class _Nursery:
                 if owner is agent:
                     end_group(pid)
             return None
-        birth = msgspec.msgpack.decode(data, type=Birth)
+        with open(descriptors.pop(), "rb") as file:
+            birth = msgspec.msgpack.decode(file.read(), type=Birth)
         try:
             pid = os.fork()
         except OSError as error:
