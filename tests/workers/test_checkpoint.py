@@ -31,6 +31,7 @@ import unisono
 from tests.workers.conftest import Unisono
 from tests.workers.processes import when_blocked_in
 from unisono.checkpoint import files, saving
+from unisono.decisions.cadence import Place
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare, read
@@ -444,6 +445,77 @@ def test_the_newest_the_best_and_every_nth_are_left(tmp_path: Path) -> None:
 def test_checkpoints_of_a_clock(tmp_path: Path) -> None:
     train(tmp_path, checkpoint=unisono.Checkpoints(every_seconds=1e-9, keep=10), wait=True)
     assert len(steps(tmp_path)) >= 3
+
+
+# -- members whose words are carried by hand -------------------------------------------------------------
+
+
+class Members:
+    """The savers of one run: all in this process, and everything in an order that is known."""
+
+    def __init__(self, directory: Path, *, reaches: tuple[bool, ...] = (True, True), every: int = 2) -> None:
+        self.directory = directory
+        policy = unisono.Checkpoints(every_steps=every, keep=10)
+        state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
+        self.savers = [
+            saving.Saver(policy, directory, torch.device("cpu"), lambda: state, reaches=one) for one in reaches
+        ]
+        self.generation, self.total = 1, 0
+
+    @property
+    def place(self) -> Place:
+        return Place(phase=0, step=self.total, total=self.total, lines=self.total)
+
+    def step(self, number: int = 1) -> None:
+        """Combine, update, come to the boundary after it; the disk is fast."""
+        for _ in range(number):
+            words = [saver.tell() for saver in self.savers]
+            self.total += 1
+            for rank, saver in enumerate(self.savers):
+                saver.hear(words, self.generation)
+                saver.boundary(self.place, rank=rank, generation=self.generation, metrics={})
+            for saver in self.savers:
+                for task in (saver._publish, saver._attempt.task if saver._attempt is not None else None):
+                    if task is not None:
+                        task.wait()
+
+    def save_last(self) -> None:
+        for rank, saver in enumerate(self.savers):
+            saver.save_last(self.place, rank=rank, generation=self.generation, num_workers=len(self.savers), metrics={})
+        for saver in self.savers:
+            saver.finish()
+
+    def lose_first(self) -> None:
+        """In the middle of a step, which the others finish in the next generation."""
+        del self.savers[0]
+        self.generation += 1
+
+
+def check_whole(directory: Path) -> None:
+    """Every checkpoint has the files of its manifest, and no other."""
+    for path in files.complete(directory / files.FOLDER):
+        assert {one.name for one in path.iterdir()} == {files.MANIFEST, *files.verify(path).files}
+
+
+def test_the_last_checkpoint_holds_nothing_of_the_one_that_had_just_begun(tmp_path: Path) -> None:
+    members = Members(tmp_path)
+    members.step(2)
+    assert len(list((tmp_path / files.FOLDER).glob(".step-*/part-*.safetensors"))) == 2
+    members.save_last()
+    assert steps(tmp_path) == [2]
+    check_whole(tmp_path)
+
+
+def test_a_checkpoint_holds_nothing_that_a_killed_run_had_written_of_it(tmp_path: Path) -> None:
+    """That run had three workers, and generations are counted from 1 in every run."""
+    partial = tmp_path / files.FOLDER / files.partial_name(2, 1)
+    partial.mkdir(parents=True)
+    for part in range(3):
+        (partial / files.part_name(part, 3)).write_text("half")
+        (partial / files.part_name(part, 3)).with_suffix(".facts").write_text("{}")
+    Members(tmp_path).step(4)
+    assert steps(tmp_path) == [2]
+    check_whole(tmp_path)
 
 
 # -- copied while the next step computes -----------------------------------------------------------------

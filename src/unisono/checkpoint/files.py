@@ -24,8 +24,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +47,7 @@ __all__ = [
     "complete",
     "encode_header",
     "find",
+    "leave_only",
     "memory_at",
     "part_name",
     "partial_name",
@@ -155,9 +157,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def partial_name(step: int, generation: int) -> str:
-    """Of the directory before it is complete. No two attempts ever share one."""
-    return f".{step_name(step)}-{generation}.partial"
+def partial_name(step: int, generation: int, *, last: bool = False) -> str:
+    """Of the directory before it is complete. No two attempts of a run share one.
+
+    One of an earlier run, which was killed, can have had the same name: see `leave_only`.
+
+    Args:
+        last: one member writes all of it; others may still be writing their parts of an attempt of the same step.
+    """
+    return f".{step_name(step)}-{generation}{'-last' if last else ''}.partial"
 
 
 def part_name(part: int, num_parts: int) -> str:
@@ -236,6 +244,14 @@ def synchronize(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def leave_only(folder: Path, names: Collection[str]) -> None:
+    """Remove all files of a directory but these, as far as that is possible."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            with suppress(OSError):
+                path.unlink()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -450,7 +450,7 @@ class Saver:
             found[name] = msgspec.json.decode(side.read_bytes(), type=FileFacts)
             if (partial / name).stat().st_size != found[name].num_bytes:  # type: ignore[union-attr]
                 raise CheckpointError(f"{name} has not the {attempt.layout.num_bytes[part]} bytes that were written")
-            side.unlink()
+        files.leave_only(partial, found)
         if self.journal is not None and self.journal.exists():
             files.synchronize(self.journal)
         place = attempt.place
@@ -565,7 +565,7 @@ class Saver:
         data, _ = self._buffer.fill(layout, 0, packed.tensors)
         self._copy_s = time.monotonic() - began
         point("checkpoint_copied")
-        partial = self.folder / files.partial_name(place.total, generation)
+        partial = self.folder / files.partial_name(place.total, generation, last=True)
         attempt = _Attempt(
             place, generation, partial, layout, packed.skeleton, num_workers, True, began, None, dict(metrics)
         )
