@@ -144,6 +144,17 @@ def test_the_version_is_shown_without_torch() -> None:
     assert done.stdout.splitlines() == [said, "False"]
 
 
+@pytest.mark.parametrize("unreadable", ["head.json", "token"])
+def test_a_run_that_this_user_cannot_reach_is_not_shown_as_stopped(unreadable: str, tmp_path: Path) -> None:
+    """A directory in the file's place stands for missing permission, which root does not know."""
+    (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": 1.0}\n')
+    (tmp_path / "head.json").write_text(json.dumps({"url": "ws://127.0.0.1:1", "token_file": str(tmp_path / "token")}))
+    (tmp_path / unreadable).unlink(missing_ok=True)
+    (tmp_path / unreadable).mkdir()
+    with pytest.raises(UsageError, match=f"{unreadable}.*: Is a directory"):
+        CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False, catch_exceptions=False)
+
+
 def test_the_status_of_a_run_that_diverged(tmp_path: Path) -> None:
     """A loss that is no number is a string in the journal."""
     (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": "nan"}\n')

@@ -31,18 +31,25 @@ def find(run: str) -> Address:
     """Where the head of the run in this directory listens.
 
     Raises:
-        NotGoing: no run is going there.
+        NotGoing: no run is going there. UsageError: one may be, but this user cannot read how to reach it.
     """
     folder = Path(run)
-    if not folder.is_dir():
-        raise UsageError(f"there is no run directory {run}")
+    file = folder / "head.json"
     try:
-        known = json.loads((folder / "head.json").read_text())
-        return Address(known["url"], read_token(known["token_file"]))
-    except FileNotFoundError as error:
-        raise NotGoing(f"no run is going in {run}: there is no {Path(error.filename).name}") from error
+        known = json.loads(file.read_text())
+        url, token_file = str(known["url"]), str(known["token_file"])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not folder.is_dir():
+            raise UsageError(f"there is no run directory {run}") from error
+        raise NotGoing(f"no run is going in {run}: there is no {file.name}") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise NotGoing(f"{folder / 'head.json'} cannot be read: {error}") from error
+        raise NotGoing(f"{file} cannot be read: {error}") from error
+    try:
+        return Address(url, read_token(token_file))
+    except FileNotFoundError as error:
+        raise NotGoing(f"no run is going in {run}: there is no {Path(token_file).name}") from error
 
 
 def read_token(path: str) -> str:
