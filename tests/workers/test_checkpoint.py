@@ -506,6 +506,32 @@ def test_the_last_checkpoint_holds_nothing_of_the_one_that_had_just_begun(tmp_pa
     check_whole(tmp_path)
 
 
+def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: Path) -> None:
+    members = Members(tmp_path, reaches=(False, True, True), every=1000)
+    members.step(3)
+    members.save_last()
+    assert steps(tmp_path) == [3]
+    assert [saver.saved for saver in members.savers] == [-1, 3, -1]
+    members.step()
+    members.lose_first()
+    members.lose_first()
+    members.save_last()  # before a step of that generation: it is the first, and sees it
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> None:
+    members = Members(tmp_path, reaches=(False, False))
+    members.step(3)
+    with pytest.warns(
+        UserWarning, match=r"the checkpoint of step 3 was not written into .*: no worker that is left sees"
+    ):
+        members.save_last()
+    assert steps(tmp_path) == []
+    members.savers[0].policy = unisono.Checkpoints(must_succeed=True)
+    with pytest.raises(CheckpointError, match=r"no worker that is left sees it.* The run ends because"):
+        members.save_last()
+
+
 def test_a_checkpoint_holds_nothing_that_a_killed_run_had_written_of_it(tmp_path: Path) -> None:
     """That run had three workers, and generations are counted from 1 in every run."""
     partial = tmp_path / files.FOLDER / files.partial_name(2, 1)

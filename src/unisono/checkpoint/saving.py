@@ -554,7 +554,10 @@ class Saver:
         self._drop(again=False)
         self._wanted = False
         self._last_of = place.total
-        if rank != 0 or not self.reaches:
+        if rank != self._writer_of_last(generation):
+            return
+        if not self.reaches:
+            self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
             return
         self.finish()
         if self.saved == place.total:
@@ -575,6 +578,11 @@ class Saver:
                 self._complete(attempt)
 
         self._publishing, self._publish = attempt, _Task(write)
+
+    def _writer_of_last(self, generation: int) -> int:
+        """The first that reaches the directory; 0 where nobody is known to: no step was done in this generation yet."""
+        words = self._words if self._words is not None and self._heard_in == generation else []
+        return next((rank for rank, word in enumerate(words) if word.reaches), 0)
 
     def finish(self) -> None:
         """Wait until what was copied for the last checkpoint is on the disk.
