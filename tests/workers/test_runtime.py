@@ -499,6 +499,20 @@ def test_a_killed_worker_is_seen_at_once_and_replaced(unisono: Unisono, script: 
     assert command.out[-1].startswith("unisono: stopped by `unisono stop` in")
 
 
+@pytest.mark.usefixtures("nursery")
+def test_a_worker_whose_script_was_edited_meanwhile_is_named(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    name = script(FOLLOW)
+    command = unisono("run", name, "--workers", 2, "--run-dir", "run")
+    command.line("[w0] generation 1 w0,w1")
+    with (tmp_path / name).open("a") as file:
+        file.write("# edited\n")
+    os.kill(pids(tmp_path / "run")["w1"], signal.SIGKILL)
+    command.line("computes differently: checksum of the script is '")
+    command.line("[w2] generation 3 w0,w2")
+    assert unisono("stop", "run").wait() == 0
+    assert command.wait() == 0
+
+
 def test_a_stopped_worker_is_evicted_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     command = unisono(
         *("run", script(FOLLOW), "--workers", 2, "--run-dir", "run", "--heartbeat-timeout-s", 1, "--heartbeat-s", 0.1)
