@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,12 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import LossError, RecipeError, RunDirectoryError, StepError, UsageError
+from unisono.errors import DeadlineExceeded, LossError, RecipeError, RunDirectoryError, StepError, UsageError
 from unisono.journal import read
+from unisono.training.rounds import Rounds
 from unisono.training.step import Step
+from unisono.training.team import AloneTeam, Report
+from unisono.training.tracked import Tracked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -728,6 +732,23 @@ def _follow_own_losses(seat: Seat, place: Place) -> str:
             run.evaluate(vectors(), lambda batch: {"n": len(batch[1])}, batch_size=8)
         raise SpoiltError
     return str(caught.value)
+
+
+class Divided(AloneTeam):
+    """Two workers, of which the other is at a step: the script of this one has evaluated alone."""
+
+    worker_ids = ("w0", "w1")
+
+    def regroup(self, report: Report, lost: Exception) -> list[Report]:
+        return [report, msgspec.structs.replace(report, kind="step", num_leaves=8)]
+
+
+def test_workers_that_do_different_things() -> None:
+    """Both wait for the other until a deadline; when they meet then, they find out, and do not try again for ever."""
+    rounds = Rounds(Divided(torch.device("cpu")), Tracked())
+    rounds.start("evaluation", 3)
+    with pytest.raises(StepError, match=says("w0 is at an evaluation of 3", "w1 is at a step of 8", "run.is_main")):
+        rounds.recover(DeadlineExceeded("waited"), [])
 
 
 def test_workers_that_have_drifted_apart() -> None:

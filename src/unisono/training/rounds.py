@@ -43,6 +43,8 @@ __all__ = ["Helping", "Rounds"]
 
 TOGETHER_BYTES = 16 << 20
 """Up to this size the tensors of a state are sent together: over a long way each broadcast costs its time."""
+WORK = {"step": "a step of {} micro-batches", "evaluation": "an evaluation of {} batches", "together": "a checkpoint"}
+"""What a round is, by its kind, for a reader."""
 LEAST_PAUSE_S = 0.0005
 MOST_PAUSE_S = 0.02
 """A member that is done looks this often whether another is late: four times in the time of a micro-batch."""
@@ -413,6 +415,7 @@ class Rounds:
                 self._bring_slots(self._last.layout if behind else self._layout)
                 if all(report.round == self.number for report in reports):
                     self._must_meet = False
+                    self._check_alike(reports)
                     return reports
                 if self.number == min(report.round for report in reports):
                     self._must_meet = True
@@ -422,6 +425,21 @@ class Rounds:
                 reports = self.team.meet(self._report(have))
             except LOST as lost:
                 reports = self.team.regroup(self._report(have), lost)
+
+    def _check_alike(self, reports: list[Report]) -> None:
+        """Raises: StepError: members have begun the same round as different things, and would wait for each other."""
+        begun = {
+            worker: WORK[report.kind].format(report.num_leaves)
+            for worker, report in zip(self.team.worker_ids, reports, strict=False)
+            if report.begun
+        }
+        if len(set(begun.values())) > 1:
+            raise StepError(
+                f"the workers do different things at step {self.step}: "
+                f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
+                "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
+                "all of them must call run.steps, run.evaluate and run.save alike"
+            )
 
     def _bring_slots(self, layout: FlatLayout | None) -> None:
         """Make the slots that are in use those of the new exchange. Collective."""
