@@ -506,6 +506,33 @@ def test_the_last_checkpoint_holds_nothing_of_the_one_that_had_just_begun(tmp_pa
     check_whole(tmp_path)
 
 
+class Killed(Exception):
+    """Ends the thread that it is raised in, as the process ends that it stands for."""
+
+
+@pytest.mark.parametrize(
+    ("at", "there", "then"),
+    [("checkpoint_before_manifest", [], [13]), ("checkpoint_renamed", [10], [10]), ("nowhere", [10], [10])],
+)
+def test_a_checkpoint_that_is_lost_with_who_publishes_it_is_made_again(
+    at: str, there: list[int], then: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and not when the next one is due. One that has its name is not made again."""
+
+    def end(name: str) -> None:
+        if name == at:
+            raise Killed
+
+    monkeypatch.setattr(saving, "point", end)
+    members = Members(tmp_path, every=10)
+    members.step(11)
+    assert steps(tmp_path) == there
+    monkeypatch.undo()
+    members.lose_first()
+    members.step(8)
+    assert steps(tmp_path) == then
+
+
 def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: Path) -> None:
     members = Members(tmp_path, reaches=(False, True, True), every=1000)
     members.step(3)

@@ -245,6 +245,7 @@ class Saver:
         self._buffer = _Buffer(self.device)
         self._layouts: dict[object, Layout] = {}
         self._attempt: _Attempt | None = None
+        self._others: tuple[int, int] | None = None  # (step, generation) of what another member publishes
         self._publishing: _Attempt | None = None
         self._publish: _Task | None = None
         self._prepare: _Task | None = None
@@ -329,6 +330,7 @@ class Saver:
         if self.directory is None:
             return
         self._look_after()
+        self._look_at_others(generation)
         if self._attempt is not None and self._attempt.generation != generation:
             self._drop(again=True)
         if self._words is None or self._heard_in != generation:
@@ -355,6 +357,8 @@ class Saver:
             self._attempt = None
             if attempt.is_committer:
                 self._publishing, self._publish = attempt, _Task(lambda task: self._complete(attempt))
+            else:
+                self._others = (attempt.place.total, attempt.generation)
         elif verdict is Verdict.DROP:
             self._drop(again=True)
         elif verdict is Verdict.FAIL:
@@ -511,6 +515,20 @@ class Saver:
             "write_s": round(attempt.task.seconds, 6) if attempt.task is not None else None,
             "seconds": round(time.monotonic() - attempt.began, 6),
         }
+
+    def _look_at_others(self, generation: int) -> None:
+        """See whether what another member published was lost with it: then it is wanted again."""
+        if self._others is None or self._words is None or self._heard_in != generation:
+            return
+        if any(word.attempt == NO_ATTEMPT and word.status == Status.BUSY for word in self._words):
+            return  # it, or somebody, is at it still
+        (step, begun_in), self._others = self._others, None
+        if begun_in == generation or not self.reaches:
+            return  # nobody was lost, and who publishes says what goes wrong
+        if (self.folder / files.step_name(step)).exists():
+            self.saved = max(self.saved, step)
+        else:
+            self._wanted = True
 
     def _drop(self, *, again: bool) -> None:
         attempt, self._attempt = self._attempt, None

@@ -17,6 +17,9 @@ they are not at the same              all drop it, and want it again
 
 The last row, and a change of the members, is what a loss leaves behind: a member that is ahead by a step has not
 begun what the others have. What was dropped is garbage without a manifest.
+
+The others forget a checkpoint only when nobody says any more that it is publishing one. When the members have changed
+by then, those who see the directory look whether it is there, and want it again if it is not.
 """
 
 from __future__ import annotations
