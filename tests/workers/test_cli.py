@@ -23,6 +23,7 @@ from tests.workers.conftest import Command, Unisono
 from unisono import LaunchError, cli, launch
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
+from unisono.cli.given import check_text
 from unisono.cli.run import count_workers, parse_workers
 from unisono.errors import CheckpointError, UsageError
 from unisono.journal import JOURNAL
@@ -117,6 +118,26 @@ def test_bad_input_is_one_line_and_starts_nothing(
     assert words in shown.err
     assert len(shown.err.splitlines()) == 1
     assert shown.out == ""
+
+
+def test_a_working_directory_that_has_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here.py").touch()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["unisono", "run", str(tmp_path / "here.py"), "--run-dir", "run"])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    words = "unisono: the working directory has been removed; go to another one (cd)\n"
+    assert (leaving.value.code, capsys.readouterr().err) == (2, words)
+
+
+def test_a_name_that_only_the_locale_cannot_read_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(UsageError, match=r"the script cannot be read in this locale.* ascii: .*; set PYTHONUTF8=1"):
+        check_text("the script", "l\udcc3\udca4ufe.py")
 
 
 def test_every_command_is_listed_and_explains_itself() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -39,7 +40,13 @@ def check_text(what: str, *texts: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UsageError(f"{what} is not UTF-8: {os.fsencode(text)!r}; use another name") from None
+            encoding = sys.getfilesystemencoding()
+            if encoding == "utf-8":
+                raise UsageError(f"{what} is not UTF-8: {os.fsencode(text)!r}; use another name") from None
+            raise UsageError(
+                f"{what} cannot be read in this locale, whose encoding is {encoding}: {os.fsencode(text)!r}; set "
+                "PYTHONUTF8=1"
+            ) from None
 
 
 def check_workers(num_workers: int, num_machines: int = 1) -> None:

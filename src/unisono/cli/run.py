@@ -122,6 +122,10 @@ def render(options: Options) -> tuple[Job, Service]:
     from unisono.decisions.roster import Policy
     from unisono.machine.agent import Job, Service
 
+    try:
+        check_text("the working directory", os.getcwd())
+    except FileNotFoundError:
+        raise UsageError("the working directory has been removed; go to another one (cd)") from None
     check_text("the run directory", options.run_dir, options.resume)
     run_dir, resume, facts = options.run_dir, options.resume, dict[str, Any]()
     if resume:
@@ -138,7 +142,6 @@ def render(options: Options) -> tuple[Job, Service]:
     else:
         command = script_arguments(options.script, options.module, options.arguments)
         check_text("the script or one of its arguments", *command)
-    check_text("the working directory", os.getcwd())
     threads = options.threads or _recorded_threads(facts)
     first, minimum, maximum, grows = parse_workers(options.workers, threads)
     num_workers = first if grows else min(maximum, max(first, count_workers(threads)))
