@@ -319,6 +319,13 @@ def test_two_weights_for_one_micro_batch(loop: Loop) -> None:
         loop.train(backward)
 
 
+def test_a_weight_that_the_dtype_of_the_loss_cannot_hold(loop: Loop) -> None:
+    told = says("step 0, micro-batch 0", "the weight 1e+06 is too large for a loss of torch.float16", "loss.float()")
+    with pytest.raises(LossError, match=told):
+        loop.train(lambda step, batch: step.backward(loop.loss(batch).half(), weight=1_000_000))
+    assert loop.untouched
+
+
 @pytest.mark.parametrize("weight", [0.1, 257, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equal_weights_are_equal_in_every_dtype(loop: Loop, weight: float, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.decisions.cursor import Cursor
 from unisono.errors import StepError
+from unisono.exchange.alone import Alone
 from unisono.journal import read
+from unisono.training.gradients import Buffers, GradientFolder
 from unisono.training.run import Run
 
 pytestmark = pytest.mark.timeout(120)
@@ -175,6 +178,106 @@ def test_losses_of_a_micro_batch_may_share_a_graph() -> None:
             loss = F.cross_entropy(output, y) + 0.3 * output.square().mean()
             for found, right in zip(ours, torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 torch.testing.assert_close(found, right, rtol=0, atol=EXACT)
+
+
+NANS = (torch.full((4,), math.nan), torch.tensor([-1 << 22] * 4, dtype=torch.int32).view(torch.float32))
+
+
+class Positions(nn.Module):
+    """A learned position is added with ``unsqueeze(0)``: its gradient is a view of that of the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.position = nn.Parameter(torch.randn(5, 4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = torch.tanh(self.embed(words)) + self.position.unsqueeze(0)
+        loss: Tensor = self.head(hidden.sin()).mean()
+        return loss
+
+
+def _of_positions(seat: Seat | None, place: Place | None) -> list[list[float]]:
+    """Gradients of a step of eight samples, each a micro-batch."""
+    with place.run(seed=1) if place is not None else AloneRun(seed=1) as run:
+        model = copy_of(Positions)
+        run.track(model=model)
+        data = list(torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(1)))
+        for step in run.steps(data, batch_size=8, microbatches=8, shuffle=False):
+            for words in step:
+                step.backward(model(words))
+            found = [
+                parameter.grad.flatten().tolist() for parameter in model.parameters() if parameter.grad is not None
+            ]
+    reference = copy_of(Positions)
+    (sum(reference(words.unsqueeze(0)) for words in data) / 8).backward()
+    for mean, parameter in zip(found, reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(torch.tensor(mean).view_as(parameter), parameter.grad)
+    return found
+
+
+def test_gradients_that_share_memory_do_not_spoil_each_other() -> None:
+    alone = _of_positions(None, None)
+    for size in (2, 4):
+        assert train_on("shared", size, _of_positions) == [alone] * size
+
+
+def test_gradients_that_share_memory_are_added_for_several_losses() -> None:
+    with AloneRun(seed=1) as run:
+        model = nn.Module()
+        model.a, model.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
+        run.track(model=model)
+        for step in run.steps([torch.ones(6)], batch_size=1, microbatches=1):
+            for ones in step:
+                for _ in range(2):
+                    step.backward(((model.a.view(6) + model.b.view(6)) * ones.view(6)).sum())
+            assert model.a.grad.flatten().tolist() == model.b.grad.flatten().tolist() == [2.0] * 6
+
+
+def _sum_of_nans(order: tuple[int, int]) -> list[int]:
+    parameter = nn.Parameter(torch.ones(4))
+    folder = GradientFolder([("p", parameter)], Buffers([], {}))
+    exchange = Alone(torch.device("cpu"))
+    exchange.prepare(folder.layout)
+    folder.start_step(2)
+    for leaf in order:
+        folder.start_leaf(leaf, exchange.slot)
+        folder.backward((parameter * NANS[leaf]).sum(), 1.0)
+        folder.finish_leaf(1.0, 1.0)
+    (slot,) = folder.held.values()
+    return slot.gradients[0].view(torch.int32).tolist()
+
+
+def test_the_bits_of_a_nan_do_not_depend_on_the_order() -> None:
+    """A scaler lets them pass. The sum of two has the bits of one of them: always of the same."""
+    assert NANS[0].view(torch.int32).tolist() != NANS[1].view(torch.int32).tolist()
+    assert _sum_of_nans((0, 1)) == _sum_of_nans((1, 0))
+
+
+class Switch(Mlp):
+    """A flag that every micro-batch turns over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("alive", torch.ones(3, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alive[0] = False
+        output: Tensor = super().forward(x)
+        return output
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_a_flag_that_several_micro_batches_turn_over_is_turned_over(microbatches: int) -> None:
+    with AloneRun(seed=SEED) as run:
+        model = Switch()
+        run.track(model=model)
+        for step in run.steps(vectors(), batch_size=24, microbatches=microbatches, max_steps=1):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+        assert model.alive.tolist() == [False, True, True]
 
 
 class Repeated(Mlp):

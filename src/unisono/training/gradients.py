@@ -95,10 +95,12 @@ class Buffers:
             self._seen[place] = (now, now._version)
 
     def apply(self, changes: Sequence[Tensor]) -> None:
-        """Add the step's changes: the weighted mean for float buffers, the sum for integer ones."""
+        """Add the step's changes: the weighted mean for float buffers, the sum for integer ones, any for flags."""
         for place, (start, now, change) in enumerate(zip(self._start, self.tensors(), changes, strict=True)):
             if change.numel() and bool(change.any()):
-                moved = (start.to(change.dtype) + change).to(start.dtype)
+                # A flag was turned over by one micro-batch or by several: that is the same.
+                step = change.sign() if start.dtype is torch.bool else change
+                moved = (start.to(change.dtype) + step).to(start.dtype)
                 if start.dtype.is_floating_point and bool((start.isinf() & moved.isnan()).any()):
                     raise StepError(
                         f"buffer {self.names[place]!r} was infinite and is not any more: the mean over the "
@@ -245,7 +247,7 @@ class GradientFolder:
         self._frozen_gradients = [parameter.grad for _, parameter in self._everything[len(self._parameters) :]]
         if self._digests is None:
             self._digests = [digest_of_tensor(parameter) for _, parameter in self._everything]
-        node = leaf(index, self._num_leaves)
+        node = self._leaf = leaf(index, self._num_leaves)
         self._chain: list[tuple[Node, Slot]] = []
         while (other := sibling(node, self._num_leaves)) in self._held:
             assert other is not None
@@ -370,7 +372,7 @@ class GradientFolder:
         self._parts[index] += 1
         self._most_parts[index] = max(self._most_parts[index], self._parts[index])
         if (before := self._pending.pop(index, None)) is not None:
-            gradient = before.add_(gradient)
+            gradient = before + gradient  # neither is ours to write to: see `_fold_dense`
         is_last = bool(self._parts_known) and self._calls == self._calls_known.known
         if not is_last or self._parts[index] < self._parts_known[index]:
             self._pending[index] = gradient  # folded when the micro-batch ends
@@ -385,15 +387,10 @@ class GradientFolder:
 
     def _fold(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
-            first = self._chain[0][1].gradients[index]
-            if (adopted := self._adopted.pop(index, None)) is not None:
-                first.copy_(adopted)
             if self._opens:
-                first.zero_()
+                self._chain[0][1].gradients[index].zero_()
             else:
-                first.add_(0.0)
-                for (_, left), (_, right) in zip(self._chain, self._chain[1:], strict=False):
-                    right.gradients[index].add_(left.gradients[index])
+                self._carry(index, 0.0)
         else:
             if gradient.layout is not torch.strided:
                 raise StepError(
@@ -406,21 +403,31 @@ class GradientFolder:
         self._folded[index] = True
 
     def _fold_dense(self, index: int, gradient: Tensor) -> None:
-        target = self._chain[-1][1].gradients[index]
-        if self._opens:
-            if self._adopts and gradient.dtype == target.dtype:
-                self._adopted[index] = gradient
-            else:
-                target.copy_(gradient)
+        if not self._opens:
+            self._carry(index, gradient)
             return
-        adopted = self._adopted.pop(index, None)
-        running = gradient
-        for _, slot in self._chain[:-1]:
-            node = slot.gradients[index] if adopted is None else adopted
-            adopted = None
-            # The gradient is ours and still in the cache: carry the sum in it if it is wide enough.
-            running = torch.add(node, running, out=running if running.dtype == node.dtype else node)
-        torch.add(target if adopted is None else adopted, running, out=target)
+        target = self._chain[0][1].gradients[index]
+        if self._adopts and gradient.dtype == target.dtype:
+            self._adopted[index] = gradient
+        else:
+            target.copy_(gradient)
+
+    def _carry(self, index: int, running: Tensor | float) -> None:
+        """Add a gradient to the nodes of the chain, one after the other. All sums are written into slots: the gradient
+        may be a view of memory that is still on its way to other parameters.
+        """
+        other = self._adopted.pop(index, None)
+        below = self._leaf
+        for node, slot in self._chain:
+            target = slot.gradients[index]
+            if other is None:
+                other = target
+            # The left node first: where both are NaN, the sum has the bits of the first.
+            if isinstance(running, float) or node.index < below.index:
+                running = torch.add(other, running, out=target)
+            else:
+                running = torch.add(running, other, out=target)
+            other, below = None, parent(node, self._num_leaves)
 
     def _settle(self) -> None:
         """Copy what was adopted to where it belongs: its sibling does not come next after all."""

@@ -172,6 +172,7 @@ class Step:
             weight: what the mean is over: samples (the default), tokens ... The step's gradient is
                 ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. A micro-batch with
                 weight 0 does not count. When a micro-batch calls this several times, all calls need the same weight.
+                It is rounded to the loss's dtype: for exact weights, give a loss in float32.
             scaler: a tracked ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded
                 without it.
             retain_graph: keep the graph for another loss of this micro-batch that shares a part of it.
@@ -205,7 +206,13 @@ class Step:
                 "torch.autograd.set_detect_anomaly(True) names the operation"
             )
         # The weight as the loss's own dtype can express it, so that sum and total agree.
-        share = float(torch.tensor(share, dtype=loss.dtype))
+        rounded = float(torch.tensor(share, dtype=loss.dtype))
+        if not math.isfinite(rounded):
+            raise LossError(
+                f"{where}: the weight {share * self._scale:g} is too large for a loss of {loss.dtype}; "
+                "give the loss in float32: step.backward(loss.float(), ...)"
+            )
+        share = rounded
         self._weight = share
         self._weighted_loss += share * value
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
