@@ -16,7 +16,7 @@ from typing import Any
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL
 
-__all__ = ["RUN_FILE", "Lock", "claim", "describe", "going", "holder", "make", "read_facts"]
+__all__ = ["RUN_FILE", "Lock", "claim", "describe", "going", "holder", "is_taken", "make", "read_facts"]
 
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
@@ -128,6 +128,12 @@ def going(directory: Path, user: str) -> str:
         f"a run is going in {directory} ({user}); wait for its end, stop it (unisono stop {directory}), or choose "
         "another directory"
     )
+
+
+def is_taken(directory: Path, run_id: str) -> bool:
+    """Whether processes of another run than ``run_id`` hold the `Lock` of a directory."""
+    user = _user(directory) or ""
+    return user != "" and not user.startswith(f"{run_id},")
 
 
 def _user(directory: Path) -> str | None:

@@ -49,6 +49,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.rundir import Lock
 
 pytestmark = pytest.mark.timeout(90)
 Script = Callable[..., str]
@@ -82,7 +83,7 @@ FOLLOW = """
 class Served:
     """A real head on a real port, in a thread of this process."""
 
-    def __init__(self, policy: Policy, heartbeat_s: float = 0.1) -> None:
+    def __init__(self, policy: Policy, heartbeat_s: float = 0.1, run_dir: str = "") -> None:
         self.token = "secret"
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port = self.listener.getsockname()[1]
@@ -99,6 +100,7 @@ class Served:
                 heartbeat_s=heartbeat_s,
                 options={"exchange": "auto"},
                 url=self.url,
+                run_dir=run_dir,
             )
             self.loop = asyncio.get_running_loop()
             started.set()
@@ -239,6 +241,41 @@ def test_a_run_directory_that_the_script_chose_gets_the_address(serve: Callable[
     assert stat.S_IMODE(Path(known["token_file"]).stat().st_mode) == 0o600
     served.close()
     assert list(folder.iterdir()) == []
+
+
+def test_the_address_of_a_run_that_goes_in_the_directory_is_left_alone(tmp_path: Path) -> None:
+    """Also where nobody can see by its pid that it is going: it may be on another machine."""
+    for name in ("head.json", "token"):
+        (tmp_path / name).write_text("theirs")
+    lock = Lock()
+    lock.take(tmp_path, "r0")
+    served = Served(Policy(start=1, maximum=1), run_dir=str(tmp_path))
+    try:
+        assert served.get("/health") == (200, "ok\n")
+        assert (tmp_path / "head.json").read_text() == (tmp_path / "token").read_text() == "theirs"
+    finally:
+        served.close()
+        lock.release()
+    assert (tmp_path / "head.json").read_text() == (tmp_path / "token").read_text() == "theirs"
+
+
+def test_the_run_that_gets_a_directory_has_its_address_there(tmp_path: Path) -> None:
+    """Before it is claimed two runs may write there; whoever is refused does not take the other's address away."""
+    served = Served(Policy(start=1, maximum=1), run_dir=str(tmp_path))
+    try:
+        member = served.member("w0")
+        ours = (tmp_path / "head.json").read_text()
+        for name in ("head.json", "token"):
+            (tmp_path / name).write_text("theirs")
+        member.send(RunDirectory(path=str(tmp_path)))
+        heard_by_the_head(member)
+        assert (tmp_path / "head.json").read_text() == ours
+        assert (tmp_path / "token").read_text() == served.token
+        for name in ("head.json", "token"):
+            (tmp_path / name).write_text("theirs")
+    finally:
+        served.close()
+    assert (tmp_path / "head.json").read_text() == (tmp_path / "token").read_text() == "theirs"
 
 
 def test_a_refused_worker_learns_it(serve: Callable[..., Served]) -> None:

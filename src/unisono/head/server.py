@@ -22,7 +22,7 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from unisono.decisions.membership import Event, Hangup, Send, Tick, differences, next_deadline, step
+from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, differences, next_deadline, step
 from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
@@ -47,6 +47,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.rundir import is_taken
 
 __all__ = ["Head"]
 
@@ -129,7 +130,6 @@ class Head:
         self._options = options
         self._run_dir = run_dir
         self._lines: dict[str, _Line] = {}
-        self._num_agents = len(self._state.agents)
         self._keys = Keys()
         self._reason = memory.reason
         self._started = memory.started
@@ -137,7 +137,7 @@ class Head:
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._listens_until = 0.0
-        self._written: list[Path] = []
+        self._written: dict[Path, str] = {}
         # The pids of workers of this machine whose end nobody has reported.
         self._here: dict[str, int] = {}
         for worker in self._state.workers.values():
@@ -251,7 +251,7 @@ class Head:
                         line.put(encode(await self._keys.answer(message)))
                 elif isinstance(message, RunDirectory):
                     self._tell_agents(message)
-                    if not self._run_dir:
+                    if self._run_dir in ("", message.path):
                         self._write_address(message.path)
                 elif isinstance(message, Told):
                     self._tell_agents(message)
@@ -279,10 +279,7 @@ class Head:
             if self._state.fingerprint is not None:
                 warnings = differences(self._state.fingerprint, first.fingerprint)
         elif isinstance(first, AgentHello):
-            name = first.agent_id
-            if name not in self._state.agents or name in self._lines:
-                name = f"agent{self._num_agents}"
-                self._num_agents += 1
+            name = agent_name(self._state, first)
         else:
             raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
         before = self._lines.get(name)
@@ -308,6 +305,8 @@ class Head:
             else:
                 self._lines[name] = before
             raise
+        if before is not None:
+            before.put(None)  # it broke, and this end has not noticed yet
         return name
 
     def _outside(self, line: _Line, message: Scale | Stop) -> None:
@@ -391,8 +390,15 @@ class Head:
     # -- where others find it ------------------------------------------------------------------------
 
     def _write_address(self, run_dir: str) -> None:
-        """Leave the head's address and token in the run directory; `_remove_address` takes them away."""
+        """Leave the head's address and token in the run directory; `_remove_address` takes them away.
+
+        Twice does no harm: before the directory is claimed, so that machines can join, and when it is, because another
+        run that wanted it may have written its own meanwhile. A directory that another run holds is left alone.
+        """
         folder = Path(run_dir)
+        is_there = self._written and all(_holds(path, text) for path, text in self._written.items())
+        if is_there or is_taken(folder, self._run_id):
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             token_file = folder / "token"
@@ -400,22 +406,31 @@ class Head:
             descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(self._token)
-            self._written.append(token_file)
+            self._written[token_file] = self._token
             address = folder / "head.json"
             known = {"url": self._url, "pid": os.getpid(), "token_file": str(token_file), "run_id": self._run_id}
             part = folder / "head.json.part"
-            part.write_text(json.dumps(known) + "\n")
+            text = json.dumps(known) + "\n"
+            part.write_text(text)
             part.rename(address)
-            self._written.append(address)
+            self._written[address] = text
             self._run_dir = run_dir
         except OSError as error:
             self._tell_agents(Told(text=f"cannot write the head's address to {run_dir}: {error}"))
 
     def _remove_address(self) -> None:
-        for path in self._written:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        for path, text in self._written.items():
+            if _holds(path, text):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
         self._written.clear()
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _binary(data: str | bytes) -> bytes:
