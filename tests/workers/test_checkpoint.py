@@ -32,11 +32,13 @@ from tests.workers.conftest import Unisono
 from tests.workers.processes import when_blocked_in
 from unisono.checkpoint import files, saving
 from unisono.decisions.cadence import Place
+from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare, read
 from unisono.rundir import describe
 from unisono.testing import Faults, Outcome, run_workers
+from unisono.training.keeping import Keeper
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -248,6 +250,23 @@ def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path, capsys: pytes
     assert "nothing is left to do" not in capsys.readouterr().err
     train(tmp_path / "a", num_steps=9, checkpoint=EVERY, resume="auto")
     assert "nothing is left to do: 9 of 9 steps are done" in capsys.readouterr().err
+
+
+def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that has not loaded it: here, one that is made to forget that it has."""
+
+    def begin_elsewhere(keeper: Keeper, phase: int, cursor: Cursor) -> Place | None:
+        place = begin(keeper, phase, cursor)
+        keeper.saver.saved = -1
+        return place
+
+    train(tmp_path, num_steps=4, checkpoint=EVERY, wait=True)
+    begin = Keeper.begin
+    monkeypatch.setattr(Keeper, "begin", begin_elsewhere)
+    train(tmp_path, num_steps=8, checkpoint=EVERY, resume="auto", wait=True)
+    assert steps(tmp_path) == [2, 4, 6, 8]
 
 
 def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:
@@ -531,6 +550,14 @@ def test_a_checkpoint_that_is_lost_with_who_publishes_it_is_made_again(
     members.lose_first()
     members.step(8)
     assert steps(tmp_path) == then
+
+
+def test_who_does_not_see_the_directory_does_not_ask_for_what_is_there(tmp_path: Path) -> None:
+    members = Members(tmp_path, reaches=(False, True))
+    members.total = members.savers[1].saved = 4
+    for rank, saver in enumerate(members.savers):  # before the first step of a resumed run
+        saver.boundary(members.place, rank=rank, generation=members.generation, metrics={})
+    assert [saver.tell().wants for saver in members.savers] == [0.0, 0.0]
 
 
 def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: Path) -> None:

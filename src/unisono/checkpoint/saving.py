@@ -335,7 +335,7 @@ class Saver:
             self._drop(again=True)
         if self._words is None or self._heard_in != generation:
             every = self.policy.every_steps if self.policy is not None else None
-            if every and place.total % every == 0 and place.total not in (0, self.saved):
+            if every and self.reaches and place.total % every == 0 and place.total not in (0, self.saved):
                 self._wanted = True
             return
         self._follow(judge(self._words))

@@ -177,7 +177,6 @@ class Keeper:
         moved = self._set_aside(loaded, self.directory)  # first: the journal would not reach as far as these
         self._go_on_with_journal(loaded, self.directory)
         self.metrics = dict(manifest.metrics)
-        self.saver.saved = manifest.step if loaded.path.parent == self.directory / files.FOLDER else -1
         again = {"step": place.total, "at": time.time(), "from": str(loaded.path)}
         facts["resumed"] = [*facts.get("resumed", []), again]
         describe(self.directory, facts)
@@ -191,6 +190,8 @@ class Keeper:
         if self.directory is not None and self.directory.is_dir() and holder(self.directory) == self._run_id:
             self._lock.take(self.directory, self._run_id)
             self.saver.reaches = True
+            found = files.complete(self.directory / files.FOLDER)  # what is not of this run's course is set aside
+            self.saver.saved = files.step_of(found[-1]) if found else -1
 
     def _find(self, directory: Path) -> Loaded | None:
         files.take_over(directory / files.FOLDER)
