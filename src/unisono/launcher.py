@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from unisono.errors import LaunchError
-from unisono.lifetime import Memory
+from unisono.lifetime import Memory, fill_standard_streams
 from unisono.words import count
 
 __all__ = ["launch"]
@@ -49,6 +49,7 @@ def launch(
     more = _arguments(options)
     _check_call(main, args)
     pickled = cloudpickle.dumps(functools.partial(main, *args))
+    fill_standard_streams()  # or what is printed goes into the memory that gets a closed one's number
     with _memory(pickled) as function, _memory() as result, _memory() as outcome:
         command = [
             *(sys.executable, "-P", "-m", "unisono", "run", "--workers", str(workers), "--threads", str(threads)),

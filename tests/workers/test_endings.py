@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -176,6 +177,24 @@ def test_a_flood_does_not_hold_up_the_end_of_a_worker() -> None:
         return num_lines
 
     assert asyncio.run(drain()) == PIPE_BYTES // len(line)
+
+
+def test_launch_with_closed_standard_streams(script: Script, tmp_path: Path) -> None:
+    name = script("""
+        import os
+        from pathlib import Path
+
+        import unisono
+
+        def main():
+            print("said")
+            return "returned"
+
+        os.closerange(0, 3)
+        Path("result").write_text(unisono.launch(main, workers=1))
+    """)
+    subprocess.run([sys.executable, name], cwd=tmp_path, timeout=60, check=True)
+    assert (tmp_path / "result").read_text() == "returned"
 
 
 def test_a_script_knows_where_it_is_after_it_has_changed_the_directory(unisono: Unisono, script: Script) -> None:
