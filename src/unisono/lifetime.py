@@ -27,6 +27,7 @@ __all__ = [
     "fill_standard_streams",
     "name_process",
     "parent_is_gone",
+    "start_time",
 ]
 
 PARENT: Final = "UNISONO_PARENT"
@@ -66,6 +67,16 @@ def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
     if leader > 1 and leader != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, number)
+
+
+def start_time(pid: int) -> str:
+    """When a process began: together with its number, which may be used again, it is the process's name.
+
+    "" for one that is gone, and where the system does not tell.
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    return ""
 
 
 def end_when_silent(connection: socket.socket) -> None:

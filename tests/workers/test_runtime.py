@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -227,6 +228,30 @@ def test_what_a_heartbeat_decides_is_remembered(serve: Callable[..., Served]) ->
     memory = _Memory.decode(remembered)
     assert memory.state.members == ("w0",)
     assert memory.reason == heard.text
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_head_ends_the_workers_and_nobody_who_got_the_number_of_one(
+    is_reused: bool, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(1)
+    agent = served.dial()
+    agent.send(encode(AgentHello(host="lab", pid=os.getpid(), num_workers=1, primary=True)))
+    assert isinstance(decode(agent.recv(10, decode=False)), Welcome)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        try:
+            worker = served.dial()
+            info = MemberInfo(worker_id="w0", host="lab", pid=process.pid, device="cpu")
+            worker.send(encode(Hello(info=info, fingerprint={})))
+            assert isinstance(decode(worker.recv(10, decode=False)), Welcome)
+            if is_reused:
+                monkeypatch.setattr("unisono.head.server.start_time", lambda pid: "later")
+            served.head.end_workers()
+            if is_reused:
+                process.terminate()
+            assert process.wait(10) == (-signal.SIGTERM if is_reused else -signal.SIGKILL)
+        finally:
+            process.kill()
 
 
 def test_a_run_directory_that_the_script_chose_gets_the_address(serve: Callable[..., Served], tmp_path: Path) -> None:

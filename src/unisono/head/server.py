@@ -26,7 +26,7 @@ from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, 
 from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
-from unisono.lifetime import end_group, end_when_silent
+from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
     AgentHello,
     Beat,
@@ -138,8 +138,9 @@ class Head:
         self._due = math.inf
         self._listens_until = 0.0
         self._written: dict[Path, str] = {}
-        # The pids of workers of this machine whose end nobody has reported.
-        self._here: dict[str, int] = {}
+        # Pids and start times of workers of this machine whose end nobody has reported. The report may have been lost
+        # with the head before this one.
+        self._here: dict[str, tuple[int, str]] = {}
         for worker in self._state.workers.values():
             self._note_place(worker)
         self._url = url
@@ -172,8 +173,10 @@ class Head:
 
     def end_workers(self) -> None:
         """End this machine's workers, with their children, unless their agent has seen them end."""
-        for pid in self._here.values():
-            end_group(pid, signal.SIGKILL)
+        for pid, started in self._here.values():
+            # A number is not given to another process while it is that of a group.
+            if start_time(pid) in ("", started):
+                end_group(pid, signal.SIGKILL)
 
     # -- http ----------------------------------------------------------------------------------------
 
@@ -359,7 +362,7 @@ class Head:
     def _note_place(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
         if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
-            self._here[worker.worker_id] = worker.info.pid
+            self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
     def _remember(self) -> None:
         """Give the agent that would start another head what that head has to know."""
