@@ -659,6 +659,28 @@ def test_without_overlap_everything_is_copied_first(tmp_path: Path, monkeypatch:
 # -- disks that do not do what they should ---------------------------------------------------------------
 
 
+def test_every_name_on_the_way_to_a_checkpoint_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of directories that the run has made itself, too: without them, nothing under them is found after a power cut."""
+    synchronize, rename, done = os.fsync, Path.rename, []
+
+    def note(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        synchronize(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        done.append(path)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    directory = tmp_path / "runs" / "a"
+    train(directory, num_steps=2, checkpoint=unisono.Checkpoints())
+    folder = directory / files.FOLDER
+    (renamed,) = [place for place, path in enumerate(done) if path.suffix == ".partial" and path in done[:place]]
+    assert {tmp_path, tmp_path / "runs", directory} <= set(done[:renamed])
+    assert folder in done[renamed:]
+
+
 def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,10 @@
 
 Parts are written by different processes into one directory with a name that begins with a dot. When all of them are on
 the disk, one process writes the manifest, and renames the directory into place. Every file is synchronized before the
-manifest, the manifest before the rename, and the parent after it. So a directory under its final name was complete when
-it got that name, and whatever has a dot or no manifest is garbage of a process that was killed.
+manifest, the manifest before the rename, and the parent after it; those above the parent once in a run, before the
+first rename. So a directory under its final name was complete when it got that name, and whatever has a dot or no
+manifest is garbage of a process that was killed, but for two: ``.replaced``, which gets its name back where the other
+has not got it, and ``.abandoned``, which a run that went back leaves behind when it has a checkpoint of its own.
 
 Checksums (CRC-32) are those of the bytes in memory, not of what a file gives back, one for every 16 MiB: files are
 checked by several threads, and what is damaged is named with its place. They find what disks and copies do wrong; they
@@ -61,6 +63,7 @@ __all__ = [
     "step_name",
     "step_of",
     "synchronize",
+    "synchronize_above",
     "take_over",
     "verify",
     "write_file",
@@ -244,6 +247,16 @@ def synchronize(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def synchronize_above(folder: Path) -> None:
+    """Wait until the names of a directory and of all above it are on the disk: any of them may be a new one.
+
+    What is far above may not be ours to open; it is not ours to make either.
+    """
+    for above in folder.resolve().parents:
+        with suppress(OSError):
+            synchronize(above)
 
 
 def leave_only(folder: Path, names: Collection[str]) -> None:

@@ -255,6 +255,7 @@ class Saver:
         self._warned_of = -1
         self._last_of = -1
         self._overlaps = True
+        self._is_anchored = False  # the way to the folder is on the disk
         self._began_at = time.monotonic()
         self._copy_s = self._waited_s = 0.0
         self._words: list[Word] | None = None
@@ -476,6 +477,9 @@ class Saver:
                 files={name: facts for name, facts in found.items() if facts is not None},
             ),
         )
+        if not self._is_anchored:
+            files.synchronize_above(self.folder)
+            self._is_anchored = True
         files.publish(partial, self.folder / files.step_name(place.total))
         point("checkpoint_renamed")
         files.remove_abandoned(self.folder)
