@@ -578,14 +578,24 @@ def test_an_error_of_user_code_says_where_it_came_from(loop: Loop) -> None:
 
 def test_after_an_error_everything_is_as_before(tmp_path: Path) -> None:
     """The settings of torch, and the model: plain PyTorch goes on with it, as it does in a notebook."""
-    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+
+    def settings() -> tuple[int, bool, bool]:
+        return (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = settings()
     with pytest.raises(LossError), AloneRun(tmp_path) as run:
         loop = Loop(run)
         steps = loop.steps()  # held by a name, so it does not end by itself
         for step in steps:
             for batch in step:
                 step.backward(loop.loss(batch) * torch.nan)
-    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+    assert settings() == before
+    torch.use_deterministic_algorithms(False)
     loop.loss(vectors()[:4]).backward()
     assert loop.model.first.weight.grad is not None
     assert json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[-1])["ok"] is False

@@ -81,6 +81,19 @@ def test_totals_are_added_in_double_precision() -> None:
     assert totals == {"sum": 2.0**24 + 3}
 
 
+def _of_nothing(seat: Seat, place: Place) -> list[torch.dtype]:
+    with place.run() as run:
+        data = TensorDataset(torch.zeros(2))
+        totals = run.evaluate(
+            data, lambda batch: {"a": torch.zeros(0, dtype=torch.int64), "b": torch.zeros(2, 0)}, batch_size=1
+        )
+    return [totals["a"].dtype, totals["b"].dtype]
+
+
+def test_totals_without_elements_keep_their_dtype() -> None:
+    assert train_on("shared", 2, _of_nothing) == [[torch.int64, torch.float64]] * 2
+
+
 def test_it_is_what_a_plain_loop_computes() -> None:
     data = vectors(53)
     with AloneRun(seed=2) as run:

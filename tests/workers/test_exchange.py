@@ -732,6 +732,29 @@ def _time_waits(seat: Seat, path: str) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def _cannot_be_connected(seat: Seat, path: str) -> str:
+    store = dist.FileStore(path, -1)
+    store.set("here-1", "")  # it is there, and nobody can connect to it
+    wire = Wire(store, 0, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=20)
+    started = time.perf_counter()
+    with pytest.raises(DeadlineExceeded) as raised:
+        wire.all_gather_equal(b"x")
+    assert time.perf_counter() - started < 10
+    wire.close()
+    return str(raised.value)
+
+
+def test_who_is_there_and_cannot_be_connected_is_not_waited_for_as_long_as_for_an_exchange(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one behind a firewall."""
+    monkeypatch.setattr("unisono.exchange.wire.CONNECT_S", 0.5)
+    with Team(1, _cannot_be_connected, str(tmp_path / "store"), deadline_s=30) as team:
+        (told,) = team.results()
+    assert "2 members could not be connected within 0.5 s" in told
+    assert "look for a firewall" in told
+
+
 def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path) -> None:
     """Not when the waiting thread happens to look again."""
     with Team(2, _time_waits, str(tmp_path), deadline_s=30) as team:
@@ -835,6 +858,20 @@ def test_an_address_never_means_another_segment() -> None:
         other.close()
     with pytest.raises(FileNotFoundError, match="is gone"):
         Segment.open(first.address)
+
+
+def test_letters_that_grow_do_not_leave_their_memory_behind(pair: Pair) -> None:
+    """Whoever reads a letter keeps its segment mapped as long as the generation lives."""
+    sizes = range(10_000, 100_000, 1000)
+
+    def post(member: SharedMemory) -> None:
+        for size in sizes:
+            assert [len(letter) for letter in member.all_gather(b"x" * size)] == [size, size]
+
+    together(*(lambda member=member: post(member) for member in pair.members))
+    for member in pair.members:
+        for peer in member._host._peers:
+            assert sum(letter.numel() for letter in peer.mapped.values()) < 4 * max(sizes)
 
 
 def test_a_board_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:

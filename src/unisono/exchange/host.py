@@ -455,7 +455,8 @@ class Host:
     def _letter(self, nbytes: int) -> Tensor:
         """(nbytes,) where this member writes its next letter."""
         if self._mail.numel() < nbytes:
-            segment = self._allocate("mail", max(4096, nbytes))
+            # By doubling, as the others keep the old ones mapped.
+            segment = self._allocate("mail", max(4096, nbytes, 2 * self._mail.numel()))
             self._mail, self._sheet.mail = segment.tensor(), segment.address.encode()
         self._sheet.letter_bytes = nbytes
         return self._mail[:nbytes]

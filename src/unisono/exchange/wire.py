@@ -26,6 +26,9 @@ from unisono.errors import DeadlineExceeded, PeerLost
 __all__ = ["Wire", "Work", "release_abandoned"]
 
 SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
+CONNECT_S = 20.0
+"""From when all members are there until they are connected. One that others cannot reach, behind a firewall, shall not
+hold them up for as long as an exchange may take."""
 
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups that were closed in the middle of something, and what they were in the middle of."""
@@ -65,11 +68,16 @@ class Wire:
         self._pending: list[Any] = []
         self._group: Any = None
         self._failure: Exception | None = None
+        self._all_here_at: float | None = None
         self._closed = False
 
         def connect() -> None:
             group, failure = None, None
             try:
+                # Others may come late, from what they do between two steps; that is no reason to give them up.
+                store.set(f"here-{rank}", "")
+                store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
+                self._all_here_at = time.perf_counter()
                 group = _make_group(store, rank, size, backend, address, timeout_s)
             except Exception as error:  # of many kinds; `_connected` raises it as one of ours
                 failure = error
@@ -131,10 +139,20 @@ class Wire:
         """The group, as soon as there is one. Whoever was interrupted starts nothing any more."""
         if self._error is not None:
             raise self._error
-        self._await(lambda: self._group is not None or self._failure is not None, "the group to form")
+        self._await(self._is_formed, "the group to form")
         if self._failure is not None:
             raise PeerLost(f"no group of {self.size} members could be formed: {self._failure}") from self._failure
         return self._group
+
+    def _is_formed(self) -> bool:
+        if self._group is None and self._failure is None and self._all_here_at is not None:
+            waited_s = time.perf_counter() - self._all_here_at
+            if waited_s > CONNECT_S:
+                raise DeadlineExceeded(
+                    f"{self.size} members could not be connected within {CONNECT_S:g} s: each must reach each other "
+                    "one, at any port of the address by which it reaches the head; look for a firewall between them"
+                )
+        return self._group is not None or self._failure is not None
 
     def _started(self, work: Any, out: Tensor, data: Tensor) -> Work:
         self._pending.append(work)

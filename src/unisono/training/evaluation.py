@@ -138,13 +138,14 @@ def _decode(data: bytes) -> _Letter:
 
 def _totals(letter: _Letter) -> dict[int, Totals]:
     tensors = [
-        torch.frombuffer(bytearray(raw), dtype=getattr(torch, kind.removeprefix("torch."))).view(shape)
-        if raw
-        else torch.zeros(shape)
-        for kind, shape, raw in letter.tensors
+        _tensor(raw, getattr(torch, kind.removeprefix("torch."))).view(shape) for kind, shape, raw in letter.tensors
     ]
     found: dict[int, Totals] = unpack(letter.skeleton, tensors)
     return found
+
+
+def _tensor(raw: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
 
 
 def _check_alike(letters: dict[str, _Letter]) -> None:

@@ -29,6 +29,7 @@ class Arithmetic:
         self._before = (
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
         )
@@ -43,9 +44,9 @@ class Arithmetic:
             torch.backends.cudnn.benchmark = False
 
     def leave(self) -> None:
-        threads, deterministic, fill, benchmark = self._before
+        threads, deterministic, warn_only, fill, benchmark = self._before
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
 
