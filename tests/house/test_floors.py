@@ -60,6 +60,7 @@ FLOORS = {
     "machine.worker": 4,
     "machine.nursery": 4,
     "machine.agent": 4,
+    "machine.headprocess": 4,
     "machine.children": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
@@ -86,7 +87,8 @@ NEIGHBOURS = {
     "training.tracked": {"training.gradients"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "machine.agent": {"machine.children", "watch"},  # what its workers say goes to the screen
+    "machine.agent": {"machine.children", "machine.headprocess", "watch"},  # what its workers say goes to the screen
+    "machine.headprocess": {"machine.children"},
     "machine.children": {"machine.nursery"},  # what is said between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
@@ -111,7 +113,8 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "head", "machine.agent", "watch", "decisions.roster", "decisions.membership", "decisions.cadence"),
+    *("cli", "head", "machine.agent", "machine.headprocess", "watch"),
+    *("decisions.roster", "decisions.membership", "decisions.cadence"),
     *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
 )
 

@@ -26,7 +26,7 @@ from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
 from unisono.journal import summary
 from unisono.lifetime import PARENT, Memory
-from unisono.machine import agent
+from unisono.machine import agent, headprocess
 from unisono.machine.children import PIPE_BYTES, Nursery, Output, spawn
 from unisono.messages import Evict, Start
 from unisono.watch.terminal import Plain
@@ -328,11 +328,11 @@ def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPat
     def spawn(*_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(agent, "spawn", spawn)
+    monkeypatch.setattr(headprocess, "spawn", spawn)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     job = agent.Job(arguments=["train.py"], num_workers=1)
     with pytest.raises(UsageError, match=r"could not be started: \[Errno \d+\] Resource temporarily unavailable; see"):
-        agent.run(job, agent.Service(policy=Policy(start=1, maximum=1)))
+        agent.run(job, headprocess.Service(policy=Policy(start=1, maximum=1)))
 
 
 def parent_and_name(process: Path) -> tuple[int, str]:

@@ -26,8 +26,7 @@ from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.roster import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory
-from unisono.machine import agent
-from unisono.machine.agent import MAX_HEADS, Service
+from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.machine.nursery import Birth, Born
 from unisono.member import Door, Member
 from unisono.messages import (
@@ -540,8 +539,8 @@ def test_a_head_is_reached_where_the_others_are_told(bind: str) -> None:
     if ":" in bind and not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")
     service = Service(policy=Policy(start=1, maximum=1), bind=bind)
-    with agent._listen(service) as listener:
-        socket.create_connection((agent._reachable(bind), listener.getsockname()[1]), 5.0).close()
+    with listen(service) as listener:
+        socket.create_connection((reachable(bind), listener.getsockname()[1]), 5.0).close()
 
 
 def test_a_killed_worker_is_seen_at_once_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:

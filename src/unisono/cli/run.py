@@ -19,7 +19,8 @@ from unisono.cli.given import check_open_files, check_text, check_workers, secon
 from unisono.errors import UsageError
 
 if TYPE_CHECKING:
-    from unisono.machine.agent import Job, Service
+    from unisono.machine.agent import Job
+    from unisono.machine.headprocess import Service
 
 __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script_arguments"]
 
@@ -120,7 +121,8 @@ class Options:
 def render(options: Options) -> tuple[Job, Service]:
     """What the agent and the head are to do, checked before anything is started."""
     from unisono.decisions.roster import Policy
-    from unisono.machine.agent import Job, Service
+    from unisono.machine.agent import Job
+    from unisono.machine.headprocess import Service
 
     try:
         check_text("the working directory", os.getcwd())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import ipaddress
 import json
 import os
 import secrets
@@ -22,22 +21,21 @@ import socket
 import sys
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from unisono.checkpoint import files
-from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
 from unisono.journal import conclude
 from unisono.lifetime import PARENT, Memory, bind_to_parent, end_when_silent, fill_standard_streams
-from unisono.machine.children import Child, Nursery, spawn
+from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
+from unisono.machine.headprocess import MAX_HEADS, HeadProcess, Service, address, listen, reachable
 from unisono.messages import (
     AgentHello,
     Drain,
@@ -60,15 +58,12 @@ from unisono.messages import (
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
-__all__ = ["Job", "Service", "join", "machine_label", "run"]
+__all__ = ["Job", "join", "machine_label", "run"]
 
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
-TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
 LAST_WORDS_S: Final = 0.5
 OPEN_S: Final = 10.0
-MAX_HEADS: Final = 4
-HEADS_WITHIN_S: Final = 30.0
 RETRY_S: Final = 0.05
 NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 
@@ -103,25 +98,14 @@ class Job:
         return json.dumps({"folder": os.getcwd(), "arguments": self.arguments})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """The head that ``unisono run`` starts."""
-
-    policy: Policy
-    bind: str = "127.0.0.1"
-    port: int = 0
-    heartbeat_s: float = 0.5
-    options: Mapping[str, str] = field(default_factory=dict)
-
-
 def run(job: Job, service: Service) -> int:
     """Be ``unisono run``: a head and the workers of this machine. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
-    listener = _listen(service)
+    listener = listen(service)
     token = secrets.token_urlsafe(32)
     secret = Memory("unisono-token", token.encode())
-    url = _url(_reachable(service.bind), listener.getsockname()[1])
+    url = address(reachable(service.bind), listener.getsockname()[1])
     try:
         return asyncio.run(_run(job, service, listener, secret, token, url))
     finally:
@@ -140,48 +124,12 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
         "run_dir": job.run_dir,
         "job": {"arguments": job.arguments, "threads": job.threads, "folder": os.getcwd(), "run_dir": job.run_dir},
     }
-    head = _Head(settings, listener, secret)
+    head = HeadProcess(settings, listener, secret)
     agent = _Agent(job, url, token, secret, terminal(), head)
     try:
         return await agent.run()
     finally:
         await head.end()
-
-
-class _Head:
-    """The head's process, and its memory: a head that dies is followed by another that knows what it had decided."""
-
-    def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Memory) -> None:
-        self._settings = settings
-        self._descriptors = (listener.fileno(), secret.descriptor)
-        self._environment = {**os.environ, "UNISONO_TOKEN_FILE": secret.inherited_path, PARENT: str(os.getpid())}
-        self._starts: deque[float] = deque(maxlen=MAX_HEADS)
-        self.snapshot = b""
-        """What the head last said of itself (`Snapshot`)."""
-        self.child: Child | None = None
-
-    def start(self, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]) -> None:
-        """Start one, where the last one was: the socket that listens is the agent's, so whoever calls only waits."""
-        self._starts.append(time.monotonic())
-        with contextlib.closing(Memory("unisono-head", self.snapshot)) as memory:
-            settings = {**self._settings, "snapshot": memory.descriptor if self.snapshot else -1}
-            command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
-            self.child = spawn("head", command, self._environment, (*self._descriptors, memory.descriptor))
-        self.child.output.on_line = on_line
-        self.child.on_end = on_end
-
-    def may_start_again(self) -> bool:
-        """Not when the last ones died one after the other: then its state is what kills it."""
-        return len(self._starts) < MAX_HEADS or time.monotonic() - self._starts[0] > HEADS_WITHIN_S
-
-    async def end(self) -> None:
-        if self.child is None:
-            return
-        if self.child.exit_code is None:
-            os.kill(self.child.pid, signal.SIGTERM)
-        if not await self.child.ended_within(TERMINATE_S):
-            self.child.kill()
-            await self.child.ended_within(TERMINATE_S)
 
 
 def join(job: Job, url: str, token: str) -> int:
@@ -208,38 +156,6 @@ def machine_label() -> str:
     return f"{socket.gethostname()}-{zlib.crc32(' '.join(marks).encode()) & 0xFFFF:04x}"
 
 
-def _listen(service: Service) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
-        # On all interfaces means on those of IPv4 as well: machines are told such an address where there is one.
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server((service.bind, service.port), family=family, backlog=512, dualstack_ipv6=both)
-    except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
-        raise UsageError(
-            f"cannot listen on {service.bind} port {service.port}: {getattr(error, 'strerror', None) or error}; use "
-            "another --bind or --port (0: any)"
-        ) from error
-
-
-def _reachable(bind: str) -> str:
-    """The address under which workers, here and elsewhere, find what listens on ``bind``."""
-    with contextlib.suppress(ValueError):
-        if not ipaddress.ip_address(bind).is_unspecified:
-            return bind
-        routes = [(socket.AF_INET, "192.0.2.1")] + [(socket.AF_INET6, "2001:db8::1")] * (":" in bind)
-        for family, far in routes:
-            # No packet is sent: this only asks which interface the default route uses.
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((far, 9))
-                return str(probe.getsockname()[0])
-        return "127.0.0.1"
-    return bind
-
-
-def _url(host: str, port: int) -> str:
-    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
-
-
 class _Agent:
     """The workers of this machine.
 
@@ -247,7 +163,9 @@ class _Agent:
         head: the head where this agent starts it; None in ``unisono join``.
     """
 
-    def __init__(self, job: Job, url: str, token: str, secret: Memory, screen: Terminal, head: _Head | None) -> None:
+    def __init__(
+        self, job: Job, url: str, token: str, secret: Memory, screen: Terminal, head: HeadProcess | None
+    ) -> None:
         self._job = job
         self._url = url
         self._token = token

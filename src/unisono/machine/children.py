@@ -24,13 +24,13 @@ from unisono.errors import UsageError
 from unisono.lifetime import Memory, end_group
 from unisono.machine.nursery import Birth, Born, Death
 
-__all__ = ["Child", "Nursery", "Output", "spawn"]
+__all__ = ["TERMINATE_S", "Child", "Nursery", "Output", "spawn"]
 
 LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 65536
 PIPE_BYTES: Final = 1 << 20  # the most that a pipe holds
 SEND_TIMEOUT_S: Final = 5.0
-TERMINATE_S: Final = 3.0
+TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
 
 
 class Output:

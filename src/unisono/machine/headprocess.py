@@ -1,0 +1,115 @@
+"""The head as the agent of ``unisono run`` keeps it: where it listens, its process, and the one that follows it.
+
+The socket that listens is the agent's, and so is what the head remembers. A head that dies takes neither along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from unisono.decisions.roster import Policy
+from unisono.errors import UsageError
+from unisono.lifetime import PARENT, Memory
+from unisono.machine.children import TERMINATE_S, Child, spawn
+
+__all__ = ["MAX_HEADS", "HeadProcess", "Service", "address", "listen", "reachable"]
+
+MAX_HEADS: Final = 4
+HEADS_WITHIN_S: Final = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """The head that ``unisono run`` starts."""
+
+    policy: Policy
+    bind: str = "127.0.0.1"
+    port: int = 0
+    heartbeat_s: float = 0.5
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def listen(service: Service) -> socket.socket:
+    """The socket of the run.
+
+    Raises:
+        UsageError: there is none at this address; says why.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
+        # On all interfaces means on those of IPv4 as well: machines are told such an address where there is one.
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server((service.bind, service.port), family=family, backlog=512, dualstack_ipv6=both)
+    except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
+        raise UsageError(
+            f"cannot listen on {service.bind} port {service.port}: {getattr(error, 'strerror', None) or error}; use "
+            "another --bind or --port (0: any)"
+        ) from error
+
+
+def reachable(bind: str) -> str:
+    """The address under which workers, here and elsewhere, find what listens on ``bind``."""
+    with contextlib.suppress(ValueError):
+        if not ipaddress.ip_address(bind).is_unspecified:
+            return bind
+        routes = [(socket.AF_INET, "192.0.2.1")] + [(socket.AF_INET6, "2001:db8::1")] * (":" in bind)
+        for family, far in routes:
+            # No packet is sent: this only asks which interface the default route uses.
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((far, 9))
+                return str(probe.getsockname()[0])
+        return "127.0.0.1"
+    return bind
+
+
+def address(host: str, port: int) -> str:
+    """What others connect to."""
+    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+
+
+class HeadProcess:
+    """The head's process, and its memory: a head that dies is followed by another that knows what it had decided."""
+
+    def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Memory) -> None:
+        self._settings = settings
+        self._descriptors = (listener.fileno(), secret.descriptor)
+        self._environment = {**os.environ, "UNISONO_TOKEN_FILE": secret.inherited_path, PARENT: str(os.getpid())}
+        self._starts: deque[float] = deque(maxlen=MAX_HEADS)
+        self.snapshot = b""
+        """What the head last said of itself (`Snapshot`)."""
+        self.child: Child | None = None
+
+    def start(self, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]) -> None:
+        """Start one, where the last one was: the socket that listens is the agent's, so whoever calls only waits."""
+        self._starts.append(time.monotonic())
+        with contextlib.closing(Memory("unisono-head", self.snapshot)) as memory:
+            settings = {**self._settings, "snapshot": memory.descriptor if self.snapshot else -1}
+            command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
+            self.child = spawn("head", command, self._environment, (*self._descriptors, memory.descriptor))
+        self.child.output.on_line = on_line
+        self.child.on_end = on_end
+
+    def may_start_again(self) -> bool:
+        """Not when the last ones died one after the other: then its state is what kills it."""
+        return len(self._starts) < MAX_HEADS or time.monotonic() - self._starts[0] > HEADS_WITHIN_S
+
+    async def end(self) -> None:
+        if self.child is None:
+            return
+        if self.child.exit_code is None:
+            os.kill(self.child.pid, signal.SIGTERM)
+        if not await self.child.ended_within(TERMINATE_S):
+            self.child.kill()
+            await self.child.ended_within(TERMINATE_S)
