@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from unisono.decisions.membership import (
     Hangup,
     Send,
     Tick,
+    agent_name,
     differences,
     next_deadline,
     step,
@@ -737,6 +739,101 @@ def test_another_agent_may_go_and_its_workers_follow_quickly() -> None:
     story.tick(story.state.policy.grace_s)
     assert story.state.members == ("w0",)
     assert story.sent(AGENT, Start) == [], "whom that machine brought is not replaced on another"
+
+
+def test_an_agent_that_comes_back_is_who_it_was() -> None:
+    """Its connection broke, its workers train on: it gets no second set of them, and its name is nobody else's."""
+    story = training(2)
+    story.arrive(*story.agent(2, "agent1", primary=False, host="office"), host="office")
+    story.hold()
+    story.hold()
+    assert len(story.state.members) == 4
+    story.says("agent1", Lost(reason="closed"))
+    hello = AgentHello(host="office", pid=1, num_workers=2, agent_id="agent1")
+    assert agent_name(story.state, AgentHello(host="shed", pid=2, num_workers=1)) == "agent2"
+    assert agent_name(story.state, msgspec.structs.replace(hello, pid=7)) == "agent2", "not by another's name"
+    assert agent_name(story.state, hello) == "agent1"
+    assert story.says("agent1", hello) == []
+    assert story.state.policy.maximum == 4
+    story.says("agent1", WorkerExit(worker_id="w2", exit_code=-9))
+    assert story.sent("agent1", Start), "and what it brings is replaced there again"
+
+
+def test_a_connection_of_an_agent_that_is_half_open_is_taken_over() -> None:
+    story = training(1)
+    story.agent(1, "agent1", primary=False)
+    hello = AgentHello(host="lab", pid=1, num_workers=1, agent_id="agent1")
+    assert agent_name(story.state, hello) == "agent1"
+    story.says("agent1", hello)
+    assert story.sent("agent1", Start) == [Start(worker_ids=["w1"])], "who has not come may not have been ordered"
+    with pytest.raises(ProtocolError, match="said hello twice"):
+        story.says("agent1", AgentHello(host="lab", pid=1, num_workers=1))
+
+
+def test_whom_a_broken_connection_has_cost_is_started_again_when_the_agent_is_back() -> None:
+    story = training(1)
+    story.agent(2, "agent1", primary=False)
+    story.arrive("w1")
+    story.hold()
+    story.says("agent1", Lost(reason="closed"))
+    assert story.worker("w2").state is WorkerState.LEFT
+    story.says("agent1", AgentHello(host="lab", pid=1, num_workers=2, agent_id="agent1"))
+    assert [start.worker_ids for start in story.sent("agent1", Start)] == [["w3"]]
+
+
+def test_a_start_that_was_lost_with_the_head_is_said_again() -> None:
+    story = Story(2)
+    story.agent(2)
+    story.state = resumed(story.state, 1.0)
+    story.now = 1.0
+    story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
+    assert [start.worker_ids for start in story.sent(AGENT, Start)] == [["w0"], ["w1"]]
+
+
+def test_a_start_that_is_said_again_is_no_earlier() -> None:
+    story = training(2)
+    story.exits("w1")
+    story.exits("w2")
+    assert story.sent(AGENT, Start)[0].delay_s == 1.0
+    story.state = resumed(story.state, 0.25)
+    story.now = 0.25
+    story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
+    assert [start.delay_s for start in story.sent(AGENT, Start)] == [0.75]
+
+
+def test_who_never_comes_is_lost() -> None:
+    story = Story(2, hang_s=60.0)
+    story.agent(2)
+    story.arrive("w0")
+    story.beat("w0")
+    for story.now in range(50, 600, 50):
+        story.beat("w0")
+        story.tick(story.now)
+    assert story.worker("w1").state is WorkerState.ORDERED
+    story.tick(600.0)
+    assert story.worker("w1").state is WorkerState.LOST
+    assert "w1 has not come in the 600 s since it was to be started" in story.reason
+    assert story.sent(AGENT, Evict)
+    assert story.sent(AGENT, Start)[0].worker_ids == ["w2"]
+
+
+def test_a_machine_that_died_while_the_head_was_away_is_gone() -> None:
+    story = training(2)
+    story.arrive(*story.agent(1, "agent1", primary=False))
+    story.hold()
+    story.state = resumed(story.state, 1.0)
+    story.now = 1.0
+    story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
+    for story.now in range(1, 62):
+        story.beat("w0")
+        story.beat("w1")
+        story.tick(story.now)
+    assert story.state.members == ("w0", "w1")
+    assert set(story.state.agents) == {AGENT}
+    assert story.state.policy.maximum == 2
+    assert story.reason == "the agent of lab is gone"
+    assert story.worker("w3").state is WorkerState.LEFT, "it was to replace the worker that died with its machine"
+    assert not story.state.workers.keys() - {"w0", "w1", "w2", "w3"}
 
 
 # -- errors of user code -----------------------------------------------------------------------------

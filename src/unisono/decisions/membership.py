@@ -60,7 +60,18 @@ from unisono.messages import (
 )
 from unisono.words import count, exit_words, listed
 
-__all__ = ["TRANSITIONS", "Action", "Event", "Hangup", "Send", "Tick", "differences", "next_deadline", "step"]
+__all__ = [
+    "TRANSITIONS",
+    "Action",
+    "Event",
+    "Hangup",
+    "Send",
+    "Tick",
+    "agent_name",
+    "differences",
+    "next_deadline",
+    "step",
+]
 
 
 _S = WorkerState
@@ -180,9 +191,17 @@ def next_deadline(state: State) -> float | None:
     if state.ended is not None:
         return None
     times = list(state.silent_at().values())
+    times += [agent.away_at + state.policy.away_s for agent in state.agents.values() if agent.away_at is not None]
     if state.suspected_at is not None:
         times.append(state.suspected_at + state.policy.suspect_s)
     return min(times, default=None)
+
+
+def agent_name(state: State, hello: AgentHello) -> str:
+    """What an agent is called: as before, if it is one whose connection broke, or that has not noticed yet."""
+    known = {**state.absent, **state.agents}.get(hello.agent_id)
+    is_back = known is not None and (known.host, known.pid) == (hello.host, hello.pid)
+    return hello.agent_id if is_back else f"agent{state.num_agents}"
 
 
 def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -364,32 +383,52 @@ class _Turn:
 
     def agent_joins(self, agent_id: str, hello: AgentHello) -> None:
         state = self.state
-        if agent_id in state.agents:
-            if hello.agent_id != agent_id:
-                raise ProtocolError(f"agent {agent_id} has said hello twice")
-            return  # it is back, after the head was away
+        known = state.agents.get(agent_id)
+        if known is not None and hello.agent_id != agent_id:
+            raise ProtocolError(f"agent {agent_id} has said hello twice")
+        if known is not None:
+            self.put(agents={**state.agents, agent_id: dataclasses.replace(known, away_at=None)})
+            self.repeat_start(agent_id)
+            return
+        known = state.absent.get(hello.agent_id)
         adds = hello.num_workers if state.policy.grows and not hello.primary else 0
-        agent = Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, adds=adds)
+        agent = Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, adds=adds, pid=hello.pid)
         self.put(
             agents={**state.agents, agent_id: agent},
+            absent={i: absent for i, absent in state.absent.items() if i != agent_id},
+            num_agents=state.num_agents + (known is None),
             policy=dataclasses.replace(state.policy, maximum=state.policy.maximum + adds),
         )
-        if not hello.primary:
+        if known is not None:
+            self.reasons.append(f"the agent of {hello.host} is back")
+        elif not hello.primary:
             self.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
-        self.order(agent_id, hello.num_workers)
+        self.order(agent_id, hello.num_workers if known is None else known.num_unborn)
+
+    def repeat_start(self, agent_id: str) -> None:
+        """For an agent that comes back: what the head had said last may be lost. It starts nobody twice."""
+        for worker in self.workers(_S.ORDERED):
+            if worker.agent == agent_id:
+                delay_s = max(0.0, worker.heard_at - self.now)
+                self.send(agent_id, Start(worker_ids=[worker.worker_id], delay_s=delay_s))
 
     def order(self, agent_id: str, num_workers: int, delay_s: float = 0.0, reason: str = "") -> None:
         first = self.state.next_number
         ids = [f"w{number}" for number in range(first, first + num_workers)]
         if not ids:
             return
-        ordered = {i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id) for i in ids}
+        due = self.now + delay_s
+        ordered = {i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id, heard_at=due) for i in ids}
         self.put(workers={**self.state.workers, **ordered}, next_number=first + num_workers)
         self.send(agent_id, Start(worker_ids=ids, delay_s=delay_s, reason=reason))
 
     def agent_leaves(self, agent_id: str, message: Lost) -> None:
         agent = self.state.agents[agent_id]
-        self.put(agents={i: a for i, a in self.state.agents.items() if i != agent_id})
+        unborn = [worker for worker in self.workers(_S.ORDERED) if worker.agent == agent_id]
+        self.put(
+            agents={i: a for i, a in self.state.agents.items() if i != agent_id},
+            absent={**self.state.absent, agent_id: dataclasses.replace(agent, num_unborn=len(unborn))},
+        )
         if agent.primary:
             self.end(False, f"the command that started the run is gone ({message.reason})")
             return
@@ -397,11 +436,8 @@ class _Turn:
         if policy.grows:  # not after `unisono scale`, which says how many there shall be
             self.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
         self.reasons.append(f"the agent of {agent.host} is gone")
-        for worker in list(self.state.workers.values()):
-            if worker.agent == agent_id:
-                self.worker(worker.worker_id, agent="")
-                if worker.state is _S.ORDERED:
-                    self.worker(worker.worker_id, state=_S.LEFT)
+        for worker in unborn:
+            self.worker(worker.worker_id, state=_S.LEFT)
 
     def worker_exit(self, message: WorkerExit) -> None:
         worker = self.state.workers.get(message.worker_id)
@@ -645,12 +681,17 @@ class _Turn:
             if deadline > self.now:
                 continue
             worker = self.state.workers[worker_id]
-            if worker.closed_at is not None:
+            if worker.state is _S.ORDERED:
+                why = f"{worker.name} has not come in the {self.now - worker.heard_at:.0f} s since it was to be started"
+            elif worker.closed_at is not None:
                 why = f"{worker.name} has closed its connection"
             else:
                 why = f"{worker.name} has been silent for {self.now - worker.heard_at:.1f} s"
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
+        for agent_id, agent in self.state.agents.items():
+            if agent.away_at is not None and agent.away_at + self.state.policy.away_s <= self.now:
+                self.agent_leaves(agent_id, Lost(reason="it has not come back"))
         state = self.state
         if state.suspected_at is not None and state.suspected_at + state.policy.suspect_s <= self.now:
             self.put(suspected_at=None)

@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 
+START_HANGS: Final = 10
+"""So many times `Policy.hang_s` may pass from the start of a process to its first word: it may load over a network."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """The settings of the membership. Times in seconds."""
@@ -65,6 +69,8 @@ class Policy:
     """How long a closed connection may be without an agent that watches the process."""
     reconnect_s: float = 1.0
     """How long a closed connection may be when an agent would know of the process's end."""
+    away_s: float = 60.0
+    """How long a machine may take to find a head that has taken over."""
     suspect_s: float = 1.0
     """How long a broken exchange waits for its cause to be known before the same members try again."""
 
@@ -116,6 +122,7 @@ class Worker:
     generation: int = 0
     """The newest generation that it said `Holding` of."""
     heard_at: float = 0.0
+    """While it is ordered: when it was to be started."""
     closed_at: float | None = None
     """Since when its connection is closed."""
     beat: Beat | None = None
@@ -139,6 +146,11 @@ class Agent:
     primary: bool
     adds: int = 0
     """By how much it raises `Policy.maximum` while it is there."""
+    pid: int = 0
+    away_at: float | None = None
+    """Since when a head that has taken over waits for it."""
+    num_unborn: int = 0
+    """How many of its workers had not come when its connection broke."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +160,10 @@ class State:
     policy: Policy
     workers: Mapping[str, Worker] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
+    absent: Mapping[str, Agent] = field(default_factory=dict)
+    """Those whose connection broke; they may come back, and are then who they were."""
+    num_agents: int = 0
+    """How many there have been: names are not used again."""
     next_number: int = 0
     notice: Notice | None = None
     """The newest."""
@@ -194,7 +210,10 @@ class State:
         witnessed_at, quiet_s = self.witnessed_at, self.quiet_s
         times = {}
         for worker in self.workers.values():
-            if worker.state not in ALIVE or worker.state is WorkerState.ORDERED:
+            if worker.state not in ALIVE:
+                continue
+            if worker.state is WorkerState.ORDERED:
+                times[worker.worker_id] = worker.heard_at + START_HANGS * policy.hang_s
                 continue
             if worker.closed_at is not None:
                 wait_s = policy.reconnect_s if worker.agent in agents else policy.grace_s
@@ -227,7 +246,7 @@ class State:
 def excused(state: State, seconds: float, now: float) -> State:
     """The state after ``seconds`` up to ``now`` in which nobody could be heard: nobody was silent then."""
     workers = {
-        worker_id: dataclasses.replace(worker, heard_at=min(worker.heard_at + seconds, now))
+        worker_id: dataclasses.replace(worker, heard_at=max(worker.heard_at, min(worker.heard_at + seconds, now)))
         for worker_id, worker in state.workers.items()
     }
     return dataclasses.replace(state, workers=workers)
@@ -236,10 +255,16 @@ def excused(state: State, seconds: float, now: float) -> State:
 def resumed(state: State, now: float) -> State:
     """The state as a head takes it over from one that has died: everybody has yet to come back."""
     workers = {
-        worker_id: dataclasses.replace(worker, heard_at=now, closed_at=None, beat=None, late_at=-1)
+        worker_id: dataclasses.replace(
+            worker, heard_at=max(worker.heard_at, now), closed_at=None, beat=None, late_at=-1
+        )
         for worker_id, worker in state.workers.items()
     }
-    return dataclasses.replace(state, workers=workers, suspected_at=None if state.suspected_at is None else now)
+    agents = {
+        i: agent if agent.primary else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()
+    }
+    state = dataclasses.replace(state, workers=workers, agents=agents)
+    return dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
 
 
 def number_of(worker_id: str) -> int:
