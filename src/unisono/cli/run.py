@@ -254,16 +254,17 @@ def _count_gpus() -> int:
 
 def _resumed(path: Path, run_dir: str, *, overwrite: bool) -> tuple[str, str, dict[str, Any]]:
     """The run's directory, what to go on from, and what the run says of itself, that ``--resume`` means."""
-    from unisono.rundir import read_facts
+    from unisono.checkpoint.files import FOLDER
+    from unisono.journal import JOURNAL
+    from unisono.rundir import RUN_FILE, read_facts
 
     if overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
     if not path.is_dir():
         raise UsageError(f"--resume {path}: there is no such directory")
-    inside = path.parent.name == "checkpoints"
+    inside = path.parent.name == FOLDER
     own = path.parent.parent if inside else path
-    ours = ("run.json", "journal.jsonl", "checkpoints")
-    if not inside and not run_dir and not any((own / name).exists() for name in ours):
+    if not inside and not run_dir and not any((own / name).exists() for name in (RUN_FILE, JOURNAL, FOLDER)):
         raise UsageError(f"--resume {path}: that directory holds no run")
     return run_dir or str(own), str(path.resolve()), read_facts(own)
 
