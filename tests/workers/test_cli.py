@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 import unisono as unisono_package
 from tests.workers.conftest import Command, Unisono
-from unisono import LaunchError, cli, launch
+from unisono import LaunchError, cli, launch, rundir
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
@@ -76,6 +76,8 @@ BEGIN = """
         (["run", "here.py", "--run-dir", "\udcff"], r"the run directory is not UTF-8: b'\xff'"),
         (["run", "here.py", "--run-dir", "here.py"], "here.py is not a directory"),
         (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
+        (["run", "--resume", "odd-word"], "odd-word does not say which script it was made with; give the script"),
+        (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),
         (["status", "missing"], "there is no run directory missing"),
         (["status", "."], "there is no run in .: no journal, and no head that answers"),
         (["status", "broken"], "line 2 of broken/journal.jsonl is not one of a journal: '{nonsense'"),
@@ -106,6 +108,9 @@ def test_bad_input_is_one_line_and_starts_nothing(
 ) -> None:
     for name in ("here.py", "odd-\udcff.py"):
         (tmp_path / name).write_text("print('ran')")
+    for name, arguments_there in (("odd-word", ["here.py", 5]), ("odd-module", ["-m"])):
+        (tmp_path / name).mkdir()
+        rundir.describe(tmp_path / name, {"command": {"folder": ".", "arguments": arguments_there}})
     (tmp_path / "nothing").touch()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n{nonsense\n')

@@ -273,7 +273,9 @@ def _recorded(resume: Path, facts: dict[str, Any]) -> list[str]:
     """What the run was started with. Goes to the folder where that was."""
     wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
     match facts.get("command"):
-        case {"folder": str(folder), "arguments": [str(), *_] as arguments}:
+        case {"folder": str(folder), "arguments": [str(), *_] as arguments} if all(
+            isinstance(word, str) for word in arguments
+        ) and arguments != ["-m"]:
             pass
         case _:
             raise UsageError(f"{resume} does not say which script it was made with; {wanted}")
