@@ -1214,6 +1214,65 @@ def test_after_three_broken_exchanges_the_one_to_blame_goes() -> None:
     assert story.state.members == ("w0", "w1")
 
 
+def cannot_exchange(story: Story, *, by: Sequence[str] = ("w0", "w1")) -> None:
+    """The members of the newest generation do not get their exchange."""
+    generation = story.state.generation
+    for worker_id in by:
+        story.says(worker_id, Suspect(generation=generation, reason="connecting took longer than 20 s"))
+    story.tick(story.now + story.state.policy.suspect_s)
+
+
+def test_newcomers_that_the_others_cannot_exchange_with_are_sent_away() -> None:
+    """A firewall between the machines: the run must not stand still for them again and again."""
+    story = training(2)
+    story.arrive(*story.agent(1, "agent1", primary=False, host="office"), host="office")
+    assert story.state.members == ("w0", "w1", "w2")
+    cannot_exchange(story, by=("w0", "w1", "w2"))
+    assert story.state.members == ("w0", "w1")
+    assert "the others go on without w2" in story.reason
+    story.hold()
+    story.says("w0", step_done(0))
+    assert story.state.members == ("w0", "w1", "w2"), "another attempt"
+    cannot_exchange(story)
+    assert story.state.members == ("w0", "w1")
+    assert story.worker("w2").state is WorkerState.LEFT
+    assert "w2 (pid 1002) at 127.0.0.1 is sent away" in story.reason
+    assert "firewall" in story.sent("w2", Ended)[0].reason
+    assert story.sent("agent1", Evict)
+    story.hold()
+    assert story.state.members == ("w0", "w1")
+
+
+def test_of_two_machines_only_the_one_goes_that_cannot_exchange() -> None:
+    story = training(2)
+    story.agent(1, "agent1", primary=False, host="office")
+    story.agent(1, "agent2", primary=False, host="shed")
+    story.exits("w1")
+    story.arrive("w2", host="office")
+    story.arrive("w3", host="shed")
+    story.hold()
+    assert story.state.members == ("w0", "w2", "w3")
+    cannot_exchange(story, by=["w0"])
+    story.hold()
+    assert story.state.members == ("w0", "w2"), "which of them is it?"
+    cannot_exchange(story, by=["w0"])
+    assert story.worker("w2").state is WorkerState.LEFT
+    story.hold()
+    assert story.state.members == ("w0", "w3")
+    story.hold()
+    assert story.worker("w3").num_unreached == 0
+
+
+def test_an_exchange_that_breaks_for_the_newcomer_alone_is_not_held_against_it() -> None:
+    """It begins to wait for the others when they are told of it; they come at the end of a step that may be long."""
+    story = training(2)
+    story.arrive(*story.agent(1, "agent1", primary=False))
+    for _ in range(4):
+        cannot_exchange(story, by=["w2"])
+        story.hold("w0", "w1")
+        assert story.worker("w2").state is WorkerState.ADMITTED
+
+
 # -- who computes otherwise --------------------------------------------------------------------------
 
 

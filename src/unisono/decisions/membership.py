@@ -136,6 +136,8 @@ FIRST_STEP: Final = 10
 MAX_DELAY_S: Final = 30.0
 MAX_SUSPICIONS: Final = 3
 """So often in a row the same members try again before one of them has to go."""
+MAX_UNREACHED: Final = 2
+"""So often a newcomer may be what the members cannot exchange with; they stand still meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,8 @@ class _Turn:
                 self.worker(worker_id, phase=message.phase)
             case Holding():
                 if worker.state is _S.HOLDING:
-                    self.worker(worker_id, generation=max(worker.generation, message.generation))
+                    generation = max(worker.generation, message.generation)
+                    self.worker(worker_id, generation=generation, num_unreached=0)
                     self.put(held=True)
             case Beat():
                 self.worker(worker_id, beat=message, phase=message.phase)
@@ -529,6 +532,8 @@ class _Turn:
         )
         if not overtaken and (message.generation != state.generation or worker.worker_id not in state.members):
             return  # the cause is known already
+        if message.generation == state.generation and worker.worker_id in state.before:
+            self.put(unreached=True)
         blamed = message.peers or [worker.worker_id]
         counts = {**state.suspicions}
         for name in blamed:
@@ -596,6 +601,17 @@ class _Turn:
         if worker.state is not _S.ORDERED:
             self.send(worker.worker_id, Ended(ok=True, reason=reason))
         self.evict(worker, reason)
+
+    def send_away(self, worker: Worker) -> None:
+        """Dismiss somebody with whom the others cannot exchange."""
+        place = f" at {worker.info.address}" if worker.info else ""
+        why = (
+            f"{worker.name}{place} is sent away: in {MAX_UNREACHED} attempts the others could not exchange with it. "
+            "Workers connect to each other directly, at ports that the system chooses: does a firewall between the "
+            "machines keep that from them?"
+        )
+        self.dismiss(worker, why)
+        self.reasons.append(why)
 
     def evict(self, worker: Worker, reason: str) -> None:
         if worker.agent in self.state.agents:
@@ -700,6 +716,14 @@ class _Turn:
     def try_again(self) -> None:
         """An exchange broke and nobody was lost: the same members try again; at last one of them has to go."""
         state = self.state
+        newcomers = [state.workers[i] for i in state.members if i not in state.before]
+        if state.unreached and newcomers and all(w.state is _S.ADMITTED for w in newcomers):
+            for newcomer in newcomers:
+                self.worker(newcomer.worker_id, num_unreached=newcomer.num_unreached + 1)
+            self.put(suspicions={})
+            names = listed([newcomer.worker_id for newcomer in newcomers])
+            self.broken.append(f"{state.suspicion}; the others go on without {names}")
+            return
         self.put(num_suspicions=state.num_suspicions + 1)
         present = [w for w in self.workers(_S.HOLDING) if w.worker_id in state.members]
         if state.num_suspicions + 1 < MAX_SUSPICIONS or len(present) < 2:
@@ -747,6 +771,8 @@ class _Turn:
             newcomer = self.worker(worker_id, state=_S.READY)
             if newcomer.draining:  # asked to leave before it had taken its generation
                 self.dismiss(newcomer, "drained before it was admitted")
+            elif newcomer.num_unreached >= MAX_UNREACHED:
+                self.send_away(newcomer)
         self.announce(survivors, why, immediate=True)
 
     def keep_the_door_closed(self) -> None:
@@ -779,7 +805,12 @@ class _Turn:
         state, policy = self.state, self.state.policy
         if state.finishing or not self.taken():
             return
-        ready = [w.worker_id for w in self.workers(_S.READY)]
+        waiting = self.workers(_S.READY)
+        if doubted := [
+            w.info for w in waiting if w.num_unreached and w.info
+        ]:  # one machine at a time: which one is it?
+            waiting = [w for w in waiting if w.info and w.info.host == doubted[0].host]
+        ready = [w.worker_id for w in waiting]
         if not state.held and not state.members:
             # Whoever will not come any more is not waited for.
             coming = self.workers(_S.ORDERED, _S.STARTING)
@@ -825,6 +856,7 @@ class _Turn:
             notice=notice,
             before=() if immediate else state.members,
             suspected_at=None,
+            unreached=False,
         )
         for info in infos:
             if state.workers[info.worker_id].state is _S.READY:

@@ -129,6 +129,8 @@ class Worker:
     late_at: int = -1
     """The progress value at which it was reported late."""
     draining: bool = False
+    num_unreached: int = 0
+    """How often in a row the others could not exchange with the newcomers of which it was one."""
 
     @property
     def number(self) -> int:
@@ -183,6 +185,8 @@ class State:
     """Who found the exchange broken then, and how."""
     suspicions: Mapping[str, int] = field(default_factory=dict)
     num_suspicions: int = 0
+    unreached: bool = False
+    """A member that stays could not exchange in the newest generation, a planned one."""
     finishing: bool = False
     stopping: str = ""
     ended: Ended | None = None
