@@ -10,6 +10,7 @@ operation has ended, at the latest by its timeout.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from unisono.errors import DeadlineExceeded, PeerLost
 __all__ = ["Wire", "Work", "release_abandoned"]
 
 SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
+POLL_S = 1e-4  # NCCL notifies nobody
 CONNECT_S = 20.0
 """From when all members are there until they are connected. One that others cannot reach, behind a firewall, shall not
 hold them up for as long as an exchange may take."""
@@ -91,13 +93,13 @@ class Wire:
 
     def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Work:
         """Send ``in_sizes[j]`` elements of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
-        group = self._connected()
-        return self._started(group.alltoall_base(out, data, out_sizes, in_sizes, AllToAllOptions()), out, data)
+        return self._start(
+            lambda group: group.alltoall_base(out, data, out_sizes, in_sizes, AllToAllOptions()), out, data
+        )
 
     def all_gather(self, out: Tensor, data: Tensor) -> Work:
         """``out`` receives everyone's ``data``, by rank; equal sizes."""
-        group = self._connected()
-        return self._started(group._allgather_base(out, data, AllgatherOptions()), out, data)
+        return self._start(lambda group: group._allgather_base(out, data, AllgatherOptions()), out, data)
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
         """Everyone's ``data``, by rank, equally long (and not empty). Blocks, for one way there and back."""
@@ -118,7 +120,7 @@ class Wire:
         options = BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        self._started(self._connected().broadcast([tensor], options), tensor, tensor).wait()
+        self._start(lambda group: group.broadcast([tensor], options), tensor).wait()
 
     def interrupt(self, error: Exception) -> None:
         with self._changed:
@@ -130,8 +132,12 @@ class Wire:
             self._closed = True
             self._error = PeerLost(f"this member has left its group of {self.size} members")
             group, self._group = self._group, None
-        _abandoned.append((group, self._pending))
-        self._pending = []
+        pending, self._pending = self._pending, []
+        if self.device.type == "cuda":
+            # Its end takes long where a peer is gone, and ends what is pending.
+            threading.Thread(target=_abort, args=(group,), name="unisono-abort", daemon=True).start()
+            return
+        _abandoned.append((group, pending))
         del group
         release_abandoned()
 
@@ -154,15 +160,23 @@ class Wire:
                 )
         return self._group is not None or self._failure is not None
 
-    def _started(self, work: Any, out: Tensor, data: Tensor) -> Work:
+    def _start(self, operation: Callable[[Any], Any], *tensors: Tensor) -> Work:
+        group = self._connected()
+        try:
+            work = operation(group)
+        except RuntimeError as failure:  # NCCL connects its members with their first collective
+            raise PeerLost(f"a collective of {self.size} members could not be started: {failure}") from failure
         self._pending.append(work)
-        return Work(self, work, (out, data))
+        return Work(self, work, tensors)
 
     def _finish(self, work: Any) -> None:
         if self.device.type == "cpu":
             future = work.get_future()
             future.then(self._notify)
             self._await(future.done, "a collective")
+        else:
+            # Its wait() makes only the stream wait, and what reads the result then blocks where nothing wakes it.
+            self._await(work.is_completed, "a collective", POLL_S)
         try:
             work.wait()
         except RuntimeError as failure:
@@ -173,7 +187,7 @@ class Wire:
             raise PeerLost(f"a member left in the middle of a collective: {failure}") from failure
         self._pending.remove(work)
 
-    def _await(self, done: Callable[[], bool], what: str) -> None:
+    def _await(self, done: Callable[[], bool], what: str, slice_s: float = SLICE_S) -> None:
         if done():
             return
         started = time.perf_counter()
@@ -185,7 +199,7 @@ class Wire:
                     raise self._error
                 if time.perf_counter() > deadline:
                     raise DeadlineExceeded(f"waited {self._timeout_s:.0f} s for {what} of {self.size} members")
-                self._changed.wait(SLICE_S)
+                self._changed.wait(slice_s)
         self.waiting_s += time.perf_counter() - started
 
     def _notify(self, _: Any) -> None:
@@ -221,9 +235,16 @@ def release_abandoned() -> bool:
     return bool(_abandoned)
 
 
+def _abort(group: Any) -> None:
+    if group is not None:
+        group.abort()
+
+
 def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float) -> Any:
     limit = timedelta(seconds=timeout_s)
     if backend == "nccl":
+        # By default its watchdog ends the process when a peer is gone; here the survivors go on.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)

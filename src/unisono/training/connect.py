@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import torch
@@ -39,6 +40,13 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
         raise UsageError(f"the exchange {wanted!r} is unknown; choose one of {', '.join(KINDS)}")
     hosts = hosts_of(notice)
     can_share = device.type == "cpu" and all(info.board for info in notice.members)
+    places = collections.Counter((info.host, info.device) for info in notice.members)
+    (host, shared), number = places.most_common(1)[0]
+    if device.type == "cuda" and number > 1:
+        raise UsageError(
+            f"{number} workers of {host} compute on {shared}, and NCCL connects one worker a GPU; start as many "
+            'workers as there are GPUs (--workers auto), or train on CPUs: CUDA_VISIBLE_DEVICES=""'
+        )
     if wanted in ("shared", "two-level") and not can_share:
         raise UsageError(f"--exchange {wanted} needs workers on CPUs; these are on {device.type}: use auto or gloo")
     if wanted == "shared" and len(hosts) > 1:

@@ -82,7 +82,10 @@ def choose_threads(argument: int | None, environment: Mapping[str, str]) -> int:
 def choose_device(argument: str | torch.device | None, environment: Mapping[str, str]) -> torch.device:
     """The device of this worker: the argument, else its own GPU if there is one, else the CPU."""
     if argument is not None:
-        return torch.device(argument)
+        device = torch.device(argument)
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())  # tensors say which as well
+        return device
     if torch.cuda.is_available():
         local_rank = environment.get("UNISONO_LOCAL_RANK", "0")
         index = (int(local_rank) if local_rank.isdecimal() else 0) % torch.cuda.device_count()

@@ -1,0 +1,63 @@
+"""Which kind of exchange the members of a generation get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.errors import UsageError
+from unisono.messages import MemberInfo, Notice
+from unisono.training.connect import choose_kind, hosts_of
+
+
+def notice(*places: tuple[str, str]) -> Notice:
+    """Of members on these (host, device)."""
+    members = [
+        MemberInfo(worker_id=f"w{n}", host=host, pid=n, device=device, board="/board" if device == "cpu" else "")
+        for n, (host, device) in enumerate(places)
+    ]
+    return Notice(generation=1, members=members, immediate=False, reason="")
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ONE_HOST = notice(("a", "cpu"), ("a", "cpu"))
+TWO_HOSTS = notice(("a", "cpu"), ("b", "cpu"))
+UNEVEN = notice(("a", "cpu"), ("a", "cpu"), ("b", "cpu"))
+GPUS = notice(("a", "cuda:0"), ("a", "cuda:1"), ("b", "cuda:0"))
+
+
+def test_members_of_a_host_stand_together() -> None:
+    assert hosts_of(UNEVEN) == [range(2), range(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("members", "device", "kind"),
+    [
+        (ONE_HOST, CPU, "shared"),
+        (TWO_HOSTS, CPU, "gloo"),
+        (UNEVEN, CPU, "two-level"),
+        (GPUS, GPU, "gloo"),
+        (notice(("a", "cuda:0")), GPU, "gloo"),
+    ],
+)
+def test_the_fastest_kind_is_chosen(members: Notice, device: torch.device, kind: str) -> None:
+    assert choose_kind(members, "auto", device) == kind
+
+
+@pytest.mark.parametrize(
+    ("members", "device", "wanted", "told"),
+    [
+        (GPUS, GPU, "shared", "--exchange shared needs workers on CPUs; these are on cuda"),
+        (TWO_HOSTS, CPU, "shared", "needs all workers on one host, these are on 2"),
+        (ONE_HOST, CPU, "mpi", "the exchange 'mpi' is unknown; choose one of auto, shared"),
+        (
+            notice(("a", "cuda:0"), ("a", "cuda:0")),
+            GPU,
+            "auto",
+            "2 workers of a compute on cuda:0, .* one worker a GPU",
+        ),
+    ],
+)
+def test_what_cannot_be_connected_is_refused(members: Notice, device: torch.device, wanted: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        choose_kind(members, wanted, device)
