@@ -246,6 +246,55 @@ def test_before_the_first_step_is_done_the_others_begin_again() -> None:
     assert story.ended is not None
 
 
+def test_a_run_whose_only_worker_is_killed_before_the_first_step_begins_again() -> None:
+    story = training(1)
+    story.exits("w0")
+    assert "no step was done, so the run begins again" in story.reason
+    assert story.state.members == ()
+    story.arrive("w1")
+    assert story.state.members == ("w1",)
+    assert story.state.notice is not None
+    assert not story.state.notice.immediate
+    story.hold()
+    assert story.worker("w1").state is WorkerState.HOLDING
+
+
+def test_it_does_not_begin_again_without_anybody() -> None:
+    story = training(1, max_restarts=0)
+    story.exits("w0")
+    assert story.ended is not None
+    assert not story.ended.ok
+
+
+@pytest.mark.parametrize(
+    "end",
+    [WorkerExit(worker_id="w2", exit_code=1, last_words="No module named foo"), Failed(error="E", traceback="T")],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_guest_that_fails_before_the_first_generation_fails_alone(end: Message) -> None:
+    """What its machine lacks, the machine that has started the run has."""
+    story = Story(2)
+    story.agent(2)
+    story.agent(1, "agent1", primary=False)
+    story.says("w2", Hello(info=info("w2", "office"), fingerprint={"torch": "2"}))
+    story.says("agent1" if isinstance(end, WorkerExit) else "w2", end)
+    assert story.ended is None
+    assert story.worker("w2").state is WorkerState.LOST
+    assert story.sent("agent1", Start) == [], "another process there would fare no better"
+    assert story.sent("agent1", Told)[0].text in ("the last words of worker w2 (pid 1002):\nNo module named foo", "T")
+    story.arrive("w0", "w1")
+    assert story.state.members == ("w0", "w1")
+
+
+def test_a_guest_on_whom_everything_hangs_ends_the_run() -> None:
+    story = Story(1)
+    story.agent(0)
+    story.agent(1, "agent1", primary=False)
+    story.says("agent1", WorkerExit(worker_id="w0", exit_code=3))
+    assert story.ended is not None
+    assert story.ended.exit_code == 3
+
+
 def test_those_who_will_not_come_are_not_waited_for() -> None:
     story = Story(3, max_restarts=0)
     story.agent(3)
@@ -290,6 +339,7 @@ def test_down_to_the_last_worker_and_then_the_end() -> None:
 
 def test_the_end_comes_although_newcomers_are_there() -> None:
     story = training(1)
+    story.says("w0", step_done(0))
     story.exits("w0")
     assert story.ended is not None
 
@@ -953,6 +1003,7 @@ def test_silence_of_all_is_no_loss_of_anybody() -> None:
 
 def test_silence_of_all_for_very_long_is_the_end() -> None:
     story = training(2, heartbeat_timeout_s=5.0, hang_s=60.0)
+    story.says("w0", step_done(0))
     assert next_deadline(story.state) == 60.0
     story.tick(60.0)
     assert story.ended is not None
@@ -1001,6 +1052,25 @@ def test_a_closed_connection_may_come_back() -> None:
     assert story.notices()["w1"].generation == 1, "it hears again where the run is"
     story.tick(2.0)
     assert story.state.generation == 1
+
+
+def test_who_was_left_out_while_it_was_away_hears_of_it() -> None:
+    aside = training(2, aside_s=10.0)
+    aside.beat("w0", waiting=True)
+    aside.says("w1", Lost(reason="closed"))
+    aside.beat("w1", seconds_at=11.0)
+    assert aside.state.members == ("w0",)
+    aside.says("w1", Hello(info=info("w1"), fingerprint={"torch": "2"}, generation=1))
+    assert aside.notices()["w1"].generation == 2
+
+    leaving = training(3)
+    leaving.says(AGENT, Drain(worker_ids=["w2"]))
+    leaving.says("w2", Lost(reason="closed"))
+    leaving.hold("w0")
+    leaving.exits("w1")
+    assert leaving.state.members == ("w0",)
+    leaving.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}, generation=1))
+    assert leaving.notices()["w2"].generation == 3
 
 
 def test_a_closed_connection_that_does_not_come_back_is_a_loss() -> None:
@@ -1354,6 +1424,23 @@ def test_a_generation_that_was_never_announced_cannot_be_held() -> None:
 def test_somebody_without_a_hello_is_not_heard() -> None:
     with pytest.raises(ProtocolError, match="before a hello"):
         Story(1).says("w5", Ready(phase=0))
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        Hello(info=info("w0"), fingerprint={}, protocol=99),
+        AgentHello(host="office", pid=7, num_workers=1, protocol=99),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_another_version_is_refused(hello: Message) -> None:
+    story = Story(1)
+    story.agent(1)
+    before = story.state
+    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 1; install the same version"):
+        story.says("agent1" if isinstance(hello, AgentHello) else "w0", hello)
+    assert story.state is before
 
 
 def test_an_agent_cannot_speak_for_a_worker() -> None:

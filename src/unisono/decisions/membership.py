@@ -34,6 +34,7 @@ from typing import Any, Final
 from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, number_of
 from unisono.errors import ProtocolError
 from unisono.messages import (
+    PROTOCOL,
     AgentHello,
     Beat,
     Drain,
@@ -317,6 +318,8 @@ class _Turn:
             if worker.state in ALIVE and worker.closed_at is None:
                 self.worker(worker_id, closed_at=self.now)
             return
+        if isinstance(message, Hello):
+            _check_protocol(f"worker {worker_id}", message.protocol)
         if isinstance(message, Hello) and worker_id not in self.state.workers:
             # Nobody here has ordered it (another launcher has, or a head before this one).
             worker = Worker(worker_id=worker_id, state=_S.ORDERED)
@@ -386,6 +389,7 @@ class _Turn:
 
     def agent_joins(self, agent_id: str, hello: AgentHello) -> None:
         state = self.state
+        _check_protocol(f"the agent of {hello.host}", hello.protocol)
         known = state.agents.get(agent_id)
         if known is not None and hello.agent_id != agent_id:
             raise ProtocolError(f"agent {agent_id} has said hello twice")
@@ -448,13 +452,20 @@ class _Turn:
             return
         words = f"{worker.name} {exit_words(message.exit_code)}"
         killed = message.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
-        if self.state.notice is None and not killed:
+        is_guest = self.is_guest(worker)
+        if self.state.notice is None and not killed and not is_guest:
             # Nothing has been trained, and most likely no other process would fare better.
             self.end(False, words, worker.worker_id, message.last_words, message.exit_code)
             return
-        self.lose(worker.worker_id, words)
+        self.lose(worker.worker_id, words, replace=killed or not is_guest or self.state.held)
         if message.last_words:
             self.tell(worker, f"the last words of {worker.name}:\n{message.last_words}")
+
+    def is_guest(self, worker: Worker) -> bool:
+        """Whether it belongs to a machine that has joined, and the command that started the run has workers left."""
+        agents = self.state.agents
+        own = [w for w in self.workers(*ALIVE) if w.agent in agents and agents[w.agent].primary]
+        return worker.agent in agents and not agents[worker.agent].primary and bool(own)
 
     def tell(self, worker: Worker, text: str) -> None:
         if worker.agent in self.state.agents:
@@ -468,9 +479,11 @@ class _Turn:
             if worker.info.pid != message.info.pid:
                 raise ProtocolError(f"{worker.name} is here already; pid {message.info.pid} has taken its name")
             self.worker(worker_id, closed_at=None)
-            concerned = self.state.notice is not None and worker_id in {*self.state.members, *self.state.before}
-            if concerned and self.state.notice is not None:
-                self.send(worker_id, self.state.notice)
+            notice = self.state.notice
+            # Also who was left out meanwhile: it hears that the others have gone on.
+            concerned = worker_id in {*self.state.members, *self.state.before}
+            if notice is not None and (concerned or worker.state in (_S.ADMITTED, _S.HOLDING, _S.ASIDE)):
+                self.send(worker_id, notice)
             return
         if message.info.worker_id != worker_id:
             raise ProtocolError(f"worker {worker_id} gives itself the name {message.info.worker_id}")
@@ -581,9 +594,10 @@ class _Turn:
                 self.lose(worker.worker_id, f"{words}; another worker tries it", replace=False)
                 return
             words += f" (as before on worker {first[0]})"
-        elif not message.retry and self.state.held and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED) and others:
+        is_new = not message.retry and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED)
+        if is_new and ((self.state.held and others) or self.is_guest(worker)):
             # It has never been a member: what it lacks (a package, a file) the members have.
-            self.lose(worker.worker_id, words)
+            self.lose(worker.worker_id, words, replace=self.state.held)
             self.tell(worker, message.traceback)
             return
         self.end(False, words, worker.worker_id, message.traceback, message.exit_code)
@@ -762,6 +776,10 @@ class _Turn:
                 for newcomer in self.workers(_S.ADMITTED):
                     self.dismiss(newcomer, "the run has finished its training")
                 return
+            if state.committed < 0 and any(not w.draining for w in self.workers(_S.ORDERED, _S.STARTING, _S.READY)):
+                self.put(held=False)
+                self.announce([], f"{why}; no step was done, so the run begins again", immediate=True)
+                return
             self.end(False, f"{why}; no worker that holds the run's state is left")
             return
         if not survivors:
@@ -867,6 +885,14 @@ class _Turn:
         for worker_id in sorted(concerned, key=number_of):
             if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE):
                 self.send(worker_id, notice)
+
+
+def _check_protocol(name: str, protocol: int) -> None:
+    if protocol != PROTOCOL:
+        raise ProtocolError(
+            f"{name} speaks protocol {protocol} and the head {PROTOCOL}; install the same version of unisono on all "
+            "machines"
+        )
 
 
 def _in_order(found: Iterable[MemberInfo | None]) -> list[MemberInfo]:
