@@ -447,6 +447,22 @@ def test_save_writes_whatever_the_policy_says(tmp_path: Path) -> None:
         run.save()
 
 
+def test_save_after_the_loop_holds_the_state_as_it_is(tmp_path: Path) -> None:
+    """Also where the loop has saved the same step, and not once more at the end of the run."""
+    with unisono.Run(tmp_path, seed=1, checkpoint=unisono.Checkpoints()) as run:
+        model = nn.Linear(2, 1)
+        run.track(model=model)
+        for step in run.steps(TensorDataset(torch.ones(8, 2)), batch_size=8, microbatches=2, epochs=2):
+            for (inputs,) in step:
+                step.backward(model(inputs).sum())
+        nn.init.constant_(model.weight, 7.0)
+        run.save()
+        written = next((tmp_path / files.FOLDER).iterdir()).stat().st_ino
+        assert unisono.load_model(tmp_path)["weight"].tolist() == [[7.0, 7.0]]
+    assert steps(tmp_path) == [2]
+    assert next((tmp_path / files.FOLDER).iterdir()).stat().st_ino == written
+
+
 def test_a_loop_that_is_left_by_break_is_saved_at_the_end(tmp_path: Path) -> None:
     model, _ = train(tmp_path, checkpoint=unisono.Checkpoints(), at_step=lambda run, step: step.number == 3 and "stop")
     assert steps(tmp_path) == [4]

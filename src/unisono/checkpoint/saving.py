@@ -251,7 +251,7 @@ class Saver:
         self._prepare: _Task | None = None
         self._given_up: _Task | None = None
         self._prepared_for = -1
-        self._wanted = False
+        self._wanted = self._asked = False
         self._warned_of = -1
         self._last_of = -1
         self._overlaps = True
@@ -268,8 +268,8 @@ class Saver:
         return self.directory / files.FOLDER
 
     def request(self) -> None:
-        """Write a checkpoint soon."""
-        self._wanted = True
+        """Write a checkpoint soon, also where there is one of this step: the state may be another by now."""
+        self._wanted = self._asked = True
 
     # -- with every combine --------------------------------------------------------------------------
 
@@ -369,7 +369,8 @@ class Saver:
 
     def _begin(self, place: Place, rank: int, generation: int, metrics: Mapping[str, float]) -> None:
         assert self._words is not None
-        self._wanted, self._waited_s = False, 0.0
+        self._wanted = self._asked = False
+        self._waited_s = 0.0
         self._began_at = began = time.monotonic()
         writers = [peer for peer, word in enumerate(self._words) if word.reaches]
         packed = pack(self.state(), "tracked")
@@ -574,7 +575,7 @@ class Saver:
         if self.directory is None or (self.policy is None and not self._wanted):
             return
         self._drop(again=False)
-        self._wanted = False
+        asked, self._wanted, self._asked = self._asked, False, False
         self._last_of = place.total
         if rank != self._writer_of_last(generation):
             return
@@ -582,7 +583,7 @@ class Saver:
             self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
             return
         self.finish()
-        if self.saved == place.total:
+        if self.saved == place.total and not asked:
             return
         began = time.monotonic()
         packed = pack(self.state(), "tracked")
