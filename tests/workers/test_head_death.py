@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
+from websockets.asyncio.client import ClientConnection, connect
 
+from tests.pure.test_membership import step_done
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import ask_status, find
+from unisono.decisions.roster import Agent, Policy, State
+from unisono.head.server import MAX_STEPS_QUEUED, Head, _Memory
 from unisono.journal import JOURNAL, compare, read
+from unisono.lifetime import end_when_silent
+from unisono.messages import (
+    AgentHello,
+    Hello,
+    MemberInfo,
+    Message,
+    RunDirectory,
+    Snapshot,
+    StepDone,
+    Told,
+    decode,
+    encode,
+)
 from unisono.testing import run_workers
+
+M = TypeVar("M", bound=Message)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -85,3 +110,74 @@ def test_another_head_takes_over_and_no_worker_restarts(
     assert compare(tmp_path / "one", directory).startswith("identical: 12 steps")
     generations = {line["generation"] for line in read(directory / JOURNAL) if line["kind"] == "step"}
     assert (generations == {1}) is not also_a_worker, output
+
+
+def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_path: Path) -> None:
+    """Its address is there as well, and goes when it goes."""
+    directory = tmp_path / "run"
+
+    async def story() -> None:
+        async with serving(run_id="first") as (head, url):
+            agent, worker = await dial(url), await dial(url)
+            await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=1, primary=True)))
+            info = MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu")
+            await worker.send(encode(Hello(info=info, fingerprint={})))
+            await worker.send(encode(RunDirectory(path=str(directory))))
+            await hear(agent, RunDirectory)
+            snapshot = (await hear(agent, Snapshot)).state
+            assert json.loads((directory / "head.json").read_text())["run_id"] == "first"
+            head._written.clear()  # it is killed
+        async with serving(run_id="second", snapshot=snapshot) as (head, url):
+            assert json.loads((directory / "head.json").read_text())["run_id"] == "second"
+            assert head.status()["run_dir"] == str(directory)
+        assert list(directory.iterdir()) == []
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@contextlib.asynccontextmanager
+async def serving(*, run_id: str, snapshot: bytes = b"") -> AsyncIterator[tuple[Head, str]]:
+    policy = Policy(start=1, maximum=1)
+    head = Head(policy, token="secret", run_id=run_id, heartbeat_s=0.5, options={}, snapshot=snapshot)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"ws://127.0.0.1:{listener.getsockname()[1]}"
+        running = asyncio.create_task(head.run(listener))
+        await (await dial(url)).close()  # it serves
+        yield head, url
+        head.over.set()
+        await running
+
+
+async def dial(url: str) -> ClientConnection:
+    return await connect(url, additional_headers={"Authorization": "Bearer secret"}, proxy=None)
+
+
+async def hear(connection: ClientConnection, kind: type[M]) -> M:
+    """The next message of this kind."""
+    while not isinstance(message := decode(await connection.recv(decode=False)), kind):
+        pass
+    return message
+
+
+def test_a_program_of_this_machine_may_stand_still_while_much_is_sent_to_it() -> None:
+    """Ctrl-Z on `unisono run`: what cannot be delivered meanwhile must not look like a cut cable."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as near, listener.accept()[0] as far:
+            for end in (near, far):
+                end_when_silent(end)
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+
+
+def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
+    """Otherwise what waits for it grows until the head gives it up, and the run ends."""
+    agent = Agent(agent_id="agent0", host="lab", primary=True)
+    state = State(policy=Policy(start=1, maximum=1), agents={"agent0": agent})
+    snapshot = _Memory(state, 0.0, "").encode()
+    head = Head(state.policy, token="", run_id="x", heartbeat_s=0.5, options={}, snapshot=snapshot)
+    waiting = asyncio.Queue[bytes]()
+    head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
+    for number in range(2 * MAX_STEPS_QUEUED):
+        head._tell_agents(step_done(number))
+    head._tell_agents(Told(text="the last"))
+    kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
+    assert kinds == [StepDone] * (MAX_STEPS_QUEUED + 1) + [Told]

@@ -53,6 +53,7 @@ __all__ = ["Head"]
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_QUEUED = 10_000
+MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # how many heartbeats a head that was held up waits for, before it calls anybody silent
 LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
 
@@ -64,6 +65,8 @@ class _Memory:
     state: State
     started: float
     reason: str
+    run_dir: str = ""
+    """Where its address is, if the script has chosen that."""
     tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = dataclasses.field(default_factory=list)
     """`State.tried`: tuples are no keys in MessagePack."""
 
@@ -128,7 +131,7 @@ class Head:
         self._run_id = run_id
         self._heartbeat_s = heartbeat_s
         self._options = options
-        self._run_dir = run_dir
+        self._run_dir = memory.run_dir or run_dir
         self._lines: dict[str, _Line] = {}
         self._keys = Keys()
         self._reason = memory.reason
@@ -256,6 +259,7 @@ class Head:
                     self._tell_agents(message)
                     if self._run_dir in ("", message.path):
                         self._write_address(message.path)
+                        self._remember()
                 elif isinstance(message, Told):
                     self._tell_agents(message)
                 else:
@@ -303,6 +307,8 @@ class Head:
         except ProtocolError as error:
             # Refused, so there is no use in coming back. The name may belong to somebody else, who keeps it.
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
+            if isinstance(first, Hello):
+                self._tell_agents(Told(text=f"a worker is refused: {error}"))
             if before is None:
                 del self._lines[name]
             else:
@@ -368,15 +374,18 @@ class Head:
         """Give the agent that would start another head what that head has to know."""
         keepers = [i for i, agent in self._state.agents.items() if agent.primary and i in self._lines]
         if keepers:
-            data = encode(Snapshot(state=_Memory(self._state, self._started, self._reason).encode()))
+            memory = _Memory(self._state, self._started, self._reason, self._run_dir)
+            data = encode(Snapshot(state=memory.encode()))
             for agent_id in keepers:
                 self._lines[agent_id].put(data)
 
     def _tell_agents(self, message: Message) -> None:
         data = encode(message)
         for agent_id in self._state.agents:
-            if agent_id in self._lines:
-                self._lines[agent_id].put(data)
+            line = self._lines.get(agent_id)
+            # An agent that is stopped for a while (Ctrl-Z) can do without the steps that were done meanwhile.
+            if line is not None and not (isinstance(message, StepDone) and line.queue.qsize() > MAX_STEPS_QUEUED):
+                line.put(data)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
