@@ -112,6 +112,27 @@ def test_another_head_takes_over_and_no_worker_restarts(
     assert (generations == {1}) is not also_a_worker, output
 
 
+def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> None:
+    """It has ended the workers as well: there is nothing to take over."""
+    script, gate, directory = tmp_path / "train.py", tmp_path / "gate", tmp_path / "run"
+    script.write_text(SCRIPT)
+    gate.mkdir()
+    for name in ("reached", "go"):
+        os.mkfifo(gate / name)
+    command = [sys.executable, "-m", "unisono", "run", "-n", "1", "--run-dir", directory, script, "--", str(gate)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            (gate / "reached").read_text()
+            os.kill(json.loads((directory / "head.json").read_text())["pid"], signal.SIGTERM)
+            output, _ = process.communicate(timeout=60)
+        except BaseException:
+            process.terminate()
+            raise
+    assert process.returncode == 1, output
+    assert "the head has ended the run" in output
+    assert "takes over" not in output
+
+
 def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_path: Path) -> None:
     """Its address is there as well, and goes when it goes."""
     directory = tmp_path / "run"

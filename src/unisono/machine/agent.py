@@ -183,6 +183,7 @@ class _Agent:
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._unsent: Message | None = None
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._head_is_done = False
         self._is_leaving = False
         self._num_signals = 0
         self._on_signal = -1
@@ -261,6 +262,11 @@ class _Agent:
             if now - away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
                 self._finish(Ended(ok=False, reason=why, exit_code=1))
             await asyncio.sleep(RETRY_S)
+            if self._head_is_done:
+                why = (
+                    "the head has ended the run, and its last word was not heard: it was asked to end, or this command"
+                )
+                self._finish(Ended(ok=False, reason=f"{why} was stopped for too long", exit_code=1))
 
     async def _connect(self) -> str:
         async with connect(
@@ -341,6 +347,9 @@ class _Agent:
 
     def _head_ended(self, child: Child) -> None:
         if self._is_leaving or self._head is None:
+            return
+        if child.exit_code == 0:
+            self._head_is_done = True  # `_talk` hears first what it has said last
             return
         words = "".join(f"\n{line}" for line in child.output.last_lines)
         reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{words}"
