@@ -246,3 +246,31 @@ def test_a_loss_at_the_end_of_an_admission_finds_some_in_the_step_already(
     hurt.line("paused: 3 of at least 4 workers")
     assert hurt.wait() == 0, hurt.err
     assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 8 steps")
+
+
+EDITED = """
+    import os, torch, unisono
+
+    with unisono.Run(seed=3) as run:
+        model = torch.nn.Linear(12, 1)
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+        batch = 24 if os.environ["UNISONO_WORKER_ID"] in ("w0", "w1") else 12
+        for step in run.steps(torch.ones(48, 12), batch_size=batch, microbatches=4, epochs=10**9):
+            for x in step:
+                step.backward(model(x).square().mean())
+"""
+
+
+def test_a_newcomer_with_another_recipe_is_refused_and_the_run_goes_on(
+    unisono: Unisono, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an edit of the script: its micro-batches would be others."""
+    for variable, value in Faults().kill("w1", step=3, at="after_backward").environment().items():
+        monkeypatch.setenv(variable, value)
+    run_dir = tmp_path / "run"
+    command = unisono("run", script(EDITED), "-n", 2, "--max-restarts", 1, "--run-dir", run_dir)
+    command.line("another recipe than the run")
+    assert command.line("batch_size ").split()[-3:] == ["batch_size", "24", "12"]
+    command.line("generation 4 with 1 worker")
+    assert unisono("stop", run_dir).wait() == 0
+    assert command.wait() == 0, command.err

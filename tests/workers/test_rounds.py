@@ -117,7 +117,7 @@ def take_part(seat: Seat, why: str) -> None:
         None, tracked=tracked, policy=None, resume="", anyway=(), also_anyway=(), command="", overwrite=False,
         device=CPU, threads=1,
     )  # fmt: skip
-    rounds.join(0, lambda: None)
+    rounds.join(0, {}, lambda: None)
     rounds.use(FlatLayout([("p", torch.zeros(4))], []))
     for step in range(NUM_STEPS):
         rounds.step = step

@@ -193,7 +193,7 @@ def choose_kept(saved: Mapping[int, Mapping[str, float]], policy: Checkpoints, *
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Where two recipes differ: (what, in the checkpoint, in the script)."""
+    """Where two recipes differ: (what, in the first, in the second)."""
     found = []
     for name in dict.fromkeys((*saved, *now)):
         mine, theirs = saved.get(name, "-"), now.get(name, "-")
@@ -204,9 +204,11 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
     return found
 
 
-def table(rows: Sequence[tuple[str, str, str]], *, most: int = 12) -> str:
+def table(
+    rows: Sequence[tuple[str, str, str]], *, whose: tuple[str, str] = ("checkpoint", "script"), most: int = 12
+) -> str:
     """Differences as text, one a line."""
-    shown = [("", "checkpoint", "script"), *rows[:most]]
+    shown = [("", *whose), *rows[:most]]
     widths = [max(len(row[column]) for row in shown) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
     if len(rows) > most:

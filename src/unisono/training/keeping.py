@@ -261,6 +261,10 @@ class Keeper:
         }
         return {**asdict(cursor), "threads": self._threads, FIXED: shapes}
 
+    def recipe(self, cursor: Cursor, num_steps: int) -> dict[str, int | bool]:
+        """What all workers must be told alike by their scripts."""
+        return {**asdict(cursor), "threads": self._threads, "steps": num_steps}
+
     # -- on the way ----------------------------------------------------------------------------------
 
     def boundary(self, rounds: Rounds) -> None:

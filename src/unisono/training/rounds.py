@@ -27,10 +27,10 @@ import msgspec
 import torch
 
 from unisono.decisions.balance import Balance
-from unisono.decisions.cadence import Place
+from unisono.decisions.cadence import Place, differences, table
 from unisono.decisions.plan import Plan, plan, replan
 from unisono.decisions.tree import Node
-from unisono.errors import StepError, UsageError
+from unisono.errors import RecipeError, StepError, UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share, Work
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.facts import Facts
@@ -125,6 +125,7 @@ class Rounds:
         self._reports: list[Report] | None = None
         self._must_meet = False
         self._ahead: set[str] = set()  # then: what those who are a round further have begun
+        self._recipe: dict[str, int | bool] = {}
         self._arrives = False  # others have seen to this boundary before this member came
         self._agreed = 0
         self._begins_at: Place | None = None
@@ -139,17 +140,21 @@ class Rounds:
 
     # -- entering ------------------------------------------------------------------------------------
 
-    def join(self, phase: int, begin: Callable[[], Place | None]) -> bool:
+    def join(self, phase: int, recipe: dict[str, int | bool], begin: Callable[[], Place | None]) -> bool:
         """Get into the run, with its state. Collective for the members of the generation that admits this one.
 
         Args:
+            recipe: of this phase, as this member's script has it.
             begin: called on one member of a run that begins: loads the state that it shall begin with, and says where
                 that is; None: at the beginning.
 
         Returns:
             False if that is in a later phase; call again there.
+
+        Raises:
+            RecipeError: the run has another recipe.
         """
-        self.phase = phase
+        self.phase, self._recipe = phase, recipe
         if self._arrival is not None:
             return self._arrive(*self._arrival)
         while self._fresh:
@@ -158,7 +163,10 @@ class Rounds:
             try:
                 if self._begins_at is not None:
                     reports = self.team.meet(self._report())
-                place = self._begin(begin) if all(report.fresh for report in reports) else None
+                begins = all(report.fresh for report in reports)
+                if begins:
+                    self._check_recipe(reports[0])
+                place = self._begin(begin) if begins else None
                 if place is not None and place.phase > phase:
                     self._begins_at = place
                     return False
@@ -181,6 +189,10 @@ class Rounds:
         self.team.holding()
         return True
 
+    def enter_phase(self, phase: int, recipe: dict[str, int | bool]) -> None:
+        """The next phase begins, with its own recipe. Local."""
+        self.phase, self.step, self._recipe = phase, 0, recipe
+
     def _arrive(self, source: Report, state: dict[str, Any]) -> bool:
         """A newcomer has been given the state of the run; it is put in force where the run is.
 
@@ -190,12 +202,21 @@ class Rounds:
         if source.phase > self.phase:
             return False
         self._arrival = None
+        self._check_recipe(source)
         self.tracked.load(state)
         self.number = source.round
         self._take(Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines))
         self._arrives = True
         self.team.holding()
         return True
+
+    def _check_recipe(self, other: Report) -> None:
+        """Before anything is summed: other micro-batches would go into it without a word."""
+        if other.phase == self.phase and (rows := differences(other.recipe, self._recipe)):
+            raise RecipeError(
+                f"this worker's script has another recipe than the run:\n{table(rows, whose=('run', 'worker'))}\n"
+                "Was the script, or what it reads, changed after the run had begun? Whoever starts now reads it anew"
+            )
 
     def _take(self, place: Place) -> None:
         self.phase, self.step, self.total, self.lines = place.phase, place.step, place.total, place.lines
@@ -401,6 +422,7 @@ class Rounds:
             have=[(node.level, node.index) for node in have],
             lines=self.lines,
             total=self.total,
+            recipe=self._recipe,
         )
 
     def _settle_after(self, lost: Exception, have: Sequence[Node] = ()) -> list[Report]:

@@ -364,7 +364,7 @@ class Run:
         self._leave_step()
         rounds, phase = self._rounds, self._phases
         self._phases += 1
-        first = self._join(phase, cursor)
+        first = self._join(phase, cursor, num_steps)
         if first is None:
             return
         if first >= num_steps > 0 and self.is_main:
@@ -435,15 +435,15 @@ class Run:
         if self._step is not None and self._rounds is not None and self._joined:
             self._note_position(self._step.number + (1 if self._step.has_begun else 0))
 
-    def _join(self, phase: int, cursor: Cursor) -> int | None:
+    def _join(self, phase: int, cursor: Cursor, num_steps: int) -> int | None:
         """Get into the run; returns the step to begin with, None if the run is past this phase."""
         assert self._rounds is not None
         assert self._team is not None
-        rounds = self._rounds
+        rounds, recipe = self._rounds, self._keeper.recipe(cursor, num_steps)
         if self._joined:
-            rounds.phase, rounds.step = phase, 0
+            rounds.enter_phase(phase, recipe)
             return 0
-        if not rounds.join(phase, partial(self._keeper.begin, phase, cursor)):
+        if not rounds.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
             return None
         self._joined = True
         self._journal.go_on_at(rounds.lines)

@@ -54,6 +54,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Lines of the journal."""
     total: int = 0
     """Steps of the run that are done, of all phases."""
+    recipe: dict[str, int | bool] = {}
+    """Of the phase in which the member got in, or would."""
 
 
 class Team(Protocol):
