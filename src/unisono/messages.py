@@ -148,6 +148,7 @@ class StepDone(Message):
     """One line of the journal, from rank 0 (and from the head to the agents)."""
 
     step: int
+    """Counted over the whole run, however often the script calls ``run.steps``."""
     epoch: int
     num_steps: int
     loss: float
@@ -166,6 +167,7 @@ class Failed(Message):
     """Class and message, one line."""
     traceback: str
     step: int = -1
+    """Counted over the whole run, as in `StepDone`."""
     microbatch: int = -1
     samples: list[int] = []
     """Indices of the samples of that micro-batch."""
