@@ -572,7 +572,7 @@ class Run:
             samples = self._step.sample_indices(place)
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
             error.add_note(f"(in step {self._step.number}, micro-batch {place}, samples {shown})")
-            error.unisono_place = (self._step.number, place, samples)  # type: ignore[attr-defined]
+            error.unisono_place = (self._step.place, place, samples)  # type: ignore[attr-defined]
 
 
 def _nothing() -> None:

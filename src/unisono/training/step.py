@@ -86,7 +86,8 @@ class Step:
         self._context = context
         self._position: StepPosition = context.cursor.position(number)
         self._clock = clock
-        self._place = context.first_number + number
+        self.place = context.first_number + number
+        """Of this step within the run, from 0: of all calls of ``run.steps``."""
         self._state = "new"
         self._num_computed = 0
         self.news = ""
@@ -305,7 +306,7 @@ class Step:
         folder.start_leaf(leaf, rounds.team.exchange.slot, following)
         if last_of is not None:
             self._offer_rows(last_of, folder)
-        seed_place(self._context.seed, "microbatch", self._place, leaf)
+        seed_place(self._context.seed, "microbatch", self.place, leaf)
         yield batch
         self._leaf = None
         if not self._calls:
@@ -349,7 +350,7 @@ class Step:
         folder.show(combined.slot)
         self._clock.switch("other")
         self._clock.move(combined.waiting_s, "exchange", "waiting")
-        seed_place(self._context.seed, "update", self._place)
+        seed_place(self._context.seed, "update", self.place)
 
     def _check(self, loss: Tensor, where: str) -> float:
         if not isinstance(loss, Tensor):
@@ -369,7 +370,7 @@ class Step:
         assert self._combined is not None
         return {
             "kind": "step",
-            "step": self._place,
+            "step": self.place,
             "epoch": self.epoch,
             "loss": self._loss,
             "weight": self._weight_total,
