@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.workers.conftest import Command, Unisono
+from tests.workers.conftest import Command, Unisono, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.journal import compare, read
@@ -95,6 +96,27 @@ def test_a_machine_joins_and_leaves(
     assert counts[:4] == [2, 2, 2, 2]
     assert counts[40] == 4
     assert counts[-1] == 2
+
+
+def test_a_machine_whose_workers_were_sent_away_leaves_at_the_first_signal(
+    unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
+) -> None:
+    with Gates(tmp_path / "gates", (3, 20, 50)) as gates:
+        command = start(unisono, run_dir, gates, 2)
+        gates.wait(3)
+        guest = join(unisono, run_dir, 1)
+        command.line("w2 joins; generation 2 with 3 workers")
+        gates.open(3)
+        gates.wait(20)
+        pid = pid_of("w2", run_dir)
+        assert unisono("scale", run_dir, 2).wait() == 0
+        gates.open(20)
+        wait_until_gone({pid}, time.monotonic() + 30)
+        guest.process.send_signal(signal.SIGINT)
+        assert guest.wait() == 0, guest.err
+        assert "all workers of this machine have left" in guest.out[-1]
+        gates.open(50)
+        finish(command, run_dir, calm)
 
 
 def test_the_machine_that_joined_is_gone(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:

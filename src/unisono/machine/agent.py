@@ -442,7 +442,12 @@ class _Agent:
         assert child.exit_code is not None
         words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
         self._outbox.put_nowait(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
-        if self._head is None and self._num_signals and all(c.exit_code is not None for c in self._workers.values()):
+        if self._num_signals:
+            self._leave_when_alone()
+
+    def _leave_when_alone(self) -> None:
+        """In ``unisono join``, after a signal: the run goes on, and nobody of this machine takes part in it."""
+        if self._head is None and all(child.exit_code is not None for child in self._workers.values()):
             self._finish(Ended(ok=True, reason="all workers of this machine have left"))
 
     def _signalled(self, number: signal.Signals) -> None:
@@ -455,6 +460,7 @@ class _Agent:
         elif self._head is None and number is not signal.SIGHUP and self._workers:
             self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
             self._outbox.put_nowait(Drain(reason=f"{self._host} leaves"))
+            self._leave_when_alone()
         else:
             word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
             if number is signal.SIGHUP or self._on_signal < 0:
