@@ -160,6 +160,7 @@ def render(options: Options) -> tuple[Job, Service]:
         late_s=options.late_s,
         aside_s=options.aside_s,
         hang_s=options.hang_s,
+        away_s=options.head_away_s,
     )
     job = Job(
         arguments=command,
