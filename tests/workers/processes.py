@@ -32,6 +32,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+import torch
+
 __all__ = ["KILLED", "Seat", "Team", "num_descriptors", "num_threads", "when_blocked_in"]
 
 KILLED = "killed by the test"
@@ -181,6 +183,7 @@ class Team:
 
 def _run(seat: Seat, stacks: pathlib.Path, parent: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     _end_with_parent(parent)
+    torch.set_num_threads(1)  # the threads of OpenMP that the tests' process may have do not survive the fork
     try:
         answer = ("returned", body(seat, *arguments))
     except BaseException:

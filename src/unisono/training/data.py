@@ -12,6 +12,7 @@ and what nobody had asked for is fetched here.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import secrets
 import signal
@@ -124,7 +125,24 @@ class Fetcher:
             index = torch.tensor(indices)
             return [tensor[index] for tensor in self._tensors]
         seeded = _Seeded(self._dataset)
-        return self._collate([seeded[key] for key in self.keys(step, leaf)])
+        with _one_thread():
+            return self._collate([seeded[key] for key in self.keys(step, leaf)])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As in a loader process, which can have no more: OpenMP does not survive a fork. So a sample has the same bits
+    wherever it is computed.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Seeded:
@@ -155,7 +173,7 @@ class _Ahead:
             num_workers=num_processes,
             collate_fn=fetcher._collate,
             pin_memory=pin,
-            worker_init_fn=partial(_start_loader_process, os.getpid(), torch.get_num_threads()),
+            worker_init_fn=partial(_start_loader_process, os.getpid()),
             generator=torch.Generator(),
         )
         self._batches: Iterator[Any] | None = iter(loader)
@@ -201,9 +219,7 @@ class _Sampler:
         return self._requests()
 
 
-def _start_loader_process(parent: int, threads: int, _: int) -> None:
-    # By default it has one; but a batch that was not fetched ahead is made in the worker, and the bits shall be equal.
-    torch.set_num_threads(threads)
+def _start_loader_process(parent: int, _: int) -> None:
     os.environ[PARENT] = str(parent)
     bind_to_parent(signal.SIGKILL)
     if sys.platform == "linux":
