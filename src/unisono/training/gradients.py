@@ -178,6 +178,7 @@ class GradientFolder:
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._everything = [*parameters, *frozen]
+        self._needs_gradient = [True] * len(parameters) + [False] * len(frozen)
         self._digests: list[int] | None = None  # of these, before the first micro-batch
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
@@ -189,6 +190,7 @@ class GradientFolder:
         self._calls_known = calls if calls is not None else Calls()
         # By parameter, the parts of its gradient that one call gives; empty before this worker's first micro-batch.
         self._parts_known: list[int] = []
+        self._to_come: list[int] | None = None  # by parameter, of the current call if it is the last; None: it is not
         self._pending: dict[int, Tensor] = {}  # by parameter, the sum of the micro-batch's calls so far
         self._adopts = False
         self._adopted: dict[int, Tensor] = {}  # by parameter, what belongs into `_adopter`
@@ -247,11 +249,13 @@ class GradientFolder:
         self._frozen_gradients = [parameter.grad for _, parameter in self._everything[len(self._parameters) :]]
         if self._digests is None:
             self._digests = [digest_of_tensor(parameter) for _, parameter in self._everything]
-        node = self._leaf = leaf(index, self._num_leaves)
+        node = leaf(index, self._num_leaves)
         self._chain: list[tuple[Node, Slot]] = []
+        self._is_left: list[bool] = []  # of the nodes of the chain
         while (other := sibling(node, self._num_leaves)) in self._held:
             assert other is not None
             self._chain.append((other, self._held[other]))
+            self._is_left.append(other.index < node.index)
             node = parent(node, self._num_leaves)
         self._opens = not self._chain
         if self._adopter is not (None if self._opens else self._chain[0][1]):
@@ -276,6 +280,8 @@ class GradientFolder:
         """Fold the gradients of ``seed * loss`` into the current leaf."""
         self._calls += 1
         self._parts = [0] * len(self._parameters)
+        is_last = bool(self._parts_known) and self._calls == self._calls_known.known
+        self._to_come = [*self._parts_known] if is_last else None
         if self._parts_known and self._calls > self._calls_known.known:
             raise StepError(
                 f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known.known} "
@@ -322,31 +328,34 @@ class GradientFolder:
 
     def _check_unchanged(self) -> None:
         """A micro-batch may not write parameters: its worker would go on with others than the rest."""
-        versions = [parameter._version for _, parameter in self._everything]
-        changed = [place for place, (a, b) in enumerate(zip(self._versions, versions, strict=True)) if a != b]
-        if not changed and self._digests:
+        changed = _first_difference(self._versions, [parameter._version for _, parameter in self._everything])
+        if changed is None and self._digests:
             # What is written through `.data` is not counted; who does it, does it in every micro-batch or in the first.
-            digests = [digest_of_tensor(parameter) for _, parameter in self._everything]
-            changed = [place for place, (a, b) in enumerate(zip(self._digests, digests, strict=True)) if a != b]
+            changed = _first_difference(
+                self._digests, [digest_of_tensor(parameter) for _, parameter in self._everything]
+            )
         self._digests = []
-        if changed:
+        if changed is not None:
             raise StepError(
-                f"parameter {self._everything[changed[0]][0]!r} was changed within a micro-batch, on the worker that "
+                f"parameter {self._everything[changed][0]!r} was changed within a micro-batch, on the worker that "
                 "computed it only. Update parameters after the inner loop; use nn.Embedding without max_norm (or "
                 "renormalise after optimizer.step()); where the first batch sets parameters, give the model one "
                 "before run.steps"
             )
-        before = [*(None for _ in self._parameters), *self._frozen_gradients]
-        for place, (name, parameter) in enumerate(self._everything):
-            is_trained = place < len(self._parameters)
-            has_learned = not is_trained and parameter.grad is not before[place]
-            if parameter.requires_grad != is_trained or has_learned:
-                raise StepError(
-                    f"parameter {name!r} was {'frozen' if is_trained else 'thawed'} within a micro-batch "
-                    f"(requires_grad was {is_trained} when the step began), so its gradient is not that of all "
-                    "workers. Freeze and thaw before the inner loop, or set requires_grad back before the micro-batch "
-                    "ends, without a gradient of what was frozen"
-                )
+        other = _first_difference(self._needs_gradient, [parameter.requires_grad for _, parameter in self._everything])
+        if other is None:
+            frozen = self._everything[len(self._parameters) :]
+            pairs = zip(frozen, self._frozen_gradients, strict=True)
+            learned = (place for place, ((_, one), before) in enumerate(pairs) if one.grad is not before)
+            other = next((len(self._parameters) + place for place in learned), None)
+        if other is not None:
+            was_trained = self._needs_gradient[other]
+            raise StepError(
+                f"parameter {self._everything[other][0]!r} was {'frozen' if was_trained else 'thawed'} within a "
+                f"micro-batch (requires_grad was {was_trained} when the step began), so its gradient is not that of "
+                "all workers. Freeze and thaw before the inner loop, or set requires_grad back before the micro-batch "
+                "ends, without a gradient of what was frozen"
+            )
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -369,13 +378,16 @@ class GradientFolder:
                 "(a layer that is used several times under checkpoint(..., use_reentrant=True) does that); "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        self._parts[index] += 1
-        self._most_parts[index] = max(self._most_parts[index], self._parts[index])
-        if (before := self._pending.pop(index, None)) is not None:
-            gradient = before + gradient  # neither is ours to write to: see `_fold_dense`
-        is_last = bool(self._parts_known) and self._calls == self._calls_known.known
-        if not is_last or self._parts[index] < self._parts_known[index]:
+        if self._pending and (before := self._pending.pop(index, None)) is not None:
+            gradient = before + gradient  # neither is ours to write to: see `_carry`
+        if self._to_come is None:
+            self._parts[index] += 1
+            self._most_parts[index] = max(self._most_parts[index], self._parts[index])
             self._pending[index] = gradient  # folded when the micro-batch ends
+            return
+        self._to_come[index] -= 1
+        if self._to_come[index] > 0:
+            self._pending[index] = gradient
             return
         self._fold(index, gradient)
         if self.on_rows is not None and self._in_order and index == self._complete - 1:
@@ -417,17 +429,16 @@ class GradientFolder:
         may be a view of memory that is still on its way to other parameters.
         """
         other = self._adopted.pop(index, None)
-        below = self._leaf
-        for node, slot in self._chain:
+        for (_, slot), is_left in zip(self._chain, self._is_left, strict=True):
             target = slot.gradients[index]
             if other is None:
                 other = target
             # The left node first: where both are NaN, the sum has the bits of the first.
-            if isinstance(running, float) or node.index < below.index:
+            if is_left or isinstance(running, float):
                 running = torch.add(other, running, out=target)
             else:
                 running = torch.add(running, other, out=target)
-            other, below = None, parent(node, self._num_leaves)
+            other = None
 
     def _settle(self) -> None:
         """Copy what was adopted to where it belongs: its sibling does not come next after all."""
@@ -436,6 +447,12 @@ class GradientFolder:
             assert self._adopter is not None
             self._adopter.gradients[index].copy_(gradient)
         self._adopter = None
+
+
+def _first_difference(before: Sequence[int], now: Sequence[int]) -> int | None:
+    if before == now:
+        return None
+    return next(place for place, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
 
 
 class _Tail:
