@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from unisono.errors import LaunchError
-from unisono.lifetime import Memory, fill_standard_streams
+from unisono.lifetime import PARENT, Memory, fill_standard_streams
 from unisono.words import count
 
 __all__ = ["launch"]
 
 T = TypeVar("T")
+NAME: Final = "unisono-launch"
 STOP_S: Final = 15.0
 NOT_OPTIONS: Final = ("module", "callable", "result", "outcome")
 """Of the command, but not of `launch`, which has a function for it."""
@@ -50,7 +51,7 @@ def launch(
     _check_call(main, args)
     pickled = cloudpickle.dumps(functools.partial(main, *args))
     fill_standard_streams()  # or what is printed goes into the memory that gets a closed one's number
-    with _memory(pickled) as function, _memory() as result, _memory() as outcome:
+    with Memory(NAME, pickled) as function, Memory(NAME) as result, Memory(NAME) as outcome:
         command = [
             *(sys.executable, "-P", "-m", "unisono", "run", "--workers", str(workers), "--threads", str(threads)),
             *("--callable", function.path, "--result", result.path, "--outcome", outcome.path, "--run-dir", run_dir),
@@ -67,10 +68,6 @@ def launch(
             raise LaunchError(f"the run ended before the function had returned: {known['reason']}", "", exit_code)
         value: T = cloudpickle.loads(returned)
         return value
-
-
-def _memory(data: bytes = b"") -> contextlib.closing[Memory]:
-    return contextlib.closing(Memory("unisono-launch", data))
 
 
 def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -116,7 +113,7 @@ def _arguments(options: dict[str, Any]) -> list[str]:
 
 def _call(command: list[str]) -> tuple[int, str]:
     """Run the command and show its output here; it ends when this process does. Returns its exit code and last line."""
-    environment = {**os.environ, "UNISONO_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     last = ""
     with subprocess.Popen(
         command,

@@ -147,6 +147,12 @@ class Memory:
             self.inherited_path = self.path
         Path(self.path).write_bytes(data)
 
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def read(self) -> bytes:
         return Path(self.path).read_bytes()
 

@@ -442,8 +442,6 @@ class Member:
             self._stop(
                 RunStopped(f"the head at {self.door.head} has been away for {self.door.head_away_s:.0f} s: {error}")
             )
-            return
-        time.sleep(RETRY_S)
 
     def _speak(self, link: Link) -> None:
         """Talk over one connection until it ends."""

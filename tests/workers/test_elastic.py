@@ -69,6 +69,17 @@ def finish(command: Command, run_dir: Path, calm: Path) -> None:
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
 
 
+def start_with_guest(unisono: Unisono, run_dir: Path, gates: Gates) -> tuple[Command, Command]:
+    """A run of two, and a machine that has joined it with one; all are at gate 20."""
+    command = start(unisono, run_dir, gates, 2)
+    gates.wait(3)
+    guest = join(unisono, run_dir, 1)
+    command.line("w2 joins; generation 2 with 3 workers")
+    gates.open(3)
+    gates.wait(20)
+    return command, guest
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("exchange", ["shared", "gloo"])
 def test_a_machine_joins_and_leaves(
@@ -102,12 +113,7 @@ def test_a_machine_whose_workers_were_sent_away_leaves_at_the_first_signal(
     unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
 ) -> None:
     with Gates(tmp_path / "gates", (3, 20, 50)) as gates:
-        command = start(unisono, run_dir, gates, 2)
-        gates.wait(3)
-        guest = join(unisono, run_dir, 1)
-        command.line("w2 joins; generation 2 with 3 workers")
-        gates.open(3)
-        gates.wait(20)
+        command, guest = start_with_guest(unisono, run_dir, gates)
         pid = pid_of("w2", run_dir)
         assert unisono("scale", run_dir, 2).wait() == 0
         gates.open(20)
@@ -122,12 +128,7 @@ def test_a_machine_whose_workers_were_sent_away_leaves_at_the_first_signal(
 def test_the_machine_that_joined_is_gone(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
     """`kill -9` of the joined command takes its workers with it; the run goes on with its own."""
     with Gates(tmp_path / "gates", (3, 20)) as gates:
-        command = start(unisono, run_dir, gates, 2)
-        gates.wait(3)
-        guest = join(unisono, run_dir, 1)
-        command.line("w2 joins; generation 2 with 3 workers")
-        gates.open(3)
-        gates.wait(20)
+        command, guest = start_with_guest(unisono, run_dir, gates)
         guest.process.kill()
         command.line("is gone")
         command.line("generation 3 with 2 workers")

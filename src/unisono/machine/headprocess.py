@@ -94,7 +94,7 @@ class HeadProcess:
     def start(self, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]) -> None:
         """Start one, where the last one was: the socket that listens is the agent's, so whoever calls only waits."""
         self._starts.append(time.monotonic())
-        with contextlib.closing(Memory("unisono-head", self.snapshot)) as memory:
+        with Memory("unisono-head", self.snapshot) as memory:
             settings = {**self._settings, "snapshot": memory.descriptor if self.snapshot else -1}
             command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
             self.child = spawn("head", command, self._environment, (*self._descriptors, memory.descriptor))

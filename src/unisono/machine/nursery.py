@@ -53,7 +53,7 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     def send(self, channel: socket.socket, descriptors: list[int]) -> None:
         """Ask the nursery at the other end for it."""
         # In memory of its own: an environment may be larger than what a socket takes at once.
-        with contextlib.closing(Memory("unisono-birth", msgspec.msgpack.encode(self))) as memory:
+        with Memory("unisono-birth", msgspec.msgpack.encode(self)) as memory:
             socket.send_fds(channel, [b"birth"], [*descriptors, memory.descriptor])
 
 

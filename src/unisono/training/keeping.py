@@ -259,11 +259,14 @@ class Keeper:
             name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
             for name, parameter in self._tracked.parameters()
         }
-        return {**asdict(cursor), "threads": self._threads, FIXED: shapes}
+        return {**self._told(cursor), FIXED: shapes}
 
     def recipe(self, cursor: Cursor, num_steps: int) -> dict[str, int | bool]:
         """What all workers must be told alike by their scripts."""
-        return {**asdict(cursor), "threads": self._threads, "steps": num_steps}
+        return {**self._told(cursor), "steps": num_steps}
+
+    def _told(self, cursor: Cursor) -> dict[str, int | bool]:
+        return {**asdict(cursor), "threads": self._threads}
 
     # -- on the way ----------------------------------------------------------------------------------
 
