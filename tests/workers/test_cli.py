@@ -75,6 +75,7 @@ BEGIN = """
         (["run", "here.py", "--", "\udcff"], r"the script or one of its arguments is not UTF-8: b'\xff'"),
         (["run", "here.py", "--run-dir", "\udcff"], r"the run directory is not UTF-8: b'\xff'"),
         (["run", "here.py", "--run-dir", "here.py"], "here.py is not a directory"),
+        (["run", "here.py", "--run-dir", "here.py/run"], "here.py is not a directory"),
         (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
         (["run", "--resume", "odd-word"], "odd-word does not say which script it was made with; give the script"),
         (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),

@@ -305,6 +305,8 @@ def _check_directory(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--run-dir {folder} is not a directory")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise UsageError(f"--run-dir {folder} cannot be made: {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
     try:
