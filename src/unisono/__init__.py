@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import (
     CheckpointError,
     DeadlineExceeded,
+    DivergenceError,
     LaunchError,
     LossError,
     PeerLost,
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DeadlineExceeded",
+    "DivergenceError",
     "LaunchError",
     "LossError",
     "PeerLost",

@@ -6,6 +6,7 @@
     |   +-- StepError         the inner loop was used in a way that has no meaning
     |   +-- LossError         the loss of one micro-batch cannot be trained on
     |   +-- RunDirectoryError the directory belongs to another run
+    +-- DivergenceError       workers do not agree: find out which step of the script, or which machine, differs
     +-- PeerLost              a member is gone; nothing was applied; call again in the next generation
     +-- RunStopped            somebody ended the run; leave, there is nothing to repair
     +-- CheckpointError       a checkpoint is broken, missing, or could not be written
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "DeadlineExceeded",
+    "DivergenceError",
     "LaunchError",
     "LossError",
     "PeerLost",
@@ -56,6 +58,14 @@ class LossError(UsageError):
 
 class RunDirectoryError(UsageError):
     """The run directory belongs to another run. Nothing in it was changed."""
+
+
+class DivergenceError(UnisonoError):
+    """Workers have other values where they must have the same bits, so the run cannot go on as one.
+
+    Either the script does something that depends on the worker, or a machine computes wrongly. The message names what
+    differs, and on which workers.
+    """
 
 
 class PeerLost(UnisonoError):

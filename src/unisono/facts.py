@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["PARTS", "Facts"]
+__all__ = ["NOT_COMPARED", "PARTS", "Facts", "halves"]
 
+NOT_COMPARED = -1.0
 PARTS = ("data", "compute", "exchange", "waiting", "other")
 """What the wall time of a step is spent on. ``waiting`` is for other members; together they are all of it."""
 
@@ -28,6 +29,22 @@ class Facts(NamedTuple):
     """The newest planned generation that this member has heard of; 0: none."""
     first_of_host: float = 0.0
     """The first rank of those that this member shares memory with."""
+    arithmetic: float = 0.0
+    """A fingerprint of what the member's arithmetic depends on; with another one, other bits are to be expected."""
+    compared: float = NOT_COMPARED
+    """The number of the step, of the whole run, before which the member has taken a digest of its state."""
+    state_high: float = 0.0
+    state_low: float = 0.0
+    """That digest: 64 bits are more than a float64 holds."""
+    own_leaf: float = NOT_COMPARED
+    """A micro-batch that this member has computed and another member has computed as well."""
+    own_high: float = 0.0
+    own_low: float = 0.0
+    """The digest of its gradient."""
+    other_leaf: float = NOT_COMPARED
+    """A micro-batch of another member that this one has computed as well."""
+    other_high: float = 0.0
+    other_low: float = 0.0
     checkpoint: float = 0.0
     """From here on: what it says about checkpoints (`unisono.decisions.cadence.Word`)."""
     checkpoint_attempt: float = -1.0
@@ -47,6 +64,11 @@ class Facts(NamedTuple):
     def word(self) -> tuple[float, ...]:
         """About checkpoints."""
         return self[_WORD:]
+
+
+def halves(digest: int) -> tuple[float, float]:
+    """Return the upper and the lower 32 bits of a 64-bit digest, each exact as a float64."""
+    return float(digest >> 32), float(digest & 0xFFFFFFFF)
 
 
 _WORD = Facts._fields.index("checkpoint")

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import traceback as tracebacks
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,12 @@ class Member:
         _current = self
         os.register_at_fork(after_in_child=self._forget)
         return self
+
+    @property
+    def arithmetic(self) -> int:
+        """A checksum of this worker's fingerprint, without that of the script."""
+        facts = sorted(item for item in self._fingerprint.items() if "script" not in item[0])
+        return zlib.crc32(repr(facts).encode())
 
     @property
     def welcome(self) -> Welcome:

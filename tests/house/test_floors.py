@@ -28,6 +28,7 @@ FLOORS = {
     "decisions.membership": 1,
     "decisions.balance": 1,
     "decisions.cadence": 1,
+    "decisions.checks": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,
@@ -47,12 +48,14 @@ FLOORS = {
     # 3, strategies: what a step means.
     "training.gradients": 3,
     "training.tracked": 3,
+    "training.guards": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "training.connect": 4,
     "training.team": 4,
     "training.rounds": 4,
+    "training.agreement": 4,
     "training.evaluation": 4,
     "training.step": 4,
     "training.keeping": 4,
@@ -77,6 +80,7 @@ NEIGHBOURS = {
     "messages": {"errors"},
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.roster"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.randomness"},
@@ -85,6 +89,7 @@ NEIGHBOURS = {
     "store": {"member"},
     "rundir": {"journal"},
     "training.tracked": {"training.gradients"},
+    "training.guards": {"training.tracked"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "machine.agent": {"machine.children", "machine.headprocess", "watch"},  # what its workers say goes to the screen
@@ -93,10 +98,12 @@ NEIGHBOURS = {
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.rounds": {"training.team"},
-    "training.step": {"training.rounds", "training.team"},
-    "training.evaluation": {"training.rounds", "training.team"},
+    "training.agreement": {"training.rounds", "training.team"},
+    "training.step": {"training.agreement", "training.rounds", "training.team"},
+    "training.evaluation": {"training.agreement", "training.rounds", "training.team"},
     "training.keeping": {"training.rounds"},
     "training.run": {
+        "training.agreement",
         "training.connect",
         "training.evaluation",
         "training.keeping",

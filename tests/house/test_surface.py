@@ -15,6 +15,7 @@ PUBLIC = [
     "CheckpointError",
     "Checkpoints",
     "DeadlineExceeded",
+    "DivergenceError",
     "LaunchError",
     "LossError",
     "PeerLost",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.conftest import Unisono
+from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
 from unisono.journal import compare, read
 from unisono.testing import Faults, run_workers
@@ -67,3 +67,90 @@ def test_a_newcomer_joins_in_the_second_phase(
     assert compare(calm, hurt).startswith("identical: 25 steps")
     sizes = [len(line["workers"]) for line in read(hurt) if line["kind"] == "step"]
     assert sizes[-1] == 3  # the replacement was admitted, and has skipped the first phase
+
+
+# The second layer is trained on what the first one makes of the data, once that is trained.
+LAYERS = """
+import pathlib, sys, torch, unisono
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+sys.path.insert(0, HERE)
+from gates import wait_at
+
+with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=6) if RESUMES else None) as run:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(54, 12, generator=generator)
+    labels = torch.randint(0, 4, (54,), generator=generator)
+    first = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh())
+    second = torch.nn.Linear(16, 4)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (first, second)]
+    run.track(first=first, second=second, a=optimizers[0], b=optimizers[1])
+
+    def train(inputs, model, optimizer, steps):
+        data = TensorDataset(inputs, labels)
+        for step in run.steps(data, batch_size=24, microbatches=8, epochs=1000, max_steps=steps):
+            wait_at(pathlib.Path(sys.argv[1]) / str(step.number))
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y), weight=len(y))
+            optimizer.step()
+
+    train(inputs, first, optimizers[0], 5)
+    first.eval()
+    with torch.no_grad():
+        hidden = first(inputs)
+    if sys.argv[2] == "goes on":
+        train(hidden, torch.nn.Sequential(second, torch.nn.Identity()), optimizers[1], 11)
+    else:  # the first layer is trained further, so what it has made is not what a newcomer would make
+        train(inputs + hidden[:, :12], torch.nn.Sequential(first, second), optimizers[0], 11)
+"""
+
+
+def write_layers(tmp_path: Path, *, resumes: bool = False) -> Path:
+    script = tmp_path / "layers.py"
+    script.write_text(f"HERE = {str(Path(__file__).parent)!r}\nRESUMES = {resumes}\n{LAYERS}")
+    return script
+
+
+def lose_one_in_the_second_phase(
+    tmp_path: Path, unisono: Unisono, monkeypatch: pytest.MonkeyPatch, script: Path, kind: str
+) -> Command:
+    """A run with a replacement that has seen nothing of the first phase."""
+    for name, value in Faults().kill("w1", at="before_combine", step=7).environment().items():
+        monkeypatch.setenv(name, value)
+    with Gates(tmp_path / "gates", (9,)) as gates:
+        command = unisono("run", script, "-n", 3, "--run-dir", tmp_path / "hurt", "--", gates.folder, kind)
+        gates.wait(9)
+        command.line("w3 joins")
+        gates.open(9)
+        command.wait(60)
+    return command
+
+
+def test_a_newcomer_makes_the_data_of_the_second_phase_with_the_model_of_the_run(
+    tmp_path: Path, unisono: Unisono, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = write_layers(tmp_path)
+    assert run_workers(script, 1, directory=tmp_path / "calm", arguments=["/nonexistent", "goes on"]).exit_code == 0
+    command = lose_one_in_the_second_phase(tmp_path, unisono, monkeypatch, script, "goes on")
+    assert command.process.returncode == 0, command.err
+    assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 16 steps")
+
+
+def test_a_newcomer_that_makes_other_data_is_found_out(
+    tmp_path: Path, unisono: Unisono, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = lose_one_in_the_second_phase(tmp_path, unisono, monkeypatch, write_layers(tmp_path), "differs")
+    assert command.process.returncode == 1
+    assert "was computed by two workers, and its gradient is not the same" in "\n".join(command.err)
+
+
+def test_a_run_that_is_resumed_makes_the_data_of_the_second_phase_with_its_model(tmp_path: Path) -> None:
+    script, arguments = write_layers(tmp_path, resumes=True), ["/nonexistent", "goes on"]
+    calm, hurt = tmp_path / "calm", tmp_path / "hurt"
+    assert run_workers(script, 2, directory=calm, arguments=arguments).exit_code == 0
+    faults = Faults().kill_run("w0", at="before_combine", step=8)
+    run_workers(script, 2, directory=hurt, arguments=arguments, faults=faults)
+    again = run_workers(script, 3, directory=hurt, arguments=arguments, options=["--resume", str(hurt)])
+    assert again.exit_code == 0, again.output
+    assert "goes on at step" in again.output
+    assert compare(calm, hurt).startswith("identical: 16 steps")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.workers.processes import Seat, Team
+from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
 from unisono.exchange import NUM_FACTS, Share
 from unisono.exchange.alone import Alone
@@ -169,6 +170,8 @@ def test_who_has_not_seen_the_commit_halts_where_the_others_do(why: str) -> None
 class Listener:
     """A `Member` that notes what it is told about waiting."""
 
+    arithmetic = 0
+
     def __init__(self) -> None:
         self.is_waiting = False
 
@@ -191,3 +194,24 @@ def test_a_wait_within_a_wait_ends_only_itself() -> None:
             assert listener.is_waiting
         assert listener.is_waiting
     assert not listener.is_waiting
+
+
+def test_what_a_member_holds_of_the_next_layout_waits_while_it_stands_by() -> None:
+    """It is ahead, has frozen or thawed parameters since, and helps those behind to finish a step of the old ones."""
+    old = FlatLayout([("a", torch.zeros(3))], [])
+    new = FlatLayout([("a", torch.zeros(3)), ("b", torch.zeros(200))], [])
+    team = AloneTeam(CPU)
+    rounds = Rounds(team, Tracked())
+    rounds.use(new)
+    slot = team.exchange.slot()
+    for place, view in enumerate(slot.gradients):
+        view.fill_(float(place + 1))
+    expected = bytes(slot.rows(0, new.num_rows).tolist())
+    rounds._held = {Node(0, 0): slot}
+    rounds._bring_slots(old)
+    team.exchange.slot().memory.fill_(7)
+    rounds._bring_slots(new)
+    kept = rounds._held[Node(0, 0)]
+    assert kept.layout == new
+    assert bytes(kept.rows(0, new.num_rows).tolist()) == expected
+    assert team.exchange.slot() is not kept

@@ -38,7 +38,7 @@ from unisono.exchange.flat import FlatLayout, Slot
 
 __all__ = ["NUM_FACTS", "Combined", "Exchange", "Share", "Work"]
 
-NUM_FACTS = 16
+NUM_FACTS = 32
 """Float64 numbers that each member tells all others with every combine (`unisono.facts`)."""
 
 

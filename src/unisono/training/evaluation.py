@@ -3,8 +3,12 @@
 A batch is a leaf: it is evaluated once, by whoever the plan says, and the totals of all batches are added in the order
 of the tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the workers.
 
-With its totals each worker sends digests of what it has evaluated. Workers whose models are not the same any more would
-go on together and mix their results, so that is where they are found out.
+A batch must leave nothing behind: some worker has evaluated it, the others have not. So modes and buffers are put back
+after each batch. With its totals each worker sends digests of everything that is tracked, as it is afterwards: workers
+whose models are not the same any more would go on together and mix their results.
+
+Now and then each worker evaluates a batch of another one as well. The totals must be equal: a function that counts or
+remembers gives others.
 """
 
 from __future__ import annotations
@@ -17,43 +21,82 @@ import msgspec
 import torch
 from torch import Tensor
 
+from unisono.decisions.checks import is_rehearsed, rehearsal
+from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import fold, leaf
-from unisono.errors import RecipeError, StepError, UsageError
+from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
-from unisono.state import pack, unpack
+from unisono.state import digest_of_state, pack, unpack
+from unisono.training.agreement import USUAL_CAUSES, Digests, check_digests
 from unisono.training.data import Fetcher
+from unisono.training.gradients import Buffers
+from unisono.training.guards import Structure
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST
+from unisono.training.tracked import Tracked
 
-__all__ = ["Totals", "check_batches", "evaluate"]
+__all__ = ["Evaluator", "Totals", "check_batches", "evaluate"]
 
 Totals = dict[str, Any]
 """Totals by name: int, float, or a CPU tensor."""
 
 
-def evaluate(
-    rounds: Rounds | None,
-    fetcher: Fetcher,
-    function: Callable[[Any], Mapping[str, Any]],
-    *,
-    num_batches: int,
-    seed: int,
-) -> Totals:
-    """Evaluate all batches and add up what ``function`` returns for each.
+class Evaluator:
+    """Evaluates batches, and puts back what the function leaves behind. Local."""
+
+    def __init__(
+        self, fetcher: Fetcher, function: Callable[[Any], Mapping[str, Any]], tracked: Tracked, *, seed: int
+    ) -> None:
+        """
+        Args:
+            fetcher: batches are fetched as (0, batch).
+            function: batch -> totals of this batch by name.
+            tracked: whose modules are in the mode that they shall have.
+        """
+        self._fetcher = fetcher
+        self._function = function
+        self._seed = seed
+        self._structure = Structure(tracked)
+        self._buffers: Buffers = tracked.buffers()
+        self._buffers.start_step()
+
+    def totals(self, batch: int) -> Totals:
+        """Return the totals of one batch.
+
+        Raises:
+            StepError: the function has made or replaced parameters.
+        """
+        data = self._fetcher.fetch(0, batch)
+        seed_place(self._seed, "evaluate", batch)
+        with torch.no_grad():
+            totals = self._function(data)
+            self._buffers.restore()
+        self._structure.check(f"batch {batch} of run.evaluate")
+        self._structure.restore_modes()
+        if not isinstance(totals, Mapping):
+            raise UsageError(
+                "the function of run.evaluate must return totals by name, e.g. {'correct': 93, 'samples': 100}; "
+                f"got a {type(totals).__qualname__}"
+            )
+        return {name: _total(value, name) for name, value in totals.items()}
+
+
+def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> Totals:
+    """Evaluate all batches and add up their totals. Collective.
 
     Args:
         rounds: None computes everything here.
-        fetcher: batches are fetched as (0, batch).
-        function: batch -> totals of this batch by name.
+        rehearses: now and then evaluate a batch of another worker as well, to compare the totals.
+        number: evaluations of the run that are done.
 
     Raises:
-        StepError: the workers' models or optimizers are not the same.
+        DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
     """
     have: dict[int, Totals] = {}
-    digests = rounds.tracked.trained_digests() if rounds is not None and rounds.team.size > 1 else {}
     todo = even_plan(1, num_batches) if rounds is None else rounds.start("evaluation", num_batches)
+    is_rehearsal = rounds is not None and rounds.team.size > 1 and rehearses and is_rehearsed(number)
     while True:
         try:
             for batch in todo.ranges[rounds.team.rank if rounds is not None else 0]:
@@ -61,20 +104,26 @@ def evaluate(
                     rounds.team.check()
                     rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=batch)
                 if batch not in have:
-                    have[batch] = _one(fetcher, function, batch, seed)
+                    have[batch] = evaluator.totals(batch)
                     point("in_evaluation", batch)
             if rounds is None:
                 break
-            letters = [_decode(letter) for letter in rounds.gather(_encode(have, digests))]
+            twice = _rehearse(rounds, evaluator, todo, have) if is_rehearsal else {}
+            digests = Digests(rounds.team.arithmetic, rounds.tracked.digests() if rounds.team.size > 1 else {})
+            told = _Letter.of(have, digests, twice)
+            letters = [msgspec.msgpack.decode(letter, type=_Letter) for letter in rounds.gather(told.encode())]
             for other in letters:
                 have.update(_totals(other))
-            _check_alike(dict(zip(rounds.team.worker_ids, letters, strict=False)))
-            rounds.gathered(_encode(have, digests))
+            by_worker = dict(zip(rounds.team.worker_ids, letters, strict=False))
+            check_digests({worker: letter.digests for worker, letter in by_worker.items()})
+            _check_rehearsal(by_worker, have)
+            rounds.gathered(_Letter.of(have, digests, {}).encode())
             point("evaluated")
             break
         except LOST as lost:
             assert rounds is not None
             todo = rounds.recover(lost, [leaf(batch, num_batches) for batch in have])
+            is_rehearsal = False
     names = have[0].keys()
     for batch, totals in have.items():
         if totals.keys() != names:
@@ -91,17 +140,30 @@ def evaluate(
     }
 
 
-def _one(fetcher: Fetcher, function: Callable[[Any], Mapping[str, Any]], batch: int, seed: int) -> Totals:
-    data = fetcher.fetch(0, batch)
-    seed_place(seed, "evaluate", batch)
-    with torch.no_grad():
-        totals = function(data)
-    if not isinstance(totals, Mapping):
-        raise UsageError(
-            f"the function of run.evaluate must return totals by name, e.g. {{'correct': 93, 'samples': 100}}; "
-            f"got a {type(totals).__qualname__}"
-        )
-    return {name: _total(value, name) for name, value in totals.items()}
+def _rehearse(rounds: Rounds, evaluator: Evaluator, todo: Plan, have: Mapping[int, Totals]) -> dict[int, str]:
+    """Return the digests of the totals of a batch that another member evaluates, by batch."""
+    other = rehearsal(todo, rounds.team.rank).other
+    if other is None or other in have:
+        return {}
+    rounds.team.check()
+    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=other)
+    return {other: _digest(evaluator.totals(other))}
+
+
+def _digest(totals: Totals) -> str:
+    return f"{digest_of_state(totals):016x}"
+
+
+def _check_rehearsal(letters: Mapping[str, _Letter], have: Mapping[int, Totals]) -> None:
+    arithmetics = {letter.digests.arithmetic for letter in letters.values()}
+    for worker, letter in letters.items():
+        for batch, digest in letter.twice.items():
+            if len(arithmetics) == 1 and digest != _digest(have[batch]):
+                raise DivergenceError(
+                    f"batch {batch} of run.evaluate was evaluated by two workers, and its totals on {worker} are not "
+                    f"{have[batch]}, as on the other. The function must give the same totals on every worker. "
+                    f"{USUAL_CAUSES}"
+                )
 
 
 def _total(value: Any, name: str) -> Any:
@@ -122,18 +184,18 @@ def _total(value: Any, name: str) -> Any:
 class _Letter(msgspec.Struct, frozen=True):
     skeleton: bytes
     tensors: list[tuple[str, list[int], bytes]]
-    digests: dict[str, str]
-    """Of the models and optimizers that were tracked; empty where there is nobody to compare them with."""
+    digests: Digests
+    twice: dict[int, str]
+    """The digests of the totals of batches that other members evaluate."""
 
+    @classmethod
+    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str]) -> _Letter:
+        packed = pack(have)
+        tensors = [(str(t.dtype), list(t.shape), t.contiguous().numpy().tobytes()) for t in packed.tensors]
+        return cls(packed.skeleton, tensors, digests, twice)
 
-def _encode(have: dict[int, Totals], digests: dict[str, str]) -> bytes:
-    packed = pack(have)
-    tensors = [(str(t.dtype), list(t.shape), t.contiguous().numpy().tobytes()) for t in packed.tensors]
-    return msgspec.msgpack.encode(_Letter(packed.skeleton, tensors, digests))
-
-
-def _decode(data: bytes) -> _Letter:
-    return msgspec.msgpack.decode(data, type=_Letter)
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
 
 
 def _totals(letter: _Letter) -> dict[int, Totals]:
@@ -146,23 +208,6 @@ def _totals(letter: _Letter) -> dict[int, Totals]:
 
 def _tensor(raw: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-
-
-def _check_alike(letters: dict[str, _Letter]) -> None:
-    """Args: letters: by worker. Raises: StepError: they are about different models."""
-    known = {worker: letter.digests for worker, letter in letters.items() if letter.digests}
-    if not known:
-        return
-    first = next(iter(known))
-    for worker, digests in known.items():
-        different = [name for name in digests if digests[name] != known[first].get(name)]
-        if different:
-            raise StepError(
-                f"the workers have drifted apart: {', '.join(different)} of {worker} is not that of {first}. Something "
-                "between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
-                "step.loss or run.evaluate), run.rank, the time, or something that changes and was not tracked when "
-                "the worker joined"
-            )
 
 
 def check_batches(num_samples: int, batch_size: int) -> int:

@@ -17,15 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
-from unisono.exchange.flat import Entry, FlatLayout, Slot
+from unisono.exchange.flat import Entry, FlatLayout, Rows, Slot, digest_rows
 from unisono.state import digest_of_tensor
 
-__all__ = ["Buffers", "Calls", "GradientFolder"]
+__all__ = ["Buffers", "Calls", "Fingerprint", "GradientFolder"]
 
 COMPARED_FROM = 1 << 16
 """Buffers of more elements (masks, tables, codebooks) are compared before they are subtracted."""
@@ -94,6 +95,13 @@ class Buffers:
             now.copy_(start)
             self._seen[place] = (now, now._version)
 
+    def restore(self) -> None:
+        """Undo all changes since `start_step`; a buffer that has another shape now is left as it is."""
+        for place, (start, now) in enumerate(zip(self._start, self.tensors(), strict=True)):
+            if start.shape == now.shape and self._touched(place, now):
+                now.copy_(start)
+                self._seen[place] = (now, now._version)
+
     def apply(self, changes: Sequence[Tensor]) -> None:
         """Add the step's changes: the weighted mean for float buffers, the sum for integer ones, any for flags."""
         for place, (start, now, change) in enumerate(zip(self._start, self.tensors(), changes, strict=True)):
@@ -144,6 +152,29 @@ class Buffers:
             return True
         # The version counter alone does not tell: batch_norm does not count, nor does what is written through `.data`.
         return not torch.equal(now, self._start[place])
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What one worker has computed of one micro-batch, to be compared with what another one has."""
+
+    leaf: int
+    digest: int
+    """Of everything: gradients, loss, weight, changes of buffers."""
+    weighted_loss: float
+    parts: dict[str, str]
+    """The digests of the gradients and of the changes of buffers, by name."""
+
+    def difference(self, other: Fingerprint, name: str, other_name: str) -> str:
+        """Return a sentence that says what differs first."""
+        if self.weighted_loss != other.weighted_loss:
+            loss = f"The weighted loss is {self.weighted_loss!r} on {name} and {other.weighted_loss!r} on {other_name}"
+        else:
+            loss = "The loss is the same"
+        parts = [part for part in self.parts if self.parts[part] != other.parts.get(part)]
+        if not parts:
+            return loss
+        more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
+        return f"{loss}; the first gradient or buffer that differs is that of {parts[0]!r}{more}"
 
 
 @dataclass
@@ -238,13 +269,17 @@ class GradientFolder:
 
     # -- a micro-batch -------------------------------------------------------------------------------
 
-    def start_leaf(self, index: int, new_slot: SlotSource, following: int | None = None) -> None:
+    def start_leaf(
+        self, index: int, new_slot: SlotSource, following: int | None = None, *, apart: bool = False
+    ) -> None:
         """The next gradients are those of leaf ``index``.
 
         Args:
             new_slot: where an empty slot comes from if this leaf has nobody to be added to yet.
             following: the leaf that will probably be computed after this one.
+            apart: the leaf is another member's. It is not added to the nodes, only `fingerprint` is of interest.
         """
+        self._is_apart = apart
         self._versions = [parameter._version for _, parameter in self._everything]
         self._frozen_gradients = [parameter.grad for _, parameter in self._everything[len(self._parameters) :]]
         if self._digests is None:
@@ -252,7 +287,7 @@ class GradientFolder:
         node = leaf(index, self._num_leaves)
         self._chain: list[tuple[Node, Slot]] = []
         self._is_left: list[bool] = []  # of the nodes of the chain
-        while (other := sibling(node, self._num_leaves)) in self._held:
+        while not apart and (other := sibling(node, self._num_leaves)) in self._held:
             assert other is not None
             self._chain.append((other, self._held[other]))
             self._is_left.append(other.index < node.index)
@@ -262,7 +297,11 @@ class GradientFolder:
             self._settle()
         if self._opens:
             self._chain = [(node, new_slot())]
-        self._adopts = self._opens and following is not None and leaf(following, self._num_leaves) == other
+        self._adopts = (
+            self._opens
+            and following is not None
+            and leaf(following, self._num_leaves) == sibling(node, self._num_leaves)
+        )
         if self._adopts:
             self._adopter = self._chain[0][1]
         self.target = (node, self._chain[-1][1])
@@ -322,9 +361,28 @@ class GradientFolder:
             self.on_rows(self.layout.num_rows)
         self._inside = False
         node, slot = self.target
+        if self._is_apart:
+            return [slot]
         freed = [] if self._opens else [self._held.pop(merged) for merged, _ in self._chain][:-1]
         self._held[node] = slot
         return freed
+
+    def fingerprint(self, index: int) -> Fingerprint:
+        """Return the fingerprint of the leaf that was finished last, which was the first one of its chain."""
+        slot = self.target[1]
+        multipliers = self.layout.multipliers.to(slot.memory.device)
+        named = [*zip(self._names, slot.gradients, strict=True), *zip(self.buffers.names, slot.buffers, strict=True)]
+        return Fingerprint(
+            leaf=index,
+            digest=digest_rows(Rows(slot.memory, 0), multipliers, 0, self.layout.num_rows),
+            weighted_loss=float(slot.scalars[1]),
+            parts={name: f"{digest_of_tensor(part):016x}" for name, part in named},
+        )
+
+    @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter), those whose gradients are summed."""
+        return self._everything[: len(self._parameters)]
 
     def _check_unchanged(self) -> None:
         """A micro-batch may not write parameters: its worker would go on with others than the rest."""

@@ -140,7 +140,7 @@ class Keeper:
         """On the member that begins a run: claim the directory, and load what the run goes on from.
 
         Returns:
-            Where that is; None: at the beginning. When it is in a later phase, nothing was loaded yet.
+            Where that is; None: at the beginning. When it is in a later phase, only the models were loaded.
 
         Raises:
             CheckpointError: there are checkpoints, and none can be used.
@@ -170,6 +170,7 @@ class Keeper:
         manifest = loaded.manifest
         place = Place(phase=manifest.phase, step=manifest.phase_step, total=manifest.step, lines=manifest.lines)
         if place.phase != phase:
+            self._tracked.load_models(loaded.state)
             return place
         self._check(loaded, recipe)
         self._tracked.load(loaded.state)
@@ -298,14 +299,18 @@ class Keeper:
                 metrics=self.metrics,
             )
 
-    def save_together(self, rounds: Rounds) -> None:
-        """The last checkpoint is on the disk when this returns, also if its writer is lost. Collective."""
+    def save_together(self, rounds: Rounds, letter: bytes = b"") -> list[bytes]:
+        """The last checkpoint is on the disk when this returns, also if its writer is lost. Collective.
+
+        Returns:
+            What each member has given as ``letter``, by rank.
+        """
 
         def work() -> None:
             self.save_last(rounds)
             self.saver.finish()
 
-        rounds.together(work)
+        return rounds.together(work, letter)
 
     def place(self, rounds: Rounds) -> Place:
         return Place(phase=rounds.phase, step=rounds.step, total=rounds.total, lines=rounds.lines)

@@ -30,7 +30,7 @@ from unisono.decisions.balance import Balance
 from unisono.decisions.cadence import Place, differences, table
 from unisono.decisions.plan import Plan, plan, replan
 from unisono.decisions.tree import Node
-from unisono.errors import RecipeError, StepError, UsageError
+from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
 from unisono.exchange import NUM_FACTS, Combined, Share, Work
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.facts import Facts
@@ -146,7 +146,7 @@ class Rounds:
         Args:
             recipe: of this phase, as this member's script has it.
             begin: called on one member of a run that begins: loads the state that it shall begin with, and says where
-                that is; None: at the beginning.
+                that is; None: at the beginning. Of a state of a later phase it loads the models only.
 
         Returns:
             False if that is in a later phase; call again there.
@@ -169,6 +169,7 @@ class Rounds:
                 place = self._begin(begin) if begins else None
                 if place is not None and place.phase > phase:
                     self._begins_at = place
+                    self._share_models(reports)
                     return False
                 if place is None:
                     source = self._share_state(reports)[self.team.rank]
@@ -200,6 +201,8 @@ class Rounds:
         """
         self._arrival = (source, state)
         if source.phase > self.phase:
+            # The code before the next phase may compute data with the models.
+            self.tracked.load_models(state)
             return False
         self._arrival = None
         self._check_recipe(source)
@@ -356,22 +359,26 @@ class Rounds:
         self._held = held if isinstance(held, dict) else {}
         return self._replan(self._settle_after(lost, list(held)))
 
-    def together(self, work: Callable[[], None]) -> None:
+    def together(self, work: Callable[[], None], letter: bytes = b"") -> list[bytes]:
         """Do something that counts only when the first member has done it; the others wait for it. Collective.
 
         When that member is lost meanwhile, the next first one does it. ``work`` is called on all of them, perhaps
         more than once.
+
+        Returns:
+            What each member has given as ``letter``, by rank.
         """
         self.start("together", 1)
         while True:
             try:
                 with self.team.waiting():
                     work()
-                self.gather(b"")
+                letters = self.gather(letter)
                 break
             except LOST as lost:
                 self.recover(lost, [])
-        self.gathered(b"")
+        self.gathered(letter)
+        return letters
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -406,9 +413,14 @@ class Rounds:
         """What the plan of the coming steps will most likely be. Local."""
         return self._balance.peek(num_leaves) if self._is_balanced() else plan(self.team.size, num_leaves)
 
+    @property
+    def is_first_of_generation(self) -> bool:
+        """No step has been summed in this generation yet; the same on all members at the beginning of a step."""
+        return self._balanced_generation != self.team.generation
+
     def _is_balanced(self) -> bool:
         # The first step of a generation knows nothing yet, on every member.
-        return self._wants_balance and self._balanced_generation == self.team.generation
+        return self._wants_balance and not self.is_first_of_generation
 
     def _report(self, have: Sequence[Node] = ()) -> Report:
         return Report(
@@ -467,11 +479,14 @@ class Rounds:
         """Make the slots that are in use those of the new exchange. Collective."""
         if layout is None:
             return
-        result = [] if self._result is None else [self._result]
+        # What a member that is ahead holds may be of the next layout: it waits in its memory until that one counts.
+        held = {node: slot for node, slot in self._held.items() if slot.layout == layout}
+        result = [self._result] if self._result is not None and self._result.layout == layout else []
         with self.team.waiting():
-            brought = self.team.exchange.prepare(layout, [*self._held.values(), *result])
-        self._held.update(zip(self._held, brought, strict=False))
-        self._result = brought[-1] if result else None
+            brought = self.team.exchange.prepare(layout, [*held.values(), *result])
+        self._held.update(zip(held, brought, strict=False))
+        if result:
+            self._result = brought[-1]
 
     def _stand_by(self, reports: list[Report]) -> None:
         """Take part in the round that others have not finished; its result is known here."""
@@ -486,10 +501,11 @@ class Rounds:
         combined = self._combine(Share(behind.num_leaves, theirs.nodes, {}), Facts())
         self.team.exchange.release(combined.slot)
         if combined.digest != self._last.digest:
-            raise StepError(
-                f"round {behind.round} was computed again and gave digest {combined.digest:016x}, not "
-                f"{self._last.digest:016x}: "
-                "the step is not deterministic, or a worker's hardware is broken"
+            raise DivergenceError(
+                f"step {self.step - 1} was computed again after a loss and its sums have digest "
+                f"{combined.digest:016x}, not {self._last.digest:016x}. Either a micro-batch does not give the same "
+                "gradient on every worker (see docs/guarantees.md for what a micro-batch may depend on), or the "
+                "hardware of a worker is broken"
             )
 
     def _replan(self, reports: list[Report]) -> Plan:
@@ -514,6 +530,13 @@ class Rounds:
                 self._arrival = (reports[source], state)
             return [reports[source] if report.fresh else report for report in reports]
         return reports
+
+    def _share_models(self, reports: Sequence[Report]) -> None:
+        """Give all members the models of rank 0, which has loaded them. Collective."""
+        if len(reports) > 1:
+            state = self._transfer(0, pack(self.tracked.state(), "tracked") if self.team.rank == 0 else None)
+            if self.team.rank != 0:
+                self.tracked.load_models(state)
 
     def _agree(self) -> None:
         packed = pack(self.tracked.state(), "tracked")

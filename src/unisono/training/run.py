@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
 from unisono import member as members
@@ -25,10 +29,12 @@ from unisono.errors import RunStopped, StepError, UnisonoError, UsageError
 from unisono.faults import at_step, point
 from unisono.journal import JOURNAL, Journal, end_line
 from unisono.messages import RunDirectory, StepDone, Told
+from unisono.training.agreement import Agreement, Digests, check_digests
 from unisono.training.connect import build_exchange
 from unisono.training.data import Fetcher, MapDataset, check_dataset
-from unisono.training.evaluation import Totals, check_batches, evaluate
+from unisono.training.evaluation import Evaluator, Totals, check_batches, evaluate
 from unisono.training.gradients import GradientFolder
+from unisono.training.guards import Guards, Structure, UnusedGradients, warn_of_clipping, watched_zero_grad
 from unisono.training.keeping import Keeper
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
@@ -116,6 +122,7 @@ class Run:
         self._journal = Journal(self.directory / JOURNAL if self.directory is not None else None)
         self._writes = False
         self._phases = 0
+        self._num_evaluations = 0
         self._steps_before = 0
         self._told_at = 0.0
         self._step: Step | None = None
@@ -125,6 +132,7 @@ class Run:
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
+        self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -139,6 +147,7 @@ class Run:
         self._rounds = Rounds(self._team, self._tracked, balance=self._balance)
         self._rounds.about_checkpoints = self._keeper.saver.tell
         self._rounds.heard_about_checkpoints = self._keeper.saver.hear
+        self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
         seed_place(self.seed, "start")
         return self
 
@@ -153,12 +162,13 @@ class Run:
                         self._training.close()
                     self._leave_step()
                     self._note_where_it_was_left()
+                    digests = self._tracked.digests()
                     if self._joined:
-                        self._keeper.save_together(self._rounds)
+                        self._end_together(digests)
                 except UnisonoError as failure:
                     self._append_failure(failure)
                     raise
-                self._append(end_line(ok=True, digests=self._tracked.digests()))
+                self._append(end_line(ok=True, digests=digests))
             else:
                 self._note_place(error)
                 if self._joined and not self._is_others_affair(error):
@@ -170,6 +180,19 @@ class Run:
             self._team.close()
             self._keeper.close()
             self._arithmetic.leave()
+
+    def _end_together(self, digests: dict[str, str]) -> None:
+        """Write the last checkpoint, and compare what the workers end with. Collective.
+
+        Raises:
+            DivergenceError: it is not the same.
+        """
+        assert self._rounds is not None
+        assert self._team is not None
+        own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
+        letters = self._keeper.save_together(self._rounds, msgspec.msgpack.encode(own))
+        told = [msgspec.msgpack.decode(letter, type=Digests) for letter in letters]
+        check_digests(dict(zip(self._team.worker_ids, told, strict=False)))
 
     def _make_team(self, member: members.Member | None) -> Team:
         if member is None:
@@ -217,6 +240,24 @@ class Run:
         if self._inside:
             raise UsageError("run.track was called inside of run.steps; track everything before the loop")
         self._tracked.add(objects)
+        for name, value in objects.items():
+            if (
+                isinstance(value, nn.Module)
+                and value in self._made_before
+                and next(value.parameters(), None) is not None
+            ):
+                self._warn_of_early(name)
+
+    def _warn_of_early(self, name: str) -> None:
+        member = members.current()
+        if member is None or member.worker_id == "w0":  # once for all workers
+            warnings.warn(
+                f"{name!r} was made before `with unisono.Run(...)` began, so neither the seed of the run nor its "
+                "number of threads was in force: its initial values may be others on one worker than on several. Make "
+                "models, optimizers and random data inside of the `with` (a model whose weights come from a file is "
+                "the same wherever it is made)",
+                stacklevel=3,
+            )
 
     def steps(
         self,
@@ -328,17 +369,22 @@ class Run:
             loader_workers=loader_workers,
             upcoming=lambda: ((0, batch) for batch in mine),
         )
-        modes = [
-            (module, module.training) for tracked in self._tracked.modules.values() for module in tracked.modules()
-        ]
+        before = Structure(self._tracked)
         for tracked in self._tracked.modules.values():
             tracked.eval()
         try:
-            totals = evaluate(rounds, fetcher, function, num_batches=num_batches, seed=self.seed)
+            evaluator = Evaluator(fetcher, function, self._tracked, seed=self.seed)
+            totals = evaluate(
+                rounds,
+                evaluator,
+                num_batches=num_batches,
+                rehearses=self._arithmetic.deterministic,
+                number=self._num_evaluations,
+            )
+            self._num_evaluations += 1
         finally:
             fetcher.close()
-            for module, training in modes:
-                module.training = training
+            before.restore_modes()
         shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
         self._append({"kind": "evaluation", "step": self._steps_before, "totals": shown})
         # Every member has evaluated other batches, and what comes next may draw random numbers.
@@ -393,30 +439,41 @@ class Run:
         base = self._steps_before - first
         clock = Clock()
         self._inside = True
-        guards = self._tracked.before_updates(self._refuse_update)
+        guards, unused = Guards(self._tracked), UnusedGradients(self._tracked)
+        agreement = Agreement(rounds, rehearses=self._arithmetic.deterministic, num_steps=num_steps)
+
+        def before_update(name: str) -> None:
+            self._refuse_update(name)
+            unused.before_update(name)
+
+        hooks = self._tracked.before_updates(before_update)
         try:
-            for number in range(first, num_steps):
-                at_step(number)
-                self._note_position(number)
-                self._keeper.boundary(rounds)
-                context = StepContext(
-                    rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note, self._tracked.settings
-                )
-                seed_place(self.seed, "step", base + number)
-                step = self._step = Step(context, number, clock)
-                self._end_step = partial(self._finish, step, clock, base + num_steps)
-                point("step_head")
-                yield step
-                self._leave_step()
+            with warn_of_clipping(self._is_in_microbatch), watched_zero_grad(unused.dropped):
+                for number in range(first, num_steps):
+                    at_step(number)
+                    self._note_position(number)
+                    self._keeper.boundary(rounds)
+                    context = StepContext(
+                        rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note, guards, unused, agreement
+                    )
+                    seed_place(self.seed, "step", base + number)
+                    step = self._step = Step(context, number, clock)
+                    self._end_step = partial(self._finish, step, clock, base + num_steps)
+                    point("step_head")
+                    yield step
+                    self._leave_step()
             self._note_position(max(first, num_steps))
             self._keeper.save_last(rounds)
             self._step = None
         finally:
             self._inside = False
-            for guard in guards:
-                guard.remove()
+            for hook in hooks:
+                hook.remove()
             fetcher.close()
             folder.close()
+
+    def _is_in_microbatch(self) -> bool:
+        return self._step is not None and self._step.microbatch is not None
 
     def _refuse_update(self, name: str) -> None:
         """Raises: StepError: within the inner loop."""

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.decisions.checks import Rehearsal
 from unisono.decisions.cursor import Cursor, StepPosition
 from unisono.decisions.plan import Plan
 from unisono.errors import LossError, StepError
 from unisono.exchange import Combined, Share
+from unisono.exchange.flat import Slot
 from unisono.facts import PARTS, Facts
 from unisono.faults import point
+from unisono.training.agreement import Agreement
 from unisono.training.data import Fetcher
 from unisono.training.gradients import GradientFolder
+from unisono.training.guards import Guards, UnusedGradients
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST
-from unisono.training.tracked import Settings
 
 __all__ = ["Clock", "Step", "StepContext"]
 
@@ -41,8 +44,12 @@ class StepContext:
     """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
     note_plan: Callable[[int, Plan], None]
     """Told what this member will compute, for those who fetch ahead."""
-    settings: Callable[[], Settings]
-    """What the inner loop may not change."""
+    guards: Guards
+    """Of what the inner loop may not change."""
+    unused: UnusedGradients
+    """Gradients that the script has not used."""
+    agreement: Agreement
+    """Compares this worker with the others."""
 
 
 @dataclass
@@ -248,36 +255,48 @@ class Step:
         self._state = "inside"
         rounds, num_leaves = self._context.rounds, self._position.num_leaves
         # Not before: user code may freeze and thaw at the head of the step.
+        self._context.unused.start_step()
         folder = self._folder = self._context.folder()
         folder.start_step(num_leaves)
-        settings = self._context.settings()
+        guards, agreement = self._context.guards, self._context.agreement
+        guards.start_step()
         plan = rounds.start("step", num_leaves)
         self.news = rounds.news
+        agreement.start_step(self.number, self.place)
+        rehearsal = agreement.rehearsal(plan)
         while True:
             try:
                 self._context.note_plan(self.number, plan)
-                yield from self._compute(plan, folder)
-                _check_settings(settings, self._context.settings())
+                yield from self._compute(plan, folder, rehearsal)
+                guards.finish_step()
                 self._clock.switch("exchange")
                 rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
                 point("before_combine")
-                combined = rounds.combine(plan, folder.held, self._facts())
+                combined = rounds.combine(plan, folder.held, agreement.add_to(self._facts()))
                 break
             except LOST as lost:
                 self._clock.switch("waiting")
                 plan = rounds.recover(lost, folder.held)
+                rehearsal = None
+        agreement.check(rounds.facts)
         self._finish(combined, folder)
 
-    def _compute(self, plan: Plan, folder: GradientFolder) -> Iterator[Any]:
+    def _compute(self, plan: Plan, folder: GradientFolder, rehearsal: Rehearsal | None) -> Iterator[Any]:
         """Yield this member's micro-batches, and fold what comes back."""
-        rounds = self._context.rounds
+        rounds, agreement = self._context.rounds, self._context.agreement
         todo = plan.ranges[rounds.team.rank]
         helping = rounds.helping(plan)
         for place, leaf in enumerate(todo):
             if helping is not None and not helping.start(place, leaf):
                 continue
             is_last = place == len(todo) - 1
-            yield from self._compute_leaf(leaf, folder, None if is_last else todo[place + 1], plan if is_last else None)
+            is_rehearsed = rehearsal is not None and leaf == rehearsal.own
+            following = None if is_last or is_rehearsed else todo[place + 1]
+            yield from self._compute_leaf(leaf, folder, following, plan if is_last else None)
+            if is_rehearsed:
+                agreement.note_own(folder.fingerprint(leaf))
+        if rehearsal is not None and rehearsal.other is not None:
+            yield from self._rehearse(rehearsal.other, folder)
         while helping is not None and len(folder.held) <= 2 + plan.num_leaves.bit_length():
             self._clock.switch("waiting")
             taken = helping.take()
@@ -296,16 +315,39 @@ class Step:
             last_of: the plan, if this is the last leaf of it for this member.
         """
         rounds = self._context.rounds
-        rounds.team.check()
-        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
         self._clock.switch("data")
-        self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
-        batch = self._context.fetcher.fetch(self.number, leaf)
+        batch = self._fetch(leaf)
         self._clock.switch("compute")
         point("before_backward", leaf)
         folder.start_leaf(leaf, rounds.team.exchange.slot, following)
         if last_of is not None:
             self._offer_rows(last_of, folder)
+        yield from self._give(batch, leaf)
+        for slot in self._take(leaf, folder):
+            rounds.team.exchange.release(slot)
+        self._num_computed += 1
+        point("after_backward", leaf)
+
+    def _rehearse(self, leaf: int, folder: GradientFolder) -> Iterator[Any]:
+        """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
+        rounds = self._context.rounds
+        self._clock.switch("other")  # it says nothing about how fast this member is
+        batch = self._fetch(leaf)
+        folder.start_leaf(leaf, rounds.team.exchange.slot, apart=True)
+        yield from self._give(batch, leaf)
+        freed = self._take(leaf, folder)
+        self._context.agreement.note_other(folder.fingerprint(leaf))
+        for slot in freed:
+            rounds.team.exchange.release(slot)
+
+    def _fetch(self, leaf: int) -> Any:
+        rounds = self._context.rounds
+        rounds.team.check()
+        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
+        self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
+        return self._context.fetcher.fetch(self.number, leaf)
+
+    def _give(self, batch: Any, leaf: int) -> Iterator[Any]:
         seed_place(self._context.seed, "microbatch", self.place, leaf)
         yield batch
         self._leaf = None
@@ -314,10 +356,12 @@ class Step:
                 f"micro-batch {leaf} of step {self.number} ended without step.backward(loss); "
                 "to leave it out, call step.backward(loss, weight=0)"
             )
-        for slot in folder.finish_leaf(self._weight, self._weighted_loss):
-            rounds.team.exchange.release(slot)
-        self._num_computed += 1
-        point("after_backward", leaf)
+
+    def _take(self, leaf: int, folder: GradientFolder) -> list[Slot]:
+        """Fold what the script has computed; returns slots that are free again."""
+        freed = folder.finish_leaf(self._weight, self._weighted_loss)
+        self._context.guards.finish_microbatch(f"step {self.number}, micro-batch {leaf}", folder.trained)
+        return freed
 
     def _offer_rows(self, plan: Plan, folder: GradientFolder) -> None:
         """While the last backward runs, tell the exchange which rows of this member's nodes are complete."""
@@ -348,6 +392,7 @@ class Step:
         self._state = "done"
         self._weight_total, self._loss = weight * self._scale, weighted_loss / weight
         folder.show(combined.slot)
+        self._context.unused.finish_step(self.number)
         self._clock.switch("other")
         self._clock.move(combined.waiting_s, "exchange", "waiting")
         seed_place(self._context.seed, "update", self.place)
@@ -392,15 +437,3 @@ def _weight(weight: float | Tensor | None, num_samples: int, where: str) -> floa
     if not math.isfinite(value) or value < 0:
         raise LossError(f"{where}: a weight must be finite and at least 0, got {value}")
     return value
-
-
-def _check_settings(before: Settings, after: Settings) -> None:
-    changed = [place for place in before.keys() | after.keys() if before.get(place) != after.get(place)]
-    if changed:
-        name, part, last = place = min(changed, key=str)
-        said = f"{name}.param_groups[{part}][{last!r}]" if isinstance(part, int) else f"{name}.{part}.{last}"
-        raise StepError(
-            f"{said.replace('..', '.')} was changed within `for batch in step`, where each worker computes other "
-            f"micro-batches: it was {before.get(place)} and is {after.get(place)}. Do that after this loop "
-            "(scheduler.step()), or before run.steps (a buffer that the first batch makes)"
-        )

@@ -65,6 +65,8 @@ class Team(Protocol):
     size: int
     generation: int
     worker_ids: tuple[str, ...]
+    arithmetic: int
+    """A fingerprint of what this worker's arithmetic depends on."""
 
     @property
     def exchange(self) -> Exchange:
@@ -137,6 +139,7 @@ class AloneTeam:
     size = 1
     generation = 1
     worker_ids: tuple[str, ...] = ("w0",)
+    arithmetic = 0
 
     def __init__(self, device: torch.device) -> None:
         self.exchange: Exchange = Alone(device)
@@ -207,6 +210,7 @@ class HeadTeam:
         self.generation = 0
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
+        self.arithmetic = member.arithmetic
         self._said_ready = False
         self._num_waits = 0
         member.on_notice(self._heard)

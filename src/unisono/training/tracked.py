@@ -7,7 +7,7 @@ it: buffers that are not persistent, and which parameters need a gradient.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,7 @@ from unisono.errors import StepError, UsageError
 from unisono.state import digest_of_state, is_same_state
 from unisono.training.gradients import Buffers, Calls
 
-__all__ = ["Settings", "Tracked"]
-
-Settings = dict[tuple[str, int | str, str], Any]
-"""(optimizer, group, option) -> its value; (module, path, buffer) -> whether it is there."""
+__all__ = ["Tracked"]
 
 
 class Tracked:
@@ -56,15 +53,24 @@ class Tracked:
         return bool(self._objects)
 
     @property
+    def objects(self) -> Mapping[str, Any]:
+        """Everything that is tracked, by name."""
+        return self._objects
+
+    @property
     def modules(self) -> dict[str, nn.Module]:
         return {name: value for name, value in self._objects.items() if isinstance(value, nn.Module)}
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {name: value for name, value in self._objects.items() if isinstance(value, torch.optim.Optimizer)}
 
     # -- parameters and buffers ----------------------------------------------------------------------
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """All parameters of tracked modules and optimizers, each once, whether they need a gradient or not."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, parameter in self._named_parameters():
+        for name, parameter in self.named_parameters():
             found.setdefault(id(parameter), (name, parameter))
         return list(found.values())
 
@@ -72,7 +78,8 @@ class Tracked:
         """The parameters that need a gradient."""
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by their names in modules and in optimizers; one that is in both has two names."""
         for name, module in self.modules.items():
             for path, parameter in module.named_parameters():
                 yield f"{name}.{path}", parameter
@@ -103,23 +110,6 @@ class Tracked:
                     seen.add(id(buffer))
                     named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
         return Buffers(named, shapes)
-
-    def settings(self) -> Settings:
-        """What the next step depends on and is no tensor."""
-        found: Settings = {}
-        for name, value in self._objects.items():
-            if isinstance(value, torch.optim.Optimizer):
-                for group, options in enumerate(value.param_groups):
-                    for key, option in options.items():
-                        if key != "params":
-                            shown = (id(option), option._version) if isinstance(option, Tensor) else option
-                            found[name, group, key] = shown
-            elif isinstance(value, nn.Module):
-                for path, owner in value.named_modules():
-                    for attribute, buffer in owner._buffers.items():
-                        if attribute not in owner._non_persistent_buffers_set:
-                            found[name, path, attribute] = "a buffer" if buffer is not None else None
-        return found
 
     def check(self, device: torch.device) -> None:
         """Refuse what cannot be trained, before anything is."""
@@ -195,18 +185,16 @@ class Tracked:
     def before_updates(self, call: Callable[[str], None]) -> list[RemovableHandle]:
         """Have ``call`` called with an optimizer's name whenever it makes a step, until the handles are removed."""
         return [
-            value.register_step_pre_hook(lambda *_, name=name: call(name))
-            for name, value in self._objects.items()
-            if isinstance(value, torch.optim.Optimizer)
+            optimizer.register_step_pre_hook(lambda *_, name=name: call(name))
+            for name, optimizer in self.optimizers.items()
         ]
 
     def updated(self) -> set[int]:
         """The addresses of the tensors that nothing but an update changes: parameters, and the states of optimizers."""
         found = {parameter.data_ptr() for _, parameter in self.parameters()}
-        for value in self._objects.values():
-            if isinstance(value, torch.optim.Optimizer):
-                for state in value.state.values():
-                    found |= {item.data_ptr() for item in state.values() if isinstance(item, Tensor)}
+        for optimizer in self.optimizers.values():
+            for state in optimizer.state.values():
+                found |= {item.data_ptr() for item in state.values() if isinstance(item, Tensor)}
         return found
 
     # -- state ---------------------------------------------------------------------------------------
@@ -245,17 +233,29 @@ class Tracked:
                     "continue this run: its state_dict() must hold everything that changes"
                 )
 
+    def load_models(self, state: dict[str, Any]) -> None:
+        """Take over the modules of a state whose place in the script is still to come, as far as they are here.
+
+        A script may compute the data of its second training with the model of the first. On a worker that joins in the
+        second, that code finds the model as the run has it now. `load` follows at the place of the state.
+        """
+        for name, part in state["objects"].items():
+            module = self._objects.get(name)
+            if isinstance(module, nn.Module):
+                ours = module.state_dict()
+                same = part.keys() == ours.keys() and all(
+                    not isinstance(value, Tensor) or value.shape == ours[key].shape for key, value in part.items()
+                )
+                if same:  # otherwise the script has yet to make it what it is then
+                    module.load_state_dict(part)
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            if name in hidden and hidden[name].shape == buffer.shape:
+                hidden[name].copy_(buffer)
+
     def digests(self) -> dict[str, str]:
         """A 64-bit fingerprint of every tracked object, in hexadecimal."""
         return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
-
-    def trained_digests(self) -> dict[str, str]:
-        """Those of modules and optimizers, which are the same on all workers."""
-        return {
-            name: f"{digest_of_state(value.state_dict()):016x}"
-            for name, value in self._objects.items()
-            if isinstance(value, (nn.Module, torch.optim.Optimizer))
-        }
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
         """By name, the buffers that no ``state_dict`` has. Of a cache that has grown, what it was when it was tracked:

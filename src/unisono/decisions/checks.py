@@ -1,0 +1,85 @@
+"""When the workers compare with each other what must be equal, and who computes what twice: decisions without I/O.
+
+Two checks find a training whose bits depend on the worker, at steps that all members choose alike:
+
+* **comparison**: every member tells a digest of everything that is tracked. The digests must be equal.
+* **rehearsal**: every member computes, after its own micro-batches, the first micro-batch of the next rank as well.
+  The digests of the two gradients must be equal. The second gradient is not summed.
+
+A script that counts, remembers earlier micro-batches, draws from a generator of its own or reads the clock gives other
+gradients to the second worker, which has computed other micro-batches before. Most such scripts do so from the first
+step on; some begin later. So the checks are dense at the beginning of a run and rare afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from unisono.decisions.plan import Plan
+
+__all__ = ["Rehearsal", "is_compared", "is_rehearsed", "minority", "rehearsal"]
+
+FIRST_STEPS = 4
+"""The first steps of a run are all checked, and afterwards those whose number is a power of two."""
+COMPARE_EVERY = 100
+REHEARSE_EVERY = 1000
+
+
+def is_compared(step: int, *, is_last: bool = False) -> bool:
+    """Return whether the members compare their states at this step.
+
+    Args:
+        step: steps of the run that are done.
+        is_last: the step is the last one of its ``run.steps``.
+    """
+    return is_last or step < FIRST_STEPS or step % COMPARE_EVERY == 0 or _is_power_of_two(step)
+
+
+def is_rehearsed(step: int, *, is_first_of_generation: bool = False, is_last: bool = False) -> bool:
+    """Return whether each member computes a micro-batch of another one as well at this step.
+
+    Args:
+        step: steps of the run that are done.
+        is_first_of_generation: the members have changed since the step before.
+        is_last: the step is the last one of its ``run.steps``.
+    """
+    often = is_last or is_first_of_generation or step < FIRST_STEPS
+    return often or step % REHEARSE_EVERY == 0 or _is_power_of_two(step)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The part of one member in a rehearsal."""
+
+    own: int | None
+    """The micro-batch of this member that another one computes as well; None: it has none."""
+    other: int | None
+    """The micro-batch of another member that this one computes as well, after its own; None: there is none."""
+
+
+def rehearsal(plan: Plan, rank: int) -> Rehearsal:
+    """Return what one member computes for a rehearsal.
+
+    The members form a ring: each computes, as its last micro-batch, the first one of the next rank that has any. So
+    whatever a script remembers differs most.
+    """
+    size = len(plan.ranges)
+    following = (plan.ranges[(rank + distance) % size] for distance in range(1, size))
+    other = next((leaves[0] for leaves in following if leaves), None)
+    own = plan.ranges[rank][0] if plan.ranges[rank] and size > 1 else None
+    return Rehearsal(own, other)
+
+
+def minority(values: Sequence[Hashable]) -> list[int]:
+    """Return the places whose value is not the most frequent one (of equally frequent ones: the first)."""
+    if not values:
+        return []
+    counts = Counter(values)
+    usual = max(counts, key=lambda value: (counts[value], -values.index(value)))
+    return [place for place, value in enumerate(values) if value != usual]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

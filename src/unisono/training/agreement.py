@@ -1,0 +1,252 @@
+"""The comparison of the workers: do all of them still hold, and compute, the same bits?
+
+With the sums of a step every member tells digests of its state and of micro-batches that two members have computed
+(`unisono.decisions.checks` has the reasons and the steps). All members see the same digests after the commit, before
+anything is updated, so all raise the same error. Only then do they tell each other in detail what they have, to name
+what differs.
+
+Members whose arithmetic differs (another processor, another version of torch) were admitted with a warning that the
+same bits no longer hold. Their micro-batches are not compared, and a state that differs is another warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
+from unisono.decisions.plan import Plan
+from unisono.errors import DivergenceError
+from unisono.facts import Facts, halves
+from unisono.state import described, digest_of_tensors, pack
+from unisono.state import hash_bytes as digest_of_bytes
+from unisono.training.gradients import Fingerprint
+from unisono.training.rounds import Rounds
+from unisono.training.team import LOST
+from unisono.words import listed
+
+__all__ = ["Agreement", "Digests", "check_digests"]
+
+OUT_OF_STEP = (
+    "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
+    "step.loss or run.evaluate), run.rank or run.is_main in a decision, the time, or something that changes and was "
+    "not tracked when the worker joined"
+)
+USUAL_CAUSES = (
+    "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
+    "elsewhere: a counter, a running value in a plain attribute, a random generator of the script's own, a cache, the "
+    "clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or Python's global "
+    "generator, or keep the state in a buffer. unisono.Run(deterministic=False) turns this check off"
+)
+
+
+class Digests(msgspec.Struct, frozen=True):
+    """What a member says of the objects that it tracks."""
+
+    arithmetic: int
+    objects: dict[str, str]
+    """By name; empty where the member has nobody to be compared with."""
+
+
+class _Details(msgspec.Struct, frozen=True):
+    """What a member tells when digests have differed."""
+
+    state: dict[str, str] = {}
+    """Every value of the state by its path."""
+    leaves: list[Fingerprint] = []
+
+
+class Agreement:
+    """This member's part in the comparisons of one ``run.steps``.
+
+    Args:
+        rehearses: compute some micro-batches twice; otherwise only states are compared.
+        num_steps: of this ``run.steps``.
+    """
+
+    def __init__(self, rounds: Rounds, *, rehearses: bool, num_steps: int) -> None:
+        self._rounds = rounds
+        self._rehearses = rehearses
+        self._num_steps = num_steps
+        self._step = -1
+        self._digest: int | None = None
+        self._is_rehearsed = False
+        self._own: Fingerprint | None = None
+        self._other: Fingerprint | None = None
+        self._has_warned = False
+
+    def start_step(self, number: int, total: int) -> None:
+        """Decide what is compared at a step, and take the digest of the state if it is.
+
+        Args:
+            number: of the step within ``run.steps``.
+            total: steps of the run that are done.
+        """
+        self._own = self._other = self._digest = None
+        self._step = total
+        is_last = number == self._num_steps - 1
+        is_team = self._rounds.team.size > 1
+        is_first = self._rounds.is_first_of_generation
+        self._is_rehearsed = (
+            is_team and self._rehearses and is_rehearsed(total, is_first_of_generation=is_first, is_last=is_last)
+        )
+        if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
+            self._digest = self._digest_of_state()
+
+    def rehearsal(self, plan: Plan) -> Rehearsal | None:
+        """Return what this member computes for others in this step; None: it is no rehearsal."""
+        return rehearsal(plan, self._rounds.team.rank) if self._is_rehearsed else None
+
+    def note_own(self, fingerprint: Fingerprint) -> None:
+        """Keep the fingerprint of this member's micro-batch that another one computes as well."""
+        self._own = fingerprint
+
+    def note_other(self, fingerprint: Fingerprint) -> None:
+        """Keep the fingerprint of another member's micro-batch."""
+        self._other = fingerprint
+
+    def add_to(self, facts: Facts) -> Facts:
+        """Return the facts with what this member has to compare."""
+        facts = facts._replace(arithmetic=float(self._rounds.team.arithmetic))
+        if self._digest is not None:
+            high, low = halves(self._digest)
+            facts = facts._replace(compared=float(self._step), state_high=high, state_low=low)
+        if self._own is not None:
+            high, low = halves(self._own.digest)
+            facts = facts._replace(own_leaf=float(self._own.leaf), own_high=high, own_low=low)
+        if self._other is not None:
+            high, low = halves(self._other.digest)
+            facts = facts._replace(other_leaf=float(self._other.leaf), other_high=high, other_low=low)
+        return facts
+
+    def check(self, facts: Sequence[Facts]) -> None:
+        """Compare what all members have told with the sums of the step. Collective where something differs.
+
+        Raises:
+            DivergenceError: members of equal arithmetic have other bits.
+        """
+        if self._digest is None:
+            return
+        told = [rank for rank, each in enumerate(facts) if each.compared == self._step]
+        states = {rank: (facts[rank].state_high, facts[rank].state_low) for rank in told}
+        if len(set(states.values())) > 1:
+            self._states_differ(facts, states)
+        for owner in told:
+            for helper in told:
+                if helper != owner and _differs(facts[owner], facts[helper]):
+                    self._leaves_differ(facts, owner, helper)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _digest_of_state(self) -> int:
+        packed = pack({name: value.state_dict() for name, value in self._rounds.tracked.objects.items()})
+        return digest_of_bytes(packed.skeleton) ^ digest_of_tensors(packed.tensors)
+
+    def _states_differ(self, facts: Sequence[Facts], states: Mapping[int, Any]) -> None:
+        ids = self._rounds.team.worker_ids
+        wrong = _odd_ones(states, [each.arithmetic for each in facts])
+        if wrong is None:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+            return
+        ranks, usual = wrong
+        mine = {
+            name: text
+            for tracked, value in self._rounds.tracked.objects.items()
+            for name, text in described(value.state_dict(), tracked).items()
+        }
+        details = self._tell(facts, _Details(state=mine))
+        what = _first_difference(details, ranks[0], usual, ids) if details else ""
+        raise DivergenceError(
+            f"the workers have drifted apart: at step {self._step} the state of "
+            f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}"
+        )
+
+    def _leaves_differ(self, facts: Sequence[Facts], owner: int, helper: int) -> None:
+        ids, leaf = self._rounds.team.worker_ids, int(facts[owner].own_leaf)
+        details = self._tell(facts, _Details(leaves=[one for one in (self._own, self._other) if one is not None]))
+        what = ""
+        if details:
+            mine, theirs = (
+                next((one for one in details[rank].leaves if one.leaf == leaf), None) for rank in (owner, helper)
+            )
+            if mine is not None and theirs is not None:
+                what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
+        raise DivergenceError(
+            f"micro-batch {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
+            f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
+        )
+
+    def _tell(self, facts: Sequence[Facts], details: _Details) -> list[_Details]:
+        """Tell all members what this one has, and get what they have; empty where that is not possible any more."""
+        if any(each.compared != self._step for each in facts):
+            return []  # who has finished this step before a loss does not look at it again
+        try:
+            letters = self._rounds.gather(msgspec.msgpack.encode(details))
+        except LOST:
+            return []
+        return [msgspec.msgpack.decode(letter, type=_Details) for letter in letters]
+
+
+_OTHER_ARITHMETIC = (
+    "workers whose arithmetic differs do not hold the same state any more; all of them go on, and the result is that "
+    "of the first worker. unisono run --strict refuses such workers"
+)
+
+
+def check_digests(told: Mapping[str, Digests]) -> None:
+    """Compare the digests of all workers' objects, by worker.
+
+    Raises:
+        DivergenceError: workers of equal arithmetic have other objects.
+    """
+    known = {worker: each for worker, each in told.items() if each.objects}
+    if not known:
+        return
+    first = next(iter(known))
+    for worker, each in known.items():
+        different = [name for name, digest in each.objects.items() if digest != known[first].objects.get(name)]
+        if not different:
+            continue
+        if each.arithmetic != known[first].arithmetic:
+            warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+            continue
+        raise DivergenceError(
+            f"the workers have drifted apart: {', '.join(different)} of {worker} is not that of {first}. {OUT_OF_STEP}"
+        )
+
+
+def _differs(owner: Facts, helper: Facts) -> bool:
+    is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf
+    return (
+        is_same_leaf
+        and owner.arithmetic == helper.arithmetic
+        and (owner.own_high, owner.own_low) != (helper.other_high, helper.other_low)
+    )
+
+
+def _odd_ones(states: Mapping[int, Any], arithmetics: Sequence[float]) -> tuple[list[int], int] | None:
+    """Return the ranks that differ among those of one arithmetic, and one of the others; None: there are none."""
+    for arithmetic in dict.fromkeys(arithmetics[rank] for rank in states):
+        ranks = [rank for rank in states if arithmetics[rank] == arithmetic]
+        if odd := minority([states[rank] for rank in ranks]):
+            usual = next(rank for place, rank in enumerate(ranks) if place not in odd)
+            return [ranks[place] for place in odd], usual
+    return None
+
+
+def _first_difference(details: Sequence[_Details], rank: int, usual: int, ids: Sequence[str]) -> str:
+    theirs, ours = details[rank].state, details[usual].state
+    for path in [*ours, *theirs]:
+        if ours.get(path) != theirs.get(path):
+            number = sum(ours.get(name) != theirs.get(name) for name in {*ours, *theirs})
+            more = f", the first of {number} differences" if number > 1 else ""
+            return (
+                f" ({path} is {theirs.get(path, 'not there')} on {ids[rank]} and {ours.get(path, 'not there')} on "
+                f"{ids[usual]}{more})"
+            )
+    return ""

@@ -1,0 +1,307 @@
+"""Guards around a micro-batch: what the script may not leave behind in it.
+
+A micro-batch is computed by one worker. Whatever it changes except for gradients and buffers, the other workers do not
+have; from then on the workers would train other models. So the guards look after every micro-batch, and at the end of
+the inner loop, and **refuse** such a change in words or, where the meaning is plain, **put it back**:
+
+==========================================  ==================================================
+change within a micro-batch                 what happens
+==========================================  ==================================================
+a trained parameter appears, goes, changes  `StepError` (values: `unisono.training.gradients`)
+``module.train()``, ``module.eval()``       put back before and after each micro-batch
+``parameter.grad = ...``                    `StepError`, unless it was there before the backward
+options of an optimizer, its state          `StepError` at the end of the inner loop
+``scheduler.step()``                        `StepError` at the end of the inner loop
+``clip_grad_norm_``                         a warning: there are no gradients yet
+==========================================  ==================================================
+
+Guards look at objects and version counters only, never at values, so they cost microseconds. What they cannot see (a
+counter in a closure, a generator of the script's own) is found by a rehearsal (`unisono.decisions.checks`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from unisono.errors import StepError
+from unisono.training.tracked import Tracked
+
+__all__ = ["Guards", "Structure", "UnusedGradients", "warn_of_clipping", "watched_zero_grad"]
+
+Settings = dict[tuple[str, int | str, str], Any]
+"""(optimizer, group, option) -> its value; (module, path, buffer) -> whether it is there; (scheduler, "", counter)."""
+
+
+class Structure:
+    """The modules, parameters and modes of what is tracked, as they were when this was made."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._modules: list[nn.Module] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Remember what is there now."""
+        if not self._is_same():
+            found = (module for tracked in self._tracked.modules.values() for module in tracked.modules())
+            self._modules = list({id(module): module for module in found}.values())
+            self._parameters, self._children = self._owned()
+            self._named = dict(self._tracked.named_parameters())
+        self._modes = [module.training for module in self._modules]
+
+    def restore_modes(self) -> None:
+        """Put every module back into train() or eval(), as it was."""
+        for module, training in zip(self._modules, self._modes, strict=True):
+            if module.training is not training:
+                module.training = training
+
+    def check(self, where: str) -> None:
+        """Compare the parameters with those that were there.
+
+        Raises:
+            StepError: a parameter has come, gone or been replaced; names it.
+        """
+        if self._is_same():
+            return
+        before, now = self._named, dict(self._tracked.named_parameters())
+        changes = {
+            "was replaced": [name for name in now if name in before and now[name] is not before[name]],
+            "appeared": [name for name in now if name not in before],
+            "has gone": [name for name in before if name not in now],
+        }
+        what = next((words for words, names in changes.items() if names), "")
+        if what:
+            name = changes[what][0]
+            raise StepError(
+                f"parameter {name!r} {what} within {where}, on the worker that computed it only. Make all layers and "
+                "parameters before run.steps (where the first batch decides on a shape, give the model one batch "
+                "before), and change the model between two calls of run.steps only"
+            )
+        self.renew()  # modules without parameters came or went: an activation that forward makes anew each time
+
+    def _is_same(self) -> bool:
+        if not self._modules:
+            return False
+        parameters, children = self._owned()
+        return _same_objects(parameters, self._parameters) and _same_objects(children, self._children)
+
+    def _owned(self) -> tuple[list[nn.Parameter | None], list[nn.Module | None]]:
+        return (
+            [parameter for module in self._modules for parameter in module._parameters.values()],
+            [child for module in self._modules for child in module._modules.values()],
+        )
+
+
+class Guards:
+    """Looks after one ``run.steps``. Local."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._structure = Structure(tracked)
+        self._settings: Settings = {}
+        self._states: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def start_step(self) -> None:
+        """Remember what the micro-batches of a step begin with."""
+        self._structure.renew()
+        self._settings = settings(self._tracked)
+        self._states = list(_optimizer_states(self._tracked))
+        self._versions = [tensor._version for tensor in self._states]
+
+    def finish_microbatch(self, where: str, trained: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Check what a micro-batch has left behind, and put modes back.
+
+        Args:
+            where: ``step 3, micro-batch 2``.
+            trained: (name, parameter), whose gradients were taken.
+
+        Raises:
+            StepError: it has changed what it may not.
+        """
+        self._structure.check(where)
+        self._structure.restore_modes()
+        for name, parameter in trained:
+            if parameter.grad is not None:
+                raise StepError(
+                    f"parameter {name!r} has a gradient at the end of {where} that step.backward did not compute "
+                    "(parameter.grad = ...), on this worker only. Add a term to the loss, or change gradients after "
+                    "the inner loop, where .grad is the mean over the global batch"
+                )
+
+    def finish_step(self) -> None:
+        """Check what the inner loop has left behind.
+
+        Raises:
+            StepError: an option, a scheduler or an optimizer's state has changed; names it.
+        """
+        _check_settings(self._settings, settings(self._tracked))
+        states = list(_optimizer_states(self._tracked))
+        if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
+            raise StepError(
+                "the state of an optimizer was changed within `for batch in step`, where each worker computes other "
+                "micro-batches. Change it after this loop"
+            )
+
+
+class UnusedGradients:
+    """Finds a script that accumulates gradients over several steps by itself.
+
+    A step begins with empty gradients, so what the script has not used by then would be lost without a word.
+    """
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._used: set[str] = set()
+        self._unused: dict[str, int] = {}
+        self._shown = -1
+
+    def start_step(self) -> None:
+        """Look which gradients of the step before were not used. Before they are dropped."""
+        for name, optimizer in self._tracked.optimizers.items():
+            if name in self._used or self._shown < 0:
+                self._unused.pop(name, None)
+            elif _has_finite_gradients(optimizer):  # others are left out on purpose
+                self._unused.setdefault(name, self._shown)
+        self._used.clear()
+
+    def finish_step(self, number: int) -> None:
+        """The gradients of a step are there."""
+        self._shown = number
+
+    def dropped(self, cleared: object) -> None:
+        """The script has called zero_grad() of an optimizer or a module: it begins anew on purpose."""
+        for name, optimizer in self._tracked.optimizers.items():
+            if optimizer is cleared or isinstance(cleared, nn.Module):
+                self._unused.pop(name, None)
+
+    def before_update(self, name: str) -> None:
+        """The script calls step() of an optimizer.
+
+        Raises:
+            StepError: the script has accumulated gradients.
+        """
+        self._used.add(name)
+        if (number := self._unused.pop(name, None)) is not None:
+            raise StepError(
+                f"{name}.step() is called now, and was not called after step {number}, whose gradients are lost: each "
+                "step begins with empty gradients. To accumulate gradients, use a larger batch_size (and more "
+                "microbatches) instead of several steps for one update. To leave out the update of a step on purpose, "
+                f"call {name}.zero_grad() there"
+            )
+
+
+@contextmanager
+def watched_zero_grad(call: Callable[[object], None]) -> Iterator[None]:
+    """While it is entered, have ``call`` called with every optimizer or module whose zero_grad() is called."""
+    owners: tuple[Any, ...] = (torch.optim.Optimizer, nn.Module)
+    originals = [owner.zero_grad for owner in owners]
+
+    def watch(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def zero_grad(self: object, *arguments: Any, **options: Any) -> None:
+            call(self)
+            original(self, *arguments, **options)
+
+        return zero_grad
+
+    for owner, original in zip(owners, originals, strict=True):
+        owner.zero_grad = watch(original)
+    try:
+        yield
+    finally:
+        for owner, original in zip(owners, originals, strict=True):
+            owner.zero_grad = original
+
+
+@contextmanager
+def warn_of_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
+    """While it is entered, warn of ``torch.nn.utils.clip_grad_norm_`` if it is called within a micro-batch.
+
+    It finds no gradient there, and does nothing without a word.
+    """
+    name = "_get_total_norm"  # what it calls, under whichever name the script has imported it
+    original = getattr(clip_grad, name, None)
+
+    def watched(tensors: Any, *arguments: Any, **options: Any) -> Any:
+        assert original is not None
+        if is_inside() and isinstance(tensors, Sequence) and not tensors:
+            warnings.warn(
+                "torch.nn.utils.clip_grad_norm_ was called inside of `for batch in step`, where parameters have no "
+                "gradient yet: it did nothing. Call it after that loop, where .grad is the mean over the global batch",
+                stacklevel=4,
+            )
+        return original(tensors, *arguments, **options)
+
+    if original is None:
+        yield
+        return
+    setattr(clip_grad, name, watched)
+    try:
+        yield
+    finally:
+        setattr(clip_grad, name, original)
+
+
+def settings(tracked: Tracked) -> Settings:
+    """Return what the next step depends on and is no tensor, by its place."""
+    found: Settings = {}
+    for name, value in tracked.objects.items():
+        if isinstance(value, torch.optim.Optimizer):
+            for group, options in enumerate(value.param_groups):
+                for key, option in options.items():
+                    found[name, group, key] = len(option) if key == "params" else _shown(option)
+        elif isinstance(value, nn.Module):
+            for path, owner in value.named_modules():
+                for attribute, buffer in owner._buffers.items():
+                    if attribute not in owner._non_persistent_buffers_set:
+                        found[name, path, attribute] = "a buffer" if buffer is not None else None
+        elif isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
+            for key, item in vars(value).items():
+                if isinstance(item, (int, float, Tensor)):
+                    found[name, "", key] = _shown(item)
+    return found
+
+
+def _shown(option: Any) -> Any:
+    if not isinstance(option, Tensor):
+        return option
+    return (id(option), option._version, option.tolist() if option.numel() == 1 and not option.is_cuda else None)
+
+
+def _check_settings(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+    if before == after:
+        return
+    changed = [place for place in before.keys() | after.keys() if before.get(place) != after.get(place)]
+    if changed:
+        name, part, last = place = min(changed, key=str)
+        said = f"{name}.param_groups[{part}][{last!r}]" if isinstance(part, int) else f"{name}.{part}.{last}"
+        raise StepError(
+            f"{said.replace('..', '.')} was changed within `for batch in step`, where each worker computes other "
+            f"micro-batches: it was {before.get(place)} and is {after.get(place)}. Do that after this loop "
+            "(scheduler.step()), or before run.steps (a buffer that the first batch makes)"
+        )
+
+
+def _optimizer_states(tracked: Tracked) -> Iterator[Tensor]:
+    for optimizer in tracked.optimizers.values():
+        for state in optimizer.state.values():
+            yield from (item for item in state.values() if isinstance(item, Tensor))
+
+
+def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
+    return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))

@@ -1,0 +1,57 @@
+"""When workers compare, and who computes what twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.decisions.checks import is_compared, is_rehearsed, minority, rehearsal
+from unisono.decisions.plan import Plan, plan
+
+
+def test_checks_are_dense_at_the_beginning_and_rare_afterwards() -> None:
+    assert [step for step in range(1100) if is_rehearsed(step)] == [
+        0, 1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 1024,
+    ]  # fmt: skip
+    assert [step for step in range(330) if is_compared(step)] == [
+        0, 1, 2, 3, 4, 8, 16, 32, 64, 100, 128, 200, 256, 300,
+    ]  # fmt: skip
+
+
+def test_the_last_step_and_the_first_with_other_members_are_checked() -> None:
+    assert is_compared(777, is_last=True)
+    assert is_rehearsed(777, is_last=True)
+    assert is_rehearsed(777, is_first_of_generation=True)
+
+
+@given(num_members=st.integers(1, 9), num_leaves=st.integers(1, 20))
+def test_every_member_with_leaves_has_its_first_one_computed_elsewhere(num_members: int, num_leaves: int) -> None:
+    chosen = plan(num_members, num_leaves)
+    parts = [rehearsal(chosen, rank) for rank in range(num_members)]
+    for rank, part in enumerate(parts):
+        leaves = chosen.ranges[rank]
+        assert part.own == (leaves[0] if leaves and num_members > 1 else None)
+        assert part.other is None or part.other not in leaves
+        if part.own is not None:
+            assert part.own in [other.other for other in parts]
+
+
+def test_a_member_without_micro_batches_computes_one_of_the_next() -> None:
+    chosen = Plan(2, (range(1), range(1, 2), range(2, 2)))
+    assert rehearsal(chosen, 2).own is None
+    assert rehearsal(chosen, 2).other == 0
+    assert rehearsal(chosen, 1).other == 0
+
+
+def test_one_member_computes_nothing_twice() -> None:
+    assert rehearsal(plan(1, 8), 0).own is None
+    assert rehearsal(plan(1, 8), 0).other is None
+
+
+@pytest.mark.parametrize(
+    ("values", "odd"),
+    [("", []), ("aaa", []), ("ab", [1]), ("abb", [0]), ("aab", [2]), ("abab", [1, 3]), ("abc", [1, 2])],
+)
+def test_the_minority_is_who_has_not_the_most_frequent_value(values: str, odd: list[int]) -> None:
+    assert minority(list(values)) == odd

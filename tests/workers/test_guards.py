@@ -1,0 +1,353 @@
+"""What a script may not leave behind in a micro-batch is refused in words, or put back; alone and in a team alike."""
+
+# ruff: noqa: PT012 (a whole loop is what raises)
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unisono
+from tests.workers.models import Mlp, bits_of, vectors
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.errors import StepError
+from unisono.training.step import Step
+
+pytestmark = pytest.mark.timeout(120)
+
+Body = Callable[["Training", Step, Tensor, Tensor], None]
+
+
+class Training:
+    """A small training whose inner loop is spoilt in one place."""
+
+    def __init__(self, run: unisono.Run, model: nn.Module | None = None) -> None:
+        self.run = run
+        self.model = Mlp() if model is None else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1000])
+        run.track(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+
+    def train(self, body: Body, num_steps: int = 4) -> None:
+        for step in self.run.steps(vectors(), batch_size=24, microbatches=6, epochs=9, max_steps=num_steps):
+            for x, y in step:
+                body(self, step, x, y)
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def backward(self, step: Step, x: Tensor, y: Tensor) -> None:
+        step.backward(F.cross_entropy(self.model(x), y), weight=len(y))
+
+
+def refused(body: Body, model: Callable[[], nn.Module] = Mlp) -> str:
+    """What the first worker says about a training with this inner loop."""
+    with pytest.raises(StepError) as caught, AloneRun(seed=1) as run:
+        Training(run, model()).train(body)
+    return str(caught.value)
+
+
+def _bits(seat: Seat, place: Place, body: Body, model: Callable[[], nn.Module]) -> Any:
+    with place.run(seed=1) as run:
+        training = Training(run, model())
+        training.train(body)
+        return bits_of(training.model.state_dict())
+
+
+def is_identical(body: Body, model: Callable[[], nn.Module] = Mlp) -> bool:
+    """Whether one, two and three workers end with the same bits."""
+    found = [bits for size in (1, 2, 3) for bits in train_on("shared", size, _bits, body, model)]
+    return all(bits == found[0] for bits in found)
+
+
+# -- parameters --------------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    """Makes its last layer when it sees the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+        self.head: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.head is None:
+            self.head = nn.Linear(hidden.shape[1], hidden.shape[1])
+        found: Tensor = self.head(hidden)
+        return found
+
+
+class Fresh(nn.Module):
+    """Makes its activation anew in every forward: no parameter comes or goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.activation = nn.Tanh()
+        found: Tensor = self.activation(self.body(x))
+        return found
+
+
+def test_a_layer_that_the_first_forward_makes_is_refused() -> None:
+    words = refused(Training.backward, Growing)
+    assert "'model.head.weight' appeared within step 0, micro-batch 0" in words
+    assert "before run.steps" in words
+
+
+def test_a_parameter_that_is_replaced_is_refused() -> None:
+    def replace(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        last = [module for module in training.model.modules() if isinstance(module, nn.Linear)][-1]
+        last.weight = nn.Parameter(torch.ones_like(last.weight))
+
+    assert "was replaced within step 0, micro-batch 0" in refused(replace)
+
+
+@pytest.mark.filterwarnings("ignore:'model' was made before")
+def test_a_parameter_that_goes_is_refused() -> None:
+    def remove(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        for module in training.model.modules():
+            if isinstance(module, nn.Linear):
+                module.bias = None  # type: ignore[assignment]
+
+    model = torch.nn.Sequential(nn.Linear(12, 4))
+    with pytest.raises(StepError, match=r"has gone within step 0"), AloneRun(seed=1) as run:
+        training = Training(run, model)
+        training.optimizer.param_groups[0]["params"] = [model[0].weight]
+        training.train(remove)
+
+
+def test_a_module_without_parameters_may_be_made_anew() -> None:
+    assert is_identical(Training.backward, Fresh)
+
+
+def test_a_gradient_that_is_written_by_hand_is_refused() -> None:
+    def write(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        first = next(training.model.parameters())
+        first.grad = torch.ones_like(first)
+
+    words = refused(write)
+    assert "has a gradient at the end of step 0, micro-batch 0" in words
+    assert "Add a term to the loss" in words
+
+
+# -- modes -------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Computes otherwise in train() than in eval()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop, self.norm = Mlp(), nn.Dropout(0.5), nn.BatchNorm1d(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(self.drop(self.norm(x)))
+        return found
+
+
+def test_a_mode_that_is_left_on_is_put_back() -> None:
+    """Whoever computes the next micro-batch finds the mode in which the step began."""
+
+    def leave(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        assert training.model.training
+        training.backward(step, x, y)
+        training.model.eval()
+
+    assert is_identical(leave, Dropping)
+
+
+def test_the_mode_after_the_loop_is_that_before_it() -> None:
+    with AloneRun(seed=1) as run:
+        training = Training(run)
+        training.model.eval()
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=1):
+            for x, y in step:
+                training.model.train()
+                training.backward(step, x, y)
+            assert not training.model.training
+
+
+# -- optimizers and schedulers -----------------------------------------------------------------------
+
+
+def test_a_scheduler_that_changes_no_rate_is_refused_in_the_inner_loop() -> None:
+    """Its count of steps would be the number of this worker's micro-batches."""
+
+    def count(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        training.scheduler.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the order of the two steps
+        words = refused(count)
+    assert "scheduler." in words
+    assert "was changed within `for batch in step`" in words
+
+
+def _second_step_writes(spoil: Callable[[Training], object]) -> Body:
+    def body(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        if step.number == 1:
+            spoil(training)
+
+    return body
+
+
+def test_the_state_of_an_optimizer_may_not_be_written_in_the_inner_loop() -> None:
+    def spoil(training: Training) -> None:
+        for state in training.optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+    assert "the state of an optimizer was changed" in refused(_second_step_writes(spoil))
+
+
+def test_the_state_of_an_optimizer_may_not_be_cleared_in_the_inner_loop() -> None:
+    assert "the state of an optimizer was changed" in refused(_second_step_writes(lambda t: t.optimizer.state.clear()))
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_learning_rate_that_is_a_tensor_may_not_be_written_in_the_inner_loop(through_data: bool) -> None:
+    def body(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        rate = training.optimizer.param_groups[0]["lr"]
+        (rate.data if through_data else rate).mul_(0.5)
+
+    with pytest.raises(StepError, match="'lr'"), AloneRun(seed=1) as run:
+        training = Training(run)
+        training.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+        training.train(body)
+
+
+def test_a_group_of_parameters_may_not_be_added_in_the_inner_loop() -> None:
+    def body(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+    assert "optimizer.param_groups[1]" in refused(body)
+
+
+# -- gradients ---------------------------------------------------------------------------------------
+
+
+def test_clipping_in_the_inner_loop_is_warned_of() -> None:
+    """It finds no gradients there, and does nothing."""
+
+    def body(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
+        training.backward(step, x, y)
+        nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+
+    with pytest.warns(UserWarning, match="did nothing"), AloneRun(seed=1) as run:
+        Training(run).train(body, num_steps=1)
+
+
+def test_clipping_after_the_inner_loop_is_not_warned_of() -> None:
+    with warnings.catch_warnings(), AloneRun(seed=1) as run:
+        warnings.simplefilter("error")
+        training = Training(run)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=2):
+            for x, y in step:
+                training.backward(step, x, y)
+            nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+            training.optimizer.step()
+
+
+def accumulate(run: unisono.Run, *, drop: Callable[[Training, int], object], every: int = 2) -> None:
+    """Update after every so many steps; ``drop`` is called before each step's inner loop."""
+    training = Training(run)
+    for step in run.steps(vectors(), batch_size=8, microbatches=4, max_steps=5):
+        drop(training, step.number)
+        for x, y in step:
+            training.backward(step, x, y)
+        if step.number % every == every - 1:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+def test_gradients_that_a_script_accumulates_over_steps_are_not_lost_without_a_word() -> None:
+    with pytest.raises(StepError, match="was not called after step 0, whose gradients are lost") as caught:
+        with AloneRun(seed=1) as run:
+            accumulate(run, drop=lambda training, number: None)
+    assert "larger batch_size" in str(caught.value)
+
+
+def test_an_update_may_be_left_out_on_purpose() -> None:
+    """The script says so by zero_grad(), of the optimizer or of the model."""
+    with AloneRun(seed=1) as run:
+        accumulate(run, drop=lambda training, number: training.optimizer.zero_grad())
+    with AloneRun(seed=1) as run:
+        accumulate(run, drop=lambda training, number: training.model.zero_grad())
+
+
+def test_a_gradient_that_is_not_finite_may_be_left_out() -> None:
+    with AloneRun(seed=1) as run:
+        training = Training(run)
+        for step in run.steps(vectors(), batch_size=8, microbatches=4, max_steps=3):
+            for x, y in step:
+                training.backward(step, x, y)
+            if step.number == 1:
+                next(training.model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+            else:
+                training.optimizer.step()
+
+
+# -- evaluation --------------------------------------------------------------------------------------
+
+
+def _evaluated(seat: Seat, place: Place) -> Any:
+    """A training whose evaluation leaves train() on, moves buffers, and counts in one of them."""
+    with place.run(seed=1) as run:
+        training = Training(run, Dropping())
+
+        def count(batch: Any) -> dict[str, Any]:
+            x, y = batch
+            training.model.train()
+            return {"loss": F.cross_entropy(training.model(x), y, reduction="sum")}
+
+        totals = []
+        for step in run.steps(vectors(), batch_size=24, microbatches=6, max_steps=3):
+            for x, y in step:
+                training.backward(step, x, y)
+            training.optimizer.step()
+            totals.append(bits_of(run.evaluate(vectors(), count, batch_size=7)))
+        return totals, bits_of(training.model.state_dict())
+
+
+def test_what_the_function_of_an_evaluation_leaves_behind_is_put_back() -> None:
+    found = [each for size in (1, 2, 3) for each in train_on("shared", size, _evaluated)]
+    assert all(each == found[0] for each in found)
+
+
+def test_an_evaluation_may_not_make_parameters() -> None:
+    with pytest.raises(StepError, match=r"appeared within batch 0 of run\.evaluate"), AloneRun(seed=1) as run:
+        model = Growing()
+        run.track(model=model)
+        run.evaluate(vectors(), lambda batch: {"sum": model(batch[0]).sum()}, batch_size=7)
+
+
+# -- what is made too early --------------------------------------------------------------------------
+
+
+def test_a_model_that_was_made_before_the_run_is_warned_of() -> None:
+    """Neither the seed nor the number of threads of the run was in force then."""
+    early = Mlp()
+    with pytest.warns(UserWarning, match=r"'model' was made before `with unisono\.Run"), AloneRun(seed=1) as run:
+        run.track(model=early)
+
+
+def test_a_model_that_was_made_within_the_run_is_not() -> None:
+    with warnings.catch_warnings(), AloneRun(seed=1) as run:
+        warnings.simplefilter("error")
+        run.track(model=Mlp(), loss=nn.CrossEntropyLoss())
