@@ -24,7 +24,15 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import DeadlineExceeded, LossError, RecipeError, RunDirectoryError, StepError, UsageError
+from unisono.errors import (
+    DeadlineExceeded,
+    DivergenceError,
+    LossError,
+    RecipeError,
+    RunDirectoryError,
+    StepError,
+    UsageError,
+)
 from unisono.journal import read
 from unisono.training.rounds import Rounds
 from unisono.training.step import Step
@@ -745,7 +753,7 @@ def _follow_own_losses(seat: Seat, place: Place) -> str:
                 seen += loss.item()
             loop.optimizer.param_groups[0]["lr"] = seen / 100
             loop.optimizer.step()
-        with pytest.raises(StepError) as caught:
+        with pytest.raises(DivergenceError) as caught:
             run.evaluate(vectors(), lambda batch: {"n": len(batch[1])}, batch_size=8)
         raise SpoiltError
     return str(caught.value)

@@ -100,7 +100,7 @@ class Fresh(nn.Module):
 
 def test_a_layer_that_the_first_forward_makes_is_refused() -> None:
     words = refused(Training.backward, Growing)
-    assert "'model.head.weight' appeared within step 0, micro-batch 0" in words
+    assert "'model.head.weight' appeared within the inner loop of step 0" in words
     assert "before run.steps" in words
 
 
@@ -110,7 +110,7 @@ def test_a_parameter_that_is_replaced_is_refused() -> None:
         last = [module for module in training.model.modules() if isinstance(module, nn.Linear)][-1]
         last.weight = nn.Parameter(torch.ones_like(last.weight))
 
-    assert "was replaced within step 0, micro-batch 0" in refused(replace)
+    assert "was replaced within the inner loop of step 0" in refused(replace)
 
 
 @pytest.mark.filterwarnings("ignore:'model' was made before")
@@ -122,7 +122,7 @@ def test_a_parameter_that_goes_is_refused() -> None:
                 module.bias = None  # type: ignore[assignment]
 
     model = torch.nn.Sequential(nn.Linear(12, 4))
-    with pytest.raises(StepError, match=r"has gone within step 0"), AloneRun(seed=1) as run:
+    with pytest.raises(StepError, match=r"has gone within the inner loop of step 0"), AloneRun(seed=1) as run:
         training = Training(run, model)
         training.optimizer.param_groups[0]["params"] = [model[0].weight]
         training.train(remove)

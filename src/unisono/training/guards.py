@@ -7,7 +7,7 @@ the inner loop, and **refuse** such a change in words or, where the meaning is p
 ==========================================  ==================================================
 change within a micro-batch                 what happens
 ==========================================  ==================================================
-a trained parameter appears, goes, changes  `StepError` (values: `unisono.training.gradients`)
+a trained parameter appears, goes, changes  `StepError` (values: see `unisono.training.gradients`)
 ``module.train()``, ``module.eval()``       put back before and after each micro-batch
 ``parameter.grad = ...``                    `StepError`, unless it was there before the backward
 options of an optimizer, its state          `StepError` at the end of the inner loop
@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,22 +46,28 @@ class Structure:
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
+        self.owners: list[tuple[str, str, nn.Module]] = []
+        """(name of what is tracked, path in it, module)."""
         self._modules: list[nn.Module] = []
         self.renew()
 
     def renew(self) -> None:
         """Remember what is there now."""
         if not self._is_same():
-            found = (module for tracked in self._tracked.modules.values() for module in tracked.modules())
-            self._modules = list({id(module): module for module in found}.values())
+            self.owners = [
+                (name, path, module)
+                for name, tracked in self._tracked.modules.items()
+                for path, module in tracked.named_modules()
+            ]
+            self._modules = [module for _, _, module in self.owners]
             self._parameters, self._children = self._owned()
             self._named = dict(self._tracked.named_parameters())
         self._modes = [module.training for module in self._modules]
 
     def restore_modes(self) -> None:
         """Put every module back into train() or eval(), as it was."""
-        for module, training in zip(self._modules, self._modes, strict=True):
-            if module.training is not training:
+        if [module.training for module in self._modules] != self._modes:
+            for module, training in zip(self._modules, self._modes, strict=True):
                 module.training = training
 
     def check(self, where: str) -> None:
@@ -114,43 +120,63 @@ class Guards:
     def start_step(self) -> None:
         """Remember what the micro-batches of a step begin with."""
         self._structure.renew()
-        self._settings = settings(self._tracked)
+        self._settings = self._current_settings()
         self._states = list(_optimizer_states(self._tracked))
         self._versions = [tensor._version for tensor in self._states]
 
-    def finish_microbatch(self, where: str, trained: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Check what a micro-batch has left behind, and put modes back.
+    def finish_microbatch(self, where: str, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Check what a micro-batch has left behind for the next one, and put modes back.
 
         Args:
             where: ``step 3, micro-batch 2``.
             trained: (name, parameter), whose gradients were taken.
 
         Raises:
-            StepError: it has changed what it may not.
+            StepError: it has left gradients.
         """
-        self._structure.check(where)
         self._structure.restore_modes()
-        for name, parameter in trained:
-            if parameter.grad is not None:
-                raise StepError(
-                    f"parameter {name!r} has a gradient at the end of {where} that step.backward did not compute "
-                    "(parameter.grad = ...), on this worker only. Add a term to the loss, or change gradients after "
-                    "the inner loop, where .grad is the mean over the global batch"
-                )
+        left = [name for name, parameter in trained if parameter.grad is not None]
+        if left:
+            raise StepError(
+                f"parameter {left[0]!r} has a gradient at the end of {where} that step.backward did not compute "
+                "(parameter.grad = ...), on this worker only. Add a term to the loss, or change gradients after "
+                "the inner loop, where .grad is the mean over the global batch"
+            )
 
-    def finish_step(self) -> None:
+    def finish_step(self, number: int) -> None:
         """Check what the inner loop has left behind.
 
         Raises:
-            StepError: an option, a scheduler or an optimizer's state has changed; names it.
+            StepError: a parameter, an option, a scheduler or an optimizer's state has changed; names it.
         """
-        _check_settings(self._settings, settings(self._tracked))
+        self._structure.check(f"the inner loop of step {number}")
+        _check_settings(self._settings, self._current_settings())
         states = list(_optimizer_states(self._tracked))
         if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
             raise StepError(
                 "the state of an optimizer was changed within `for batch in step`, where each worker computes other "
                 "micro-batches. Change it after this loop"
             )
+
+    def _current_settings(self) -> Settings:
+        """Return what the next step depends on and is no tensor, by its place."""
+        found: Settings = {
+            (name, path, attribute): "a buffer" if buffer is not None else None
+            for name, path, owner in self._structure.owners
+            if owner._buffers
+            for attribute, buffer in owner._buffers.items()
+            if attribute not in owner._non_persistent_buffers_set
+        }
+        for name, value in self._tracked.objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                for group, options in enumerate(value.param_groups):
+                    for key, option in options.items():
+                        found[name, group, key] = len(option) if key == "params" else _shown(option)
+            elif isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
+                for key, item in vars(value).items():
+                    if isinstance(item, (int, float, Tensor)):
+                        found[name, "", key] = _shown(item)
+        return found
 
 
 class UnusedGradients:
@@ -250,26 +276,6 @@ def warn_of_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         setattr(clip_grad, name, original)
-
-
-def settings(tracked: Tracked) -> Settings:
-    """Return what the next step depends on and is no tensor, by its place."""
-    found: Settings = {}
-    for name, value in tracked.objects.items():
-        if isinstance(value, torch.optim.Optimizer):
-            for group, options in enumerate(value.param_groups):
-                for key, option in options.items():
-                    found[name, group, key] = len(option) if key == "params" else _shown(option)
-        elif isinstance(value, nn.Module):
-            for path, owner in value.named_modules():
-                for attribute, buffer in owner._buffers.items():
-                    if attribute not in owner._non_persistent_buffers_set:
-                        found[name, path, attribute] = "a buffer" if buffer is not None else None
-        elif isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
-            for key, item in vars(value).items():
-                if isinstance(item, (int, float, Tensor)):
-                    found[name, "", key] = _shown(item)
-    return found
 
 
 def _shown(option: Any) -> Any:

@@ -268,7 +268,7 @@ class Step:
             try:
                 self._context.note_plan(self.number, plan)
                 yield from self._compute(plan, folder, rehearsal)
-                guards.finish_step()
+                guards.finish_step(self.number)
                 self._clock.switch("exchange")
                 rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
                 point("before_combine")
