@@ -14,12 +14,14 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Final
 
 __all__ = [
     "PARENT",
     "SILENCE_S",
+    "TOKEN_FILE",
     "Memory",
     "bind_to_parent",
     "end_group",
@@ -28,10 +30,14 @@ __all__ = [
     "name_process",
     "parent_is_gone",
     "start_time",
+    "take_token",
 ]
 
 PARENT: Final = "UNISONO_PARENT"
 """The environment variable with the process id of who started this process, and is to be survived by nobody."""
+
+TOKEN_FILE: Final = "UNISONO_TOKEN_FILE"
+"""The environment variable with the place of the run's token, for a process that is handed it (`take_token`)."""
 
 SILENCE_S: Final = 5
 """How long the other end of a connection may not even acknowledge."""
@@ -160,3 +166,17 @@ class Memory:
         os.close(self.descriptor)
         if sys.platform != "linux":
             os.unlink(self.path)
+
+
+def take_token(environment: MutableMapping[str, str]) -> str:
+    """The run's token, which was handed down to this process; its children find neither the memory nor its name.
+
+    Raises:
+        KeyError: nothing was handed down. OSError, ValueError: it cannot be read.
+    """
+    path = environment.pop(TOKEN_FILE)
+    token = Path(path).read_text().strip()
+    folder, _, name = path.rpartition("/")
+    if folder == "/proc/self/fd":
+        os.close(int(name))
+    return token

@@ -272,12 +272,13 @@ def test_a_loss_at_the_end_of_an_admission_finds_some_in_the_step_already(
 
 
 EDITED = """
-    import os, torch, unisono
+    import torch, unisono
+    from unisono import member
 
     with unisono.Run(seed=3) as run:
         model = torch.nn.Linear(12, 1)
         run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
-        batch = 24 if os.environ["UNISONO_WORKER_ID"] in ("w0", "w1") else 12
+        batch = 24 if member.told().worker_id in ("w0", "w1") else 12
         for step in run.steps(torch.ones(48, 12), batch_size=batch, microbatches=4, epochs=10**9):
             for x in step:
                 step.backward(model(x).square().mean())

@@ -106,7 +106,7 @@ def test_a_run_of_run_workers_ends_with_its_caller(
 
 
 def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Script) -> None:
-    hang_up = "import os, signal\nos.kill(int(os.environ['UNISONO_AGENT']), signal.SIGHUP)\n"
+    hang_up = "import os, signal\nfrom unisono import member\nos.kill(member.told().agent, signal.SIGHUP)\n"
     command = unisono(
         "run", script(hang_up + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=20))), "-n", 1, before=["nohup"]
     )
@@ -248,6 +248,7 @@ def test_a_nursery_that_dies_is_named(
 
 WITHOUT_FILES = """
     import json, os, resource, signal, torch, unisono
+    from unisono import member
 
     with unisono.Run(seed=1) as run:
         model = torch.nn.Linear(2, 1)
@@ -255,9 +256,9 @@ WITHOUT_FILES = """
         for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=20):
             for batch in step:
                 step.backward(model(batch).mean())
-            if step.number == 3 and os.environ["UNISONO_WORKER_ID"] == "w1":
+            if step.number == 3 and member.told().worker_id == "w1":
                 # The agent can open nothing more. What it has open stays.
-                resource.prlimit(int(os.environ["UNISONO_AGENT"]), resource.RLIMIT_NOFILE, (3, 3))
+                resource.prlimit(member.told().agent, resource.RLIMIT_NOFILE, (3, 3))
                 if {head}:
                     os.kill(json.load(open(run.directory / "head.json"))["pid"], signal.SIGKILL)
                 os._exit(1)

@@ -24,11 +24,12 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.roster import Policy
+from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.machine.nursery import Birth, Born
-from unisono.member import Door, Member
+from unisono.member import Member
 from unisono.messages import (
     AgentHello,
     Beat,
@@ -767,12 +768,8 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
 
 def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nursery: str, tmp_path: Path) -> None:
     """At once, at any moment: before it has done its first thing as well."""
-    environment = {
-        "UNISONO_HEAD": "ws://127.0.0.1:1",  # nobody is there: it would look for it for a minute
-        "UNISONO_TOKEN_FILE": os.devnull,
-        "UNISONO_WORKER_ID": "w0",
-    }
-    birth = Birth.of("w0", ["train.py"], environment, str(tmp_path))
+    door = Door(head="ws://127.0.0.1:1", worker_id="w0", host="lab")  # nobody is there: it would look for a minute
+    birth = Birth.of("w0", ["train.py"], door.environment(), str(tmp_path))
     null = os.open(os.devnull, os.O_RDWR)
     try:
         for _ in range(20):

@@ -195,7 +195,7 @@ class Nursery:
                 raise UsageError(f"no nursery answers at UNISONO_NURSERY={standing}: {error.strerror}") from error
         else:
             self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-P", "-m", "unisono.machine.nursery", str(theirs.fileno())]
+            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.nursery", str(theirs.fileno())]
             try:
                 self.child = spawn("nursery", command, environment, (theirs.fileno(),))
             finally:

@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from unisono.lifetime import PARENT, Memory, bind_to_parent, end_group, name_process
+from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_group, name_process
 
 __all__ = ["Birth", "Born", "Death", "main"]
 
@@ -194,7 +194,7 @@ def _be_worker(birth: Birth, descriptors: list[int]) -> int:
     os.environ.clear()
     os.environb.update(birth.environment)
     os.environ[PARENT] = str(nursery)
-    os.environ["UNISONO_TOKEN_FILE"] = f"/proc/self/fd/{token}"
+    os.environ[TOKEN_FILE] = f"/proc/self/fd/{token}"
     # A nursery that stands by itself was started with another environment than the run.
     for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:

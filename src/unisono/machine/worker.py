@@ -19,9 +19,10 @@ import zlib
 from pathlib import Path
 
 from unisono import faults
+from unisono.door import Door
 from unisono.errors import RunStopped
 from unisono.lifetime import bind_to_parent, name_process
-from unisono.member import Door, Member
+from unisono.member import Member
 from unisono.messages import MemberInfo
 
 __all__ = ["main"]
@@ -32,7 +33,6 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGKILL)
-    faults.arm(os.environ)
     code = [1]
     atexit.register(_end_at_once, code)  # the first one registered is the last one called
     code[0] = _work()
@@ -48,7 +48,7 @@ def _end_at_once(code: list[int]) -> None:
 
 
 def _work() -> int:
-    door = Door.from_environment()
+    door, armed = Door.take(), os.environ.pop(faults.ENVIRONMENT, "")
     if door is None:
         print(
             "python -m unisono.machine.worker is started by `unisono run` and `unisono join`, not by hand",
@@ -58,6 +58,7 @@ def _work() -> int:
     if len(sys.argv) < 2:
         print("python -m unisono.machine.worker needs a script", file=sys.stderr)
         return 2
+    faults.arm(armed, door.worker_id, door.agent)
     name_process(f"unisono {door.worker_id}")
     try:
         member = _connect(door)

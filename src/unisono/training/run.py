@@ -93,23 +93,23 @@ class Run:
         resume_anyway: Collection[str] = (),
         overwrite: bool = False,
     ) -> None:
-        environment = os.environ
-        chosen = environment.get("UNISONO_RUN_DIR") or directory
+        told = members.told()
+        chosen = told.run_dir or directory
         self.directory = Path(chosen) if chosen is not None else None
         self.seed = seed
-        self.device = choose_device(device, environment)
-        self._arithmetic = Arithmetic(choose_threads(threads, environment), deterministic)
+        self.device = choose_device(device, told.local_rank)
+        self._arithmetic = Arithmetic(choose_threads(threads, told.threads), deterministic)
         self._balance = balance
         self._tracked = Tracked()
         self._keeper = Keeper(
             self.directory,
             tracked=self._tracked,
             policy=checkpoint,
-            resume=environment.get("UNISONO_RESUME") or os.fspath(resume or ""),
+            resume=told.resume or os.fspath(resume or ""),
             anyway=resume_anyway,
-            also_anyway=environment.get("UNISONO_RESUME_ANYWAY", "").split(),
-            command=environment.get("UNISONO_COMMAND", ""),
-            overwrite=overwrite or environment.get("UNISONO_OVERWRITE") == "1",
+            also_anyway=told.resume_anyway,
+            command=told.command,
+            overwrite=overwrite or told.overwrite,
             device=self.device,
             threads=self._arithmetic.threads,
         )
