@@ -23,6 +23,7 @@ __all__ = [
     "SILENCE_S",
     "TOKEN_FILE",
     "Memory",
+    "adopt_orphans",
     "bind_to_parent",
     "end_group",
     "end_when_silent",
@@ -43,6 +44,7 @@ SILENCE_S: Final = 5
 """How long the other end of a connection may not even acknowledge."""
 
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _parent: int | None = None
 
 
@@ -61,6 +63,17 @@ def bind_to_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent_is_gone():  # it ended before the line above
         os._exit(1)
+
+
+def adopt_orphans(yes: bool) -> bool:
+    """Let descendants of this process become its children when their parent ends; whether the system does that.
+
+    They are to be waited for like its own.
+    """
+    if sys.platform != "linux":
+        return False
+    failed = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+    return not failed
 
 
 def parent_is_gone() -> bool:

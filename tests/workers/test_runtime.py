@@ -771,16 +771,19 @@ def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nurs
     door = Door(head="ws://127.0.0.1:1", worker_id="w0", host="lab")  # nobody is there: it would look for a minute
     birth = Birth.of("w0", ["train.py"], door.environment(), str(tmp_path))
     null = os.open(os.devnull, os.O_RDWR)
+    gate, key = os.pipe()
+    os.write(key, b"1" * 20)
     try:
         for _ in range(20):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
                 agent.connect(standing_nursery)
-                birth.send(agent, [null, null, null])
+                birth.send(agent, [null, null, null, gate])
     finally:
-        os.close(null)
+        for descriptor in (null, gate, key):
+            os.close(descriptor)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:  # it serves one after the other
         agent.connect(standing_nursery)
-        Birth.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2])
+        Birth.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 0])
         agent.settimeout(10)
         assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Born).name == "last"
     deadline = time.monotonic() + 5

@@ -404,15 +404,29 @@ class _Agent:
             if self._is_leaving or worker_id in self._evicted:
                 child.kill()
 
-        try:
-            if self._nursery is not None and self._nursery.alive:
-                self._nursery.bear(worker_id, self._job.arguments, environment, started)
+        def start_by_itself() -> None:
+            told = {**environment, TOKEN_FILE: self._secret.inherited_path}
+            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._job.arguments]
+            try:
+                started(spawn(worker_id, command, told, (self._secret.descriptor,)))
+            except OSError as error:
+                started(str(error))
+
+        nursery = self._nursery
+        if nursery is None or not nursery.alive:
+            start_by_itself()
+            return
+
+        def born(child: Child | str) -> None:
+            if isinstance(child, str) and not nursery.alive:
+                start_by_itself()
             else:
-                environment[TOKEN_FILE] = self._secret.inherited_path
-                command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._job.arguments]
-                started(spawn(worker_id, command, environment, (self._secret.descriptor,)))
+                started(child)
+
+        try:
+            nursery.bear(worker_id, self._job.arguments, environment, born)
         except OSError as error:
-            started(str(error))
+            born(str(error))
 
     def _evict(self, worker_id: str) -> None:
         """End a worker; one whose start is delayed does not begin, one that is being forked ends as it is there."""
