@@ -9,6 +9,7 @@ answer.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import selectors
@@ -44,6 +45,7 @@ from unisono.messages import (
     Suspect,
     Told,
     Welcome,
+    WorkerLate,
     decode,
     encode,
 )
@@ -471,6 +473,8 @@ class Member:
             case Ended():
                 self._ended = message
                 self._stop(RunStopped(message.reason))
+            case WorkerLate():
+                _show_stacks(self.worker_id)
             case Told():
                 if self._welcome is None:
                     self._stop(RunStopped(message.text))
@@ -513,6 +517,13 @@ class Member:
         link = self._link
         if link is not None:
             link.sock.close()
+
+
+def _show_stacks(worker_id: str) -> None:
+    """Write where each thread of this process is to its standard error: the file, whatever ``sys.stderr`` is."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{worker_id} is stuck here:\n".encode())
+        faulthandler.dump_traceback(2, all_threads=True)
 
 
 def _in_one_line(error: BaseException) -> str:

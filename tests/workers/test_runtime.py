@@ -29,6 +29,7 @@ from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.machine.nursery import Birth, Born
+from unisono.machine.worker import STACK_SIGNAL
 from unisono.member import Member
 from unisono.messages import (
     AgentHello,
@@ -592,10 +593,13 @@ def test_a_stopped_worker_is_evicted_and_replaced(unisono: Unisono, script: Scri
 
 
 def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(unisono: Unisono, script: Script) -> None:
+    """The script's signals are its own: under Slurm, SIGUSR1 means that the time is up."""
     name = script(
         """
-        import time
+        import signal, time
         from unisono import member
+
+        signal.signal(signal.SIGUSR1, lambda *_: print("a handler of the script ran", flush=True))
 
         def stuck_here():
             time.sleep(1000)
@@ -620,10 +624,29 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
         *("--heartbeat-s", 0.1, "--max-restarts", 0),
     )
     assert "step 5, micro-batch 3" in command.line("is late: no progress for")
-    assert "stuck_here" in command.line("stuck_here")
+    command.line("[w1] w1 is stuck here:")
+    command.line("in stuck_here")
     command.line("is left aside")
     command.line("[w0] goes on with ['w0'] True")
     assert command.wait() == 0
+    assert not any("a handler of the script ran" in line for line in command.out)
+
+
+def test_no_signal_is_taken_from_the_script(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STACK_SIGNAL)
+    taken = """
+        import faulthandler, signal
+        from unisono import member
+
+        for number in signal.valid_signals() - {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ}:
+            assert signal.getsignal(number) == signal.SIG_DFL, number
+        assert not faulthandler.unregister(signal.SIGUSR1), "it was registered"
+        me = member.current()
+        me.ready(0)
+        me.holding(me.wait_notice(0).generation)
+        """
+    command = unisono("run", script(taken), "--workers", 1)
+    assert command.wait() == 0, command.err
 
 
 def test_a_worker_that_dies_without_a_word_is_told_with_its_last_words(unisono: Unisono, script: Script) -> None:

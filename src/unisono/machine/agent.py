@@ -51,7 +51,6 @@ from unisono.messages import (
     Told,
     Welcome,
     WorkerExit,
-    WorkerLate,
     decode,
     encode,
     is_refusal,
@@ -338,11 +337,6 @@ class _Agent:
                 self._screen.say(message.text)
             case Evict():
                 self._evict(message.worker_id)
-            case WorkerLate():
-                child = self._workers.get(message.worker_id)
-                if child is not None and child.exit_code is None:
-                    self._screen.say(f"{message.worker_id} is stuck here:")
-                    os.kill(child.pid, signal.SIGUSR1)  # its stack goes to its standard error
             case Ended():
                 self._finish(self._left_by_signal(message))
             case RunDirectory():

@@ -17,6 +17,7 @@ import sys
 import types
 import zlib
 from pathlib import Path
+from typing import Final
 
 from unisono import faults
 from unisono.door import Door
@@ -25,13 +26,19 @@ from unisono.lifetime import bind_to_parent, name_process
 from unisono.member import Member
 from unisono.messages import MemberInfo
 
-__all__ = ["main"]
+__all__ = ["STACK_SIGNAL", "main"]
+
+STACK_SIGNAL: Final = "UNISONO_STACK_SIGNAL"
+"""The environment variable with the name of a signal at which workers write their Python stacks, for who looks into a
+run by hand. By default there is none: all signals are the script's.
+"""
 
 
 def main() -> int:
     """Be a worker. Returns the exit code of the process."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if name := os.environ.pop(STACK_SIGNAL, ""):
+        faulthandler.register(signal.Signals[name], all_threads=True)
     bind_to_parent(signal.SIGKILL)
     code = [1]
     atexit.register(_end_at_once, code)  # the first one registered is the last one called
