@@ -44,6 +44,7 @@ FLOORS = {
     "door": 2,
     "training.randomness": 2,
     "training.settings": 2,
+    "training.process": 2,
     "state": 2,
     # 3, strategies: what a step means.
     "training.gradients": 3,
@@ -80,7 +81,7 @@ NEIGHBOURS = {
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.membership": {"decisions.roster"},
     "exchange": {"faults", "exchange.flat"},
-    "training.data": {"lifetime", "training.randomness"},
+    "training.data": {"lifetime", "training.process", "training.randomness"},
     "member": {"door", "lifetime", "link"},
     "door": {"lifetime"},
     "link": {"lifetime"},

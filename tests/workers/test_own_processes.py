@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.workers.conftest import Unisono
+from tests.workers.conftest import Command, Unisono
 from unisono.checkpoint import files
 from unisono.journal import compare, summary
+from unisono.testing import run_workers
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("nursery")]
 
@@ -104,3 +106,75 @@ def test_the_token_does_not_reach_a_script_s_children(start: str, unisono: Uniso
     command = unisono("run", script(READS_TOKEN), "-n", 1, "--run-dir", "run", "--start", start)
     assert command.wait() == 0, command.err
     assert int(command.line("said").split()[-1]) > 0
+
+
+FORKS = """
+    import atexit, os, sys, torch, unisono
+
+    def fork(then=lambda: None):
+        if sys.argv[1:] == ["calm"]:
+            return False
+        pid = os.fork()
+        if pid == 0:
+            then()
+            return True
+        print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        return False
+
+    def evaluate(run):
+        run.evaluate([torch.ones(2)], lambda _: {}, batch_size=1)
+
+    def main():
+        with unisono.Run("alone", seed=1, checkpoint=unisono.Checkpoints(every_steps=2)) as run:
+            model = torch.nn.Linear(2, 1)
+            run.track(model=model)
+            for step in run.steps([torch.ones(2)] * 32, batch_size=8, microbatches=4, epochs=2, loader_workers=1):
+                if step.number == 1 and fork():
+                    return "unwound"
+                if step.number == 2:
+                    fork(lambda: sys.exit(3))
+                    fork(run.save)
+                    fork(lambda: evaluate(run))
+                    fork()  # goes on with the inner loop
+                for number, batch in enumerate(step):
+                    loss = model(batch).mean()
+                    if step.number == 4 and number == 0:
+                        fork(lambda: 1 / 0)
+                        fork()  # goes on with backward
+                    step.backward(loss)
+                if step.number == 5:
+                    fork()  # goes on with the outer loop
+        return "done"
+
+    pid = os.getpid()
+    atexit.register(lambda: print("atexit of", "the worker" if os.getpid() == pid else "a child", flush=True))
+    print("it has", main(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "workers"])
+def test_a_fork_of_a_worker_takes_no_part(
+    alone: bool, unisono: Unisono, script: Script, tmp_path: Path, mark: str
+) -> None:
+    """It may leave the script in any way, and is told so where it goes on training; the run goes on without it."""
+    name = script(FORKS)
+    calm = run_workers(tmp_path / name, 1, directory=tmp_path / "calm", arguments=["calm"])
+    assert calm.exit_code == 0, calm.output
+    if alone:
+        command = Command([sys.executable, name], tmp_path, mark)
+    else:
+        command = unisono("run", name, "-n", 2, "--run-dir", "workers")
+    try:
+        assert command.wait() == 0, command.err
+    finally:
+        command.end()
+    each = 1 if alone else 2
+    out = [line.partition("] ")[2] if line.startswith("[") else line for line in command.out]
+    assert [out.count(f"it has {what}") for what in ("unwound", "done")] == [each, each]
+    assert [out.count(f"atexit of {who}") for who in ("the worker", "a child")] == [each, 8 * each]
+    codes = [int(line.split()[-1]) for line in out if "the child ended with" in line]
+    assert sorted(codes) == sorted([0, 3, 1, 1, 1, 1, 1, 1] * each)
+    assert compare(tmp_path / "calm", tmp_path / ("alone" if alone else "workers")).startswith("identical: 8 steps")
+    for use in ("step.backward", "run.steps", "run.save", "run.evaluate", "for batch in step"):
+        assert sum(f"UsageError: {use} was called in process" in line for line in command.err) == each, use
+    assert sum("ZeroDivisionError: division by zero" in line for line in command.err) == each

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import uuid
 import warnings
@@ -30,6 +29,7 @@ from unisono.training.data import Fetcher, MapDataset, check_dataset
 from unisono.training.evaluation import Totals, check_batches, evaluate
 from unisono.training.gradients import GradientFolder
 from unisono.training.keeping import Keeper
+from unisono.training.process import Process, tell
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
@@ -114,6 +114,7 @@ class Run:
             threads=self._arithmetic.threads,
         )
         self._journal = Journal(self.directory / JOURNAL if self.directory is not None else None)
+        self._process = Process()
         self._writes = False
         self._phases = 0
         self._steps_before = 0
@@ -129,6 +130,7 @@ class Run:
     # -- life ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
+        self._process = Process()
         member = members.current()
         if member is not None:
             member.begin_run()
@@ -145,6 +147,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self._process.is_this:
+            self._process.keep(self)
+            return
         try:
             if error is None:
                 assert self._rounds is not None
@@ -214,6 +219,7 @@ class Run:
         Raises:
             UsageError: an object has no ``state_dict``, or its name is taken.
         """
+        self._process.check("run.track")
         if self._inside:
             raise UsageError("run.track was called inside of run.steps; track everything before the loop")
         self._tracked.add(objects)
@@ -249,6 +255,7 @@ class Run:
             RecipeError: batch, micro-batches and dataset do not fit together. Nothing was trained.
             UsageError: nothing is tracked that could be trained.
         """
+        self._process.check("run.steps")
         if self._team is None:
             raise UsageError("run.steps works inside `with unisono.Run(...) as run:`")
         cursor = Cursor(
@@ -277,6 +284,7 @@ class Run:
         Raises:
             UsageError: the run has no directory, or has not begun.
         """
+        self._process.check("run.save")
         if self.directory is None:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
         if self._rounds is None or not self._joined:
@@ -307,6 +315,7 @@ class Run:
         Returns:
             The totals by name; int, float, or a CPU tensor.
         """
+        self._process.check("run.evaluate")
         if self._team is None or self._rounds is None:
             raise UsageError("run.evaluate works inside `with unisono.Run(...) as run:`")
         if self._step is not None and self._step.microbatch is not None:
@@ -368,7 +377,7 @@ class Run:
         if first is None:
             return
         if first >= num_steps > 0 and self.is_main:
-            print(f"unisono: nothing is left to do: {progress(first, num_steps)} are done", file=sys.stderr, flush=True)
+            tell(f"unisono: nothing is left to do: {progress(first, num_steps)} are done")
         ahead = _Ahead(rounds, cursor, num_steps)
         fetcher = Fetcher(
             dataset,
@@ -400,13 +409,22 @@ class Run:
                 self._note_position(number)
                 self._keeper.boundary(rounds)
                 context = StepContext(
-                    rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note, self._tracked.settings
+                    rounds,
+                    current_folder,
+                    fetcher,
+                    cursor,
+                    self.seed,
+                    base,
+                    ahead.note,
+                    self._tracked.settings,
+                    self._process,
                 )
                 seed_place(self.seed, "step", base + number)
                 step = self._step = Step(context, number, clock)
                 self._end_step = partial(self._finish, step, clock, base + num_steps)
                 point("step_head")
                 yield step
+                self._process.check("run.steps")
                 self._leave_step()
             self._note_position(max(first, num_steps))
             self._keeper.save_last(rounds)

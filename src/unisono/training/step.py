@@ -19,6 +19,7 @@ from unisono.facts import PARTS, Facts
 from unisono.faults import point
 from unisono.training.data import Fetcher
 from unisono.training.gradients import GradientFolder
+from unisono.training.process import Process
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST
@@ -43,6 +44,8 @@ class StepContext:
     """Told what this member will compute, for those who fetch ahead."""
     settings: Callable[[], Settings]
     """What the inner loop may not change."""
+    process: Process
+    """That of the run."""
 
 
 @dataclass
@@ -159,6 +162,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches that fall to this worker; ends when the step's gradient is complete. Collective."""
+        self._context.process.check("for batch in step")
         if self._state != "new":
             raise StepError(f"step {self.number} was iterated before; `for ... in step` can be run once for each step")
         return self._run()
@@ -182,6 +186,7 @@ class Step:
             LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense.
             StepError: called outside of the inner loop.
         """
+        self._context.process.check("step.backward")
         if self._leaf is None:
             raise StepError(
                 f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}"
