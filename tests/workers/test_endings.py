@@ -151,6 +151,29 @@ def test_closed_standard_streams(closed: str, unisono: Unisono, script: Script, 
     assert summary(run_dir)["state"] == "finished"
 
 
+WITHOUT_STREAMS = """
+    import io, os, sys
+    from unisono import member
+
+    class Broken:
+        def write(self, text):
+            raise RuntimeError("not this one")
+
+    closed = io.StringIO()
+    closed.close()
+    sys.stdout = sys.stderr = {"w0": None, "w1": closed, "w2": Broken()}[member.told().worker_id]
+"""
+
+
+def test_a_script_that_leaves_no_standard_streams_has_success(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    """None, one that is closed, and one that can do nothing."""
+    training = textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=5)).replace("print(", "(lambda *_, **__: 0)(")
+    command = unisono("run", script(textwrap.dedent(WITHOUT_STREAMS) + training), "-n", 3, "--run-dir", "run")
+    assert command.wait() == 0, command.err
+    assert summary(tmp_path / "run")["state"] == "finished"
+    assert [line for line in command.err if line.startswith("[w") or "ended" in line] == [], "nobody was lost"
+
+
 def test_a_flood_does_not_hold_up_the_end_of_a_worker() -> None:
     """A process of a session of its own has the worker's output as well, and writes faster than it is shown."""
     line = b"x" * 32_767 + b"\n"
