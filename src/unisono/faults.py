@@ -1,7 +1,7 @@
 """Named points of a worker's life at which a test lets something happen to it.
 
 `point` stands at each of them. It does nothing unless this process was armed with faults by `unisono.testing`
-(through the environment of the worker, read once at its start). A fault happens once in a worker's life.
+(through the environment of the worker, which takes it out at its start). A fault happens once in a worker's life.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -70,12 +69,15 @@ def decode(text: str) -> list[Fault]:
     return msgspec.json.decode(text, type=list[Fault])
 
 
-def arm(environment: Mapping[str, str]) -> None:
-    """Take over the faults that this worker's environment names."""
+def arm(text: str, worker: str, agent: int) -> None:
+    """Take over the faults of this worker.
+
+    Args:
+        text: the value of `ENVIRONMENT`.
+        agent: process id of the command, for ``kill_run``.
+    """
     global _agent
-    text = environment.get(ENVIRONMENT, "")
-    _agent = int(environment.get("UNISONO_AGENT", "0"))
-    worker = environment.get("UNISONO_WORKER_ID", "")
+    _agent = agent
     _armed[:] = [fault for fault in decode(text) if fault.worker in ("", worker)] if text else []
 
 

@@ -53,7 +53,7 @@ def launch(
     fill_standard_streams()  # or what is printed goes into the memory that gets a closed one's number
     with Memory(NAME, pickled) as function, Memory(NAME) as result, Memory(NAME) as outcome:
         command = [
-            *(sys.executable, "-P", "-m", "unisono", "run", "--workers", str(workers), "--threads", str(threads)),
+            *(sys.executable, "-u", "-P", "-m", "unisono", "run", "--workers", str(workers), "--threads", str(threads)),
             *("--callable", function.path, "--result", result.path, "--outcome", outcome.path, "--run-dir", run_dir),
             *more,
         ]
@@ -113,7 +113,7 @@ def _arguments(options: dict[str, Any]) -> list[str]:
 
 def _call(command: list[str]) -> tuple[int, str]:
     """Run the command and show its output here; it ends when this process does. Returns its exit code and last line."""
-    environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, PARENT: str(os.getpid())}
     last = ""
     with subprocess.Popen(
         command,

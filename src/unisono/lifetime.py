@@ -14,13 +14,16 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Final
 
 __all__ = [
     "PARENT",
     "SILENCE_S",
+    "TOKEN_FILE",
     "Memory",
+    "adopt_orphans",
     "bind_to_parent",
     "end_group",
     "end_when_silent",
@@ -28,15 +31,20 @@ __all__ = [
     "name_process",
     "parent_is_gone",
     "start_time",
+    "take_token",
 ]
 
 PARENT: Final = "UNISONO_PARENT"
 """The environment variable with the process id of who started this process, and is to be survived by nobody."""
 
+TOKEN_FILE: Final = "UNISONO_TOKEN_FILE"
+"""The environment variable with the place of the run's token, for a process that is handed it (`take_token`)."""
+
 SILENCE_S: Final = 5
 """How long the other end of a connection may not even acknowledge."""
 
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _parent: int | None = None
 
 
@@ -55,6 +63,17 @@ def bind_to_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent_is_gone():  # it ended before the line above
         os._exit(1)
+
+
+def adopt_orphans(yes: bool) -> bool:
+    """Let descendants of this process become its children when their parent ends; whether the system does that.
+
+    They are to be waited for like its own.
+    """
+    if sys.platform != "linux":
+        return False
+    failed = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+    return not failed
 
 
 def parent_is_gone() -> bool:
@@ -160,3 +179,17 @@ class Memory:
         os.close(self.descriptor)
         if sys.platform != "linux":
             os.unlink(self.path)
+
+
+def take_token(environment: MutableMapping[str, str]) -> str:
+    """The run's token, which was handed down to this process; its children find neither the memory nor its name.
+
+    Raises:
+        KeyError: nothing was handed down. OSError, ValueError: it cannot be read.
+    """
+    path = environment.pop(TOKEN_FILE)
+    token = Path(path).read_text().strip()
+    folder, _, name = path.rpartition("/")
+    if folder == "/proc/self/fd":
+        os.close(int(name))
+    return token

@@ -9,6 +9,7 @@ answer.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import selectors
@@ -18,14 +19,14 @@ import time
 import traceback as tracebacks
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UnisonoError, UsageError
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
@@ -45,6 +46,7 @@ from unisono.messages import (
     Suspect,
     Told,
     Welcome,
+    WorkerLate,
     decode,
     encode,
 )
@@ -52,7 +54,7 @@ from unisono.messages import (
 if TYPE_CHECKING:
     from unisono.link import Link
 
-__all__ = ["Door", "Member", "current", "trimmed_traceback"]
+__all__ = ["Member", "current", "told", "trimmed_traceback"]
 
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
@@ -67,48 +69,9 @@ def current() -> Member | None:
     return _current
 
 
-@dataclass(frozen=True, kw_only=True)
-class Door:
-    """What a worker is told by the agent that starts it: the environment, read once."""
-
-    head: str
-    """The head's address, ``ws://HOST:PORT``."""
-    token: str
-    worker_id: str
-    host: str
-    run_dir: str = ""
-    """From the command line; wins over the script's."""
-    overwrite: bool = False
-    """The run directory may hold another run; it goes."""
-    threads: int = 1
-    local_rank: int = 0
-    """Position among the workers of its machine: which GPU it takes."""
-    head_away_s: float = 60.0
-    """How long training goes on without the head."""
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Door | None:
-        """The settings that the agent has left; None when no agent has started this process."""
-        found = os.environ if environment is None else environment
-        if "UNISONO_HEAD" not in found:
-            return None
-        try:
-            return cls(
-                head=found["UNISONO_HEAD"],
-                token=Path(found["UNISONO_TOKEN_FILE"]).read_text().strip(),
-                worker_id=found["UNISONO_WORKER_ID"],
-                host=found.get("UNISONO_HOST", socket.gethostname()),
-                run_dir=found.get("UNISONO_RUN_DIR", ""),
-                overwrite=found.get("UNISONO_OVERWRITE", "") == "1",
-                threads=int(found.get("UNISONO_THREADS", "1")),
-                local_rank=int(found.get("UNISONO_LOCAL_RANK", "0")),
-                head_away_s=float(found.get("UNISONO_HEAD_AWAY_S", "60")),
-            )
-        except (KeyError, ValueError, OSError) as error:
-            raise UsageError(
-                f"UNISONO_HEAD is set, but the rest of a worker's environment is not right ({type(error).__name__}: "
-                f"{error}); start workers with `unisono run` or `unisono join`"
-            ) from error
+def told() -> Door:
+    """What this process's agent has told it; the default values when the script runs alone."""
+    return _current.door if _current is not None else Door()
 
 
 class _Call:
@@ -517,6 +480,8 @@ class Member:
             case Ended():
                 self._ended = message
                 self._stop(RunStopped(message.reason))
+            case WorkerLate():
+                _show_stacks(self.worker_id)
             case Told():
                 if self._welcome is None:
                     self._stop(RunStopped(message.text))
@@ -559,6 +524,13 @@ class Member:
         link = self._link
         if link is not None:
             link.sock.close()
+
+
+def _show_stacks(worker_id: str) -> None:
+    """Write where each thread of this process is to its standard error: the file, whatever ``sys.stderr`` is."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{worker_id} is stuck here:\n".encode())
+        faulthandler.dump_traceback(2, all_threads=True)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -305,7 +305,7 @@ class Snapshot(Message):
 
 
 class WorkerLate(Message):
-    """A worker makes no progress. The agent dumps its Python stack."""
+    """To a worker that makes no progress: its Python stacks are wanted on its standard error."""
 
     worker_id: str
     step: int

@@ -1169,7 +1169,7 @@ def test_a_late_worker_is_reported_once() -> None:
     story = training(2, late_s=3.0)
     story.beat("w0", waiting=True)
     story.beat("w1", seconds_at=3.5, progress=7)
-    late = story.sent(AGENT, WorkerLate)[0]
+    late = story.sent("w1", WorkerLate)[0]
     assert (late.worker_id, late.step, late.microbatch) == ("w1", 4, 2)
     assert "w1 (pid 1001) is late: no progress for 3.5 s at step 4, micro-batch 2" in story.reason
     assert story.beat("w1", seconds_at=4.0, progress=7) == []

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from unisono.lifetime import PARENT
+from unisono.machine.worker import STACK_SIGNAL
 
 MARK = "UNISONO_TEST"
 NURSERY_S = 60.0  # imports torch, on a machine that is busy
@@ -85,6 +86,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv(MARK, value)
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(STACK_SIGNAL, "SIGUSR1")  # for `Command.give_up`
     monkeypatch.setattr(tempfile, "tempdir", None)
     open_before = own_descriptors()
     threads_before = {thread for thread in threading.enumerate() if thread.name.startswith("unisono")}

@@ -272,12 +272,13 @@ def test_a_loss_at_the_end_of_an_admission_finds_some_in_the_step_already(
 
 
 EDITED = """
-    import os, torch, unisono
+    import torch, unisono
+    from unisono import member
 
     with unisono.Run(seed=3) as run:
         model = torch.nn.Linear(12, 1)
         run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
-        batch = 24 if os.environ["UNISONO_WORKER_ID"] in ("w0", "w1") else 12
+        batch = 24 if member.told().worker_id in ("w0", "w1") else 12
         for step in run.steps(torch.ones(48, 12), batch_size=batch, microbatches=4, epochs=10**9):
             for x in step:
                 step.backward(model(x).square().mean())
@@ -297,3 +298,46 @@ def test_a_newcomer_with_another_recipe_is_refused_and_the_run_goes_on(
     command.line("generation 4 with 1 worker")
     assert unisono("stop", run_dir).wait() == 0
     assert command.wait() == 0, command.err
+
+
+FIRST_ONES_END = """
+    import os, runpy
+    from unisono import member
+
+    me = member.current()
+    if me.worker_id == "w0":
+        os.close(os.open("beginning", os.O_RDONLY))
+        os._exit(1)
+    me.ready(0)
+    me.call_store("num_keys", [])  # and it was heard
+    os.close(os.open("beginning", os.O_WRONLY))
+    runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("option", ["--resume", "--overwrite"])
+def test_a_machine_that_joins_is_told_what_the_run_was_told(
+    option: str, unisono: Unisono, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Its worker is the one that begins here: where the run is to go on from, or in a directory of another run."""
+    run_dir = tmp_path / "run"
+    training = Path(__file__).with_name("checkpointed_training.py")
+    before = run_workers(training, 1, directory=run_dir, arguments=["--steps", "4", "--every", "2"])
+    assert before.exit_code == 0, before.output
+    os.mkfifo(tmp_path / "beginning")
+    name = script(FIRST_ONES_END.format(path=str(training)))
+    options = ["--resume", run_dir] if option == "--resume" else ["--overwrite", "--run-dir", run_dir]
+    command = unisono("run", "-n", 1, "--max-restarts", 0, *options, name, "--", "--steps", 6, "--every", 0)
+    deadline = time.monotonic() + 60
+    while not (run_dir / "head.json").exists():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    guest = join(unisono, run_dir, 1)
+    assert command.wait(60) == 0, command.err
+    assert guest.wait() == 0, guest.err
+    lines = steps_of(run_dir)
+    assert len(lines) == 6
+    assert {line["generation"] for line in lines[4:]} == {1}
+    assert [line["digest"] for line in lines[:4]] == before.digests
+    kept = [line for line in before.lines if line["kind"] == "step" and line in lines]
+    assert len(kept) == (4 if option == "--resume" else 0), "the steps of before are kept, or made again"

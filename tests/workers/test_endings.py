@@ -13,21 +13,20 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
+from tests.workers.conftest import Command, Unisono
 from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
 from unisono.journal import summary
 from unisono.lifetime import PARENT, Memory
 from unisono.machine import agent, headprocess
-from unisono.machine.children import PIPE_BYTES, Nursery, Output, spawn
+from unisono.machine.children import PIPE_BYTES, Child, Nursery, Output, spawn
 from unisono.messages import Evict, Start
 from unisono.watch.terminal import Plain
 
@@ -106,7 +105,7 @@ def test_a_run_of_run_workers_ends_with_its_caller(
 
 
 def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Script) -> None:
-    hang_up = "import os, signal\nos.kill(int(os.environ['UNISONO_AGENT']), signal.SIGHUP)\n"
+    hang_up = "import os, signal\nfrom unisono import member\nos.kill(member.told().agent, signal.SIGHUP)\n"
     command = unisono(
         "run", script(hang_up + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=20))), "-n", 1, before=["nohup"]
     )
@@ -150,6 +149,29 @@ def test_closed_standard_streams(closed: str, unisono: Unisono, script: Script, 
     command = unisono("run", name, "-n", 1, "--run-dir", run_dir, before=["sh", "-c", f'exec "$@" {closed}', "sh"])
     assert command.wait() == 0, command.err
     assert summary(run_dir)["state"] == "finished"
+
+
+WITHOUT_STREAMS = """
+    import io, os, sys
+    from unisono import member
+
+    class Broken:
+        def write(self, text):
+            raise RuntimeError("not this one")
+
+    closed = io.StringIO()
+    closed.close()
+    sys.stdout = sys.stderr = {"w0": None, "w1": closed, "w2": Broken()}[member.told().worker_id]
+"""
+
+
+def test_a_script_that_leaves_no_standard_streams_has_success(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+    """None, one that is closed, and one that can do nothing."""
+    training = textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=5)).replace("print(", "(lambda *_, **__: 0)(")
+    command = unisono("run", script(textwrap.dedent(WITHOUT_STREAMS) + training), "-n", 3, "--run-dir", "run")
+    assert command.wait() == 0, command.err
+    assert summary(tmp_path / "run")["state"] == "finished"
+    assert [line for line in command.err if line.startswith("[w") or "ended" in line] == [], "nobody was lost"
 
 
 def test_a_flood_does_not_hold_up_the_end_of_a_worker() -> None:
@@ -225,29 +247,9 @@ def test_a_nursery_that_is_not_there_is_one_line(
     assert command.err == ["unisono: no nursery answers at UNISONO_NURSERY=nowhere: No such file or directory"]
 
 
-def test_a_nursery_that_dies_is_named(
-    unisono: Unisono, script: Script, mark: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what the workers had started ends with them."""
-    monkeypatch.delenv("UNISONO_NURSERY")
-    child = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
-    command = unisono("run", script(child + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=10**9))), "-n", 1)
-    command.line("did step 3")
-    assert [words for words in marked(mark).values() if "signal.pause()" in words]
-    (nursery,) = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and parent_and_name(entry) == (command.pid, "unisono nursery")
-    ]
-    os.kill(nursery, signal.SIGKILL)
-    assert command.wait() == 1
-    command.line(f"the nursery (pid {nursery}), which forks workers, has ended")
-    wait_until_gone(set(marked(mark)), time.monotonic() + 5)
-    assert marked(mark) == {}
-
-
 WITHOUT_FILES = """
     import json, os, resource, signal, torch, unisono
+    from unisono import member
 
     with unisono.Run(seed=1) as run:
         model = torch.nn.Linear(2, 1)
@@ -255,9 +257,9 @@ WITHOUT_FILES = """
         for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=20):
             for batch in step:
                 step.backward(model(batch).mean())
-            if step.number == 3 and os.environ["UNISONO_WORKER_ID"] == "w1":
+            if step.number == 3 and member.told().worker_id == "w1":
                 # The agent can open nothing more. What it has open stays.
-                resource.prlimit(int(os.environ["UNISONO_AGENT"]), resource.RLIMIT_NOFILE, (3, 3))
+                resource.prlimit(member.told().agent, resource.RLIMIT_NOFILE, (3, 3))
                 if {head}:
                     os.kill(json.load(open(run.directory / "head.json"))["pid"], signal.SIGKILL)
                 os._exit(1)
@@ -283,9 +285,8 @@ def test_a_head_that_cannot_be_started_again_ends_the_run_in_words(
 class SlowNursery:
     """Keeps those who want a worker waiting."""
 
-    alive = True
-
     def __init__(self) -> None:
+        self.alive = True
         self.unborn: dict[str, Callable[[object], None]] = {}
 
     def bear(self, name: str, arguments: list[str], environment: object, on_born: Callable[[object], None]) -> None:
@@ -322,6 +323,35 @@ def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
     asyncio.run(evict())
 
 
+def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has failed that would count as a restart."""
+
+    async def start() -> None:
+        job = agent.Job(arguments=["train.py"], num_workers=1)
+        nursery = SlowNursery()
+        children = []
+
+        def start_pausing(name: str, command: list[str], *_: object) -> Child:
+            assert command[-1] == "train.py"
+            children.append(spawn(name, [sys.executable, "-c", "import signal; signal.pause()"], os.environ, ()))
+            return children[-1]
+
+        monkeypatch.setattr(agent, "spawn", start_pausing)
+        with contextlib.closing(Memory("unisono-token")) as secret:
+            guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
+            guest._nursery = cast(Nursery, nursery)
+            guest._hear(Start(worker_ids=["w1"]))
+            nursery.alive = False
+            nursery.unborn["w1"]("the nursery has ended")
+        (child,) = children
+        assert guest._workers == {"w1": child}
+        assert guest._outbox.empty()
+        child.kill()
+        assert await child.ended_within(10)
+
+    asyncio.run(start())
+
+
 def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it needs no folder for temporary files: one is missing, or full, where a run has to go on."""
 
@@ -333,12 +363,3 @@ def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPat
     job = agent.Job(arguments=["train.py"], num_workers=1)
     with pytest.raises(UsageError, match=r"could not be started: \[Errno \d+\] Resource temporarily unavailable; see"):
         agent.run(job, headprocess.Service(policy=Policy(start=1, maximum=1)))
-
-
-def parent_and_name(process: Path) -> tuple[int, str]:
-    try:
-        text = (process / "stat").read_text()
-    except OSError:
-        return 0, ""
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    return int(rest.split()[1]), name

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from unisono import member as members
-from unisono.member import Door, Member
+from unisono.door import Door
+from unisono.member import Member
 from unisono.messages import Beat, Hello, Holding, MemberInfo, Message, Notice, Suspect, Welcome, decode, encode
 
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")

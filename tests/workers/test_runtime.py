@@ -24,11 +24,13 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.roster import Policy
+from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.machine.nursery import Birth, Born
-from unisono.member import Door, Member
+from unisono.machine.worker import STACK_SIGNAL
+from unisono.member import Member
 from unisono.messages import (
     AgentHello,
     Beat,
@@ -591,10 +593,13 @@ def test_a_stopped_worker_is_evicted_and_replaced(unisono: Unisono, script: Scri
 
 
 def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(unisono: Unisono, script: Script) -> None:
+    """The script's signals are its own: under Slurm, SIGUSR1 means that the time is up."""
     name = script(
         """
-        import time
+        import signal, time
         from unisono import member
+
+        signal.signal(signal.SIGUSR1, lambda *_: print("a handler of the script ran", flush=True))
 
         def stuck_here():
             time.sleep(1000)
@@ -619,10 +624,29 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
         *("--heartbeat-s", 0.1, "--max-restarts", 0),
     )
     assert "step 5, micro-batch 3" in command.line("is late: no progress for")
-    assert "stuck_here" in command.line("stuck_here")
+    command.line("[w1] w1 is stuck here:")
+    command.line("in stuck_here")
     command.line("is left aside")
     command.line("[w0] goes on with ['w0'] True")
     assert command.wait() == 0
+    assert not any("a handler of the script ran" in line for line in command.out)
+
+
+def test_no_signal_is_taken_from_the_script(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STACK_SIGNAL)
+    taken = """
+        import faulthandler, signal
+        from unisono import member
+
+        for number in signal.valid_signals() - {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ}:
+            assert signal.getsignal(number) == signal.SIG_DFL, number
+        assert not faulthandler.unregister(signal.SIGUSR1), "it was registered"
+        me = member.current()
+        me.ready(0)
+        me.holding(me.wait_notice(0).generation)
+        """
+    command = unisono("run", script(taken), "--workers", 1)
+    assert command.wait() == 0, command.err
 
 
 def test_a_worker_that_dies_without_a_word_is_told_with_its_last_words(unisono: Unisono, script: Script) -> None:
@@ -767,23 +791,22 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
 
 def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nursery: str, tmp_path: Path) -> None:
     """At once, at any moment: before it has done its first thing as well."""
-    environment = {
-        "UNISONO_HEAD": "ws://127.0.0.1:1",  # nobody is there: it would look for it for a minute
-        "UNISONO_TOKEN_FILE": os.devnull,
-        "UNISONO_WORKER_ID": "w0",
-    }
-    birth = Birth.of("w0", ["train.py"], environment, str(tmp_path))
+    door = Door(head="ws://127.0.0.1:1", worker_id="w0", host="lab")  # nobody is there: it would look for a minute
+    birth = Birth.of("w0", ["train.py"], door.environment(), str(tmp_path))
     null = os.open(os.devnull, os.O_RDWR)
+    gate, key = os.pipe()
+    os.write(key, b"1" * 20)
     try:
         for _ in range(20):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
                 agent.connect(standing_nursery)
-                birth.send(agent, [null, null, null])
+                birth.send(agent, [null, null, null, gate])
     finally:
-        os.close(null)
+        for descriptor in (null, gate, key):
+            os.close(descriptor)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:  # it serves one after the other
         agent.connect(standing_nursery)
-        Birth.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2])
+        Birth.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 0])
         agent.settimeout(10)
         assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Born).name == "last"
     deadline = time.monotonic() + 5

@@ -60,6 +60,9 @@ def join(
         num_workers=number,
         threads=known["threads"],
         run_dir=run_dir or known["run_dir"],
+        overwrite=known["overwrite"],
+        resume=known["resume"],
+        resume_anyway=tuple(known["resume_anyway"]),
         simulate_hosts=simulate_hosts,
         head_away_s=head_away_s,
     )

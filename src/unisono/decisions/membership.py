@@ -530,8 +530,7 @@ class _Turn:
             late = WorkerLate(
                 worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
             )
-            if worker.agent in state.agents:
-                self.send(worker.agent, late)
+            self.send(worker.worker_id, late)
 
     def suspect(self, worker: Worker, message: Suspect) -> None:
         state = self.state

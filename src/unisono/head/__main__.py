@@ -9,14 +9,13 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from unisono.decisions.roster import Policy
 from unisono.head.server import Head
-from unisono.lifetime import bind_to_parent, name_process
+from unisono.lifetime import bind_to_parent, name_process, take_token
 
 __all__ = ["Settings", "main"]
 
@@ -73,7 +72,8 @@ def main() -> int:
     bind_to_parent(signal.SIGTERM)
     name_process("unisono head")
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
-    token = Path(os.environ["UNISONO_TOKEN_FILE"]).read_text()
+    token = take_token(os.environ)
+    os.set_inheritable(settings.listener, False)
     return asyncio.run(_serve(settings, token))
 
 

@@ -24,16 +24,17 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from unisono.checkpoint import files
+from unisono.door import Door
 from unisono.errors import UsageError
 from unisono.journal import conclude
-from unisono.lifetime import PARENT, Memory, bind_to_parent, end_when_silent, fill_standard_streams
+from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_when_silent, fill_standard_streams
 from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess, Service, address, listen, reachable
 from unisono.messages import (
@@ -50,7 +51,6 @@ from unisono.messages import (
     Told,
     Welcome,
     WorkerExit,
-    WorkerLate,
     decode,
     encode,
     is_refusal,
@@ -90,6 +90,18 @@ class Job:
     outcome: str = ""
     """Write how the run ended to this file (JSON) and do not print the traceback."""
 
+    def told(self) -> dict[str, Any]:
+        """What machines that join are told: their workers may be the first ones to begin."""
+        return {
+            "arguments": self.arguments,
+            "threads": self.threads,
+            "folder": os.getcwd(),
+            "run_dir": self.run_dir,
+            "overwrite": self.overwrite,
+            "resume": self.resume,
+            "resume_anyway": self.resume_anyway,
+        }
+
     @property
     def command(self) -> str:
         """What ``unisono run --resume`` needs to know (JSON); "" for a function, which has no name."""
@@ -122,7 +134,7 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
         "heartbeat_s": service.heartbeat_s,
         "options": dict(service.options),
         "run_dir": job.run_dir,
-        "job": {"arguments": job.arguments, "threads": job.threads, "folder": os.getcwd(), "run_dir": job.run_dir},
+        "job": job.told(),
     }
     head = HeadProcess(settings, listener, secret)
     agent = _Agent(job, url, token, secret, terminal(), head)
@@ -232,7 +244,7 @@ class _Agent:
             self._head.start(self._printer("head"), self._head_ended)
         if self._job.start == "fork":
             standing = os.environ.get("UNISONO_NURSERY", "")
-            self._nursery = Nursery(self._environment("nursery", 0), self._secret, standing)
+            self._nursery = Nursery(self._environment(), self._secret, standing)
             self._nursery.on_end = self._screen.say
             if self._nursery.child is not None:
                 self._nursery.child.output.on_line = self._printer("nursery")
@@ -325,11 +337,6 @@ class _Agent:
                 self._screen.say(message.text)
             case Evict():
                 self._evict(message.worker_id)
-            case WorkerLate():
-                child = self._workers.get(message.worker_id)
-                if child is not None and child.exit_code is None:
-                    self._screen.say(f"{message.worker_id} is stuck here:")
-                    os.kill(child.pid, signal.SIGUSR1)  # its stack goes to its standard error
             case Ended():
                 self._finish(self._left_by_signal(message))
             case RunDirectory():
@@ -376,7 +383,7 @@ class _Agent:
         taken = {rank for i, rank in self._local_ranks.items() if i not in gone}
         local_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
         self._local_ranks[worker_id] = local_rank
-        environment = self._environment(worker_id, local_rank)
+        environment = self._environment() | self._door(worker_id, local_rank).environment()
 
         def started(child: Child | str) -> None:
             if isinstance(child, str):
@@ -391,14 +398,29 @@ class _Agent:
             if self._is_leaving or worker_id in self._evicted:
                 child.kill()
 
-        try:
-            if self._nursery is not None and self._nursery.alive:
-                self._nursery.bear(worker_id, self._job.arguments, environment, started)
+        def start_by_itself() -> None:
+            told = {**environment, TOKEN_FILE: self._secret.inherited_path}
+            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._job.arguments]
+            try:
+                started(spawn(worker_id, command, told, (self._secret.descriptor,)))
+            except OSError as error:
+                started(str(error))
+
+        nursery = self._nursery
+        if nursery is None or not nursery.alive:
+            start_by_itself()
+            return
+
+        def born(child: Child | str) -> None:
+            if isinstance(child, str) and not nursery.alive:
+                start_by_itself()
             else:
-                command = [sys.executable, "-P", "-m", "unisono.machine.worker", *self._job.arguments]
-                started(spawn(worker_id, command, environment, (self._secret.descriptor,)))
+                started(child)
+
+        try:
+            nursery.bear(worker_id, self._job.arguments, environment, born)
         except OSError as error:
-            started(str(error))
+            born(str(error))
 
     def _evict(self, worker_id: str) -> None:
         """End a worker; one whose start is delayed does not begin, one that is being forked ends as it is there."""
@@ -410,33 +432,31 @@ class _Agent:
         if child is not None:
             child.kill()
 
-    def _environment(self, worker_id: str, local_rank: int) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
+        """What every process that computes inherits."""
+        threads = str(self._job.threads)
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        return {**os.environ, PARENT: str(os.getpid()), **dict.fromkeys(names, threads)}
+
+    def _door(self, worker_id: str, local_rank: int) -> Door:
         job = self._job
-        threads = str(job.threads)
         label = self._host
         if job.simulate_hosts > 1:
             label += f"-{local_rank * job.simulate_hosts // max(job.num_workers, local_rank + 1)}"
-        return {
-            **os.environ,
-            PARENT: str(os.getpid()),
-            "UNISONO_AGENT": str(os.getpid()),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-            "UNISONO_HEAD": self._url,
-            "UNISONO_TOKEN_FILE": self._secret.inherited_path,
-            "UNISONO_WORKER_ID": worker_id,
-            "UNISONO_HOST": label,
-            "UNISONO_RUN_DIR": job.run_dir,
-            "UNISONO_OVERWRITE": "1" if job.overwrite else "",
-            "UNISONO_RESUME": job.resume,
-            "UNISONO_RESUME_ANYWAY": " ".join(job.resume_anyway),
-            "UNISONO_COMMAND": job.command,
-            "UNISONO_THREADS": threads,
-            "UNISONO_LOCAL_RANK": str(local_rank),
-            "UNISONO_HEAD_AWAY_S": str(job.head_away_s),
-        }
+        return Door(
+            head=self._url,
+            worker_id=worker_id,
+            host=label,
+            agent=os.getpid(),
+            run_dir=job.run_dir,
+            overwrite=job.overwrite,
+            resume=job.resume,
+            resume_anyway=job.resume_anyway,
+            command=job.command,
+            threads=job.threads,
+            local_rank=local_rank,
+            head_away_s=job.head_away_s,
+        )
 
     def _worker_ended(self, child: Child) -> None:
         assert child.exit_code is not None

@@ -16,12 +16,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from unisono.errors import UsageError
-from unisono.lifetime import Memory, end_group
+from unisono.lifetime import Memory, adopt_orphans, end_group
 from unisono.machine.nursery import Birth, Born, Death
 
 __all__ = ["TERMINATE_S", "Child", "Nursery", "Output", "spawn"]
@@ -149,36 +150,70 @@ def spawn(name: str, command: list[str], environment: Mapping[str, str], pass_fd
         os.close(out_end)
         os.close(error_end)
     child = Child(name, popen.pid, Output((out, error)))
-    loop = asyncio.get_running_loop()
-
-    def reap() -> None:
-        # Its group is ended before it is reaped: until then its number belongs to nobody else.
-        end_group(popen.pid)
-        child.end(popen.wait())
-
-    try:
-        pidfd = os.pidfd_open(popen.pid)
-    except (AttributeError, OSError):
-
-        def wait() -> None:
-            os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(reap)
-
-        threading.Thread(target=wait, name=f"wait-{name}", daemon=True).start()
-        return child
-
-    def readable() -> None:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-        reap()
-
-    loop.add_reader(pidfd, readable)
+    _watch(child, popen.wait)
     return child
 
 
+_reapers: dict[int, Callable[[], None]] = {}  # by process id, of the children that are watched
+
+
+def _watch(child: Child, wait: Callable[[], int]) -> None:
+    """Let a child of this process have its `Child.end` as soon as it has ended; ``wait`` reaps it for its exit code."""
+    loop = asyncio.get_running_loop()
+    pid = child.pid
+    pidfd = -1
+
+    def reap() -> None:
+        if _reapers.pop(pid, None) is None:
+            return
+        if pidfd >= 0:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        # Its group is ended before it is reaped: until then its number belongs to nobody else.
+        end_group(pid)
+        child.end(wait())
+
+    _reapers[pid] = reap
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+
+        def block() -> None:
+            with contextlib.suppress(ChildProcessError):  # it was reaped meanwhile
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(reap)
+
+        threading.Thread(target=block, name=f"wait-{child.name}", daemon=True).start()
+    else:
+        loop.add_reader(pidfd, reap)
+
+
+def _reap_all() -> None:
+    """Reap every child that has ended: workers, and what their scripts have left to this process, which adopts it."""
+    with contextlib.suppress(ChildProcessError):  # there is none at all
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            known = _reapers.get(ended.si_pid)
+            if known is not None:
+                known()
+            else:
+                os.waitpid(ended.si_pid, 0)
+
+
+def _exit_code(pid: int) -> int:
+    """Reap a child that has ended."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # somebody has killed it before this process knew that it is its child
+        return -signal.SIGKILL
+
+
 class Nursery:
-    """The process that forks workers (`unisono.machine.nursery`)."""
+    """The process that forks workers (`unisono.machine.nursery`), which are this process's children if that can be.
+
+    Args:
+        standing: where one listens that was there before; "": start one.
+    """
 
     def __init__(self, environment: Mapping[str, str], secret: Memory, standing: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -186,7 +221,10 @@ class Nursery:
         self.child: Child | None = None
         """Its process; None where it was there before."""
         self.on_end: Callable[[str], None] = lambda words: None
-        """Hears that it has ended by itself, before its workers' ends are told."""
+        """Hears that it has ended by itself, before the ends of workers are told that end with it."""
+        self._adopts = not standing and adopt_orphans(True)
+        if self._adopts:
+            self._loop.add_signal_handler(signal.SIGCHLD, _reap_all)
         if standing:
             self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -195,7 +233,7 @@ class Nursery:
                 raise UsageError(f"no nursery answers at UNISONO_NURSERY={standing}: {error.strerror}") from error
         else:
             self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-P", "-m", "unisono.machine.nursery", str(theirs.fileno())]
+            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.nursery", str(theirs.fileno())]
             try:
                 self.child = spawn("nursery", command, environment, (theirs.fileno(),))
             finally:
@@ -214,29 +252,36 @@ class Nursery:
         self, name: str, arguments: list[str], environment: Mapping[str, str], on_born: Callable[[Child | str], None]
     ) -> None:
         """Start a worker; ``on_born`` gets it, or the reason why there is none."""
-        (out, out_end), (error, error_end) = os.pipe(), os.pipe()
+        (out, out_end), (error, error_end), (gate, key) = os.pipe(), os.pipe(), os.pipe()
 
         def born(message: Born) -> None:
             if message.error:
-                os.close(out)
-                os.close(error)
+                for descriptor in (out, error, key):
+                    os.close(descriptor)
                 on_born(message.error)
                 return
-            child = self._children[message.pid] = Child(name, message.pid, Output((out, error)))
+            child = Child(name, message.pid, Output((out, error)))
+            if self._adopts:
+                _watch(child, partial(_exit_code, message.pid))
+            else:
+                self._children[message.pid] = child
+            with contextlib.suppress(BrokenPipeError):  # it was killed
+                os.write(key, b"1")
+            os.close(key)
             on_born(child)
 
         self._unborn[name] = born
-        birth = Birth.of(name, arguments, environment, os.getcwd())
+        birth = Birth.of(name, arguments, environment, os.getcwd(), adopted=self._adopts)
         try:
             # A few bytes, to a process that does nothing else.
             self._channel.settimeout(SEND_TIMEOUT_S)
-            birth.send(self._channel, [out_end, error_end, self._secret.descriptor])
+            birth.send(self._channel, [out_end, error_end, self._secret.descriptor, gate])
         except OSError as failure:
             self._unborn.pop(name)(Born(name, 0, f"the nursery does not answer: {failure}"))
         finally:
             self._channel.setblocking(False)
-            os.close(out_end)
-            os.close(error_end)
+            for descriptor in (out_end, error_end, gate):
+                os.close(descriptor)
 
     async def close(self) -> None:
         """End it; its workers have ended before."""
@@ -245,6 +290,9 @@ class Nursery:
         if self.child is not None and not await self.child.ended_within(TERMINATE_S):
             self.child.kill()
             await self.child.ended_within(TERMINATE_S)
+        if self._adopts:
+            self._loop.remove_signal_handler(signal.SIGCHLD)
+            adopt_orphans(False)
 
     def _hear(self) -> None:
         while True:
@@ -258,7 +306,8 @@ class Nursery:
                 self._alive = False
                 self._loop.remove_reader(self._channel.fileno())
                 pid = f" (pid {self.child.pid})" if self.child is not None else ""
-                self.on_end(f"the nursery{pid}, which forks workers, has ended; its workers end with it")
+                what = "they go on, and others start each by itself" if self._adopts else "they end with it"
+                self.on_end(f"the nursery{pid}, which forks workers, has ended; {what}")
                 for name, born in list(self._unborn.items()):
                     born(Born(name, 0, "the nursery has ended"))
                 self._unborn.clear()

@@ -21,7 +21,7 @@ import msgspec
 
 from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
-from unisono.lifetime import PARENT, Memory
+from unisono.lifetime import PARENT, TOKEN_FILE, Memory
 from unisono.machine.children import TERMINATE_S, Child, spawn
 
 __all__ = ["MAX_HEADS", "HeadProcess", "Service", "address", "listen", "reachable"]
@@ -85,7 +85,7 @@ class HeadProcess:
     def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Memory) -> None:
         self._settings = settings
         self._descriptors = (listener.fileno(), secret.descriptor)
-        self._environment = {**os.environ, "UNISONO_TOKEN_FILE": secret.inherited_path, PARENT: str(os.getpid())}
+        self._environment = {**os.environ, TOKEN_FILE: secret.inherited_path, PARENT: str(os.getpid())}
         self._starts: deque[float] = deque(maxlen=MAX_HEADS)
         self.snapshot = b""
         """What the head last said of itself (`Snapshot`)."""

@@ -5,8 +5,12 @@ time of one, a replacement starts in milliseconds, and what was imported is shar
 computes and starts no thread, so a fork copies a quiet process.
 
 An agent starts one for itself and speaks to it over a pair of sockets: `Birth` with the worker's output pipes and the
-token attached, and back `Born` and `Death`. When the agent ends, its workers are ended. A nursery can also stand by
-itself and serve many runs, one after the other or at once::
+token attached, and back `Born`. The worker is the agent's child, not the nursery's: it is forked by a process that ends
+at once, and the agent adopts orphans. So the kernel ends it with the agent, and it outlives the nursery.
+
+A nursery can also stand by itself and serve many runs, one after the other or at once. Then workers are its own
+children; it tells the agent of their `Death`, and ends them when the agent ends. So it is where orphans cannot be
+adopted::
 
     python -m unisono.machine.nursery --listen /run/user/1000/nursery &
     UNISONO_NURSERY=/run/user/1000/nursery unisono run train.py
@@ -15,6 +19,7 @@ itself and serve many runs, one after the other or at once::
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import select
@@ -26,7 +31,7 @@ from typing import Final
 
 import msgspec
 
-from unisono.lifetime import PARENT, Memory, bind_to_parent, end_group, name_process
+from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_group, name_process
 
 __all__ = ["Birth", "Born", "Death", "main"]
 
@@ -35,7 +40,9 @@ MAX_DESCRIPTORS: Final = 8
 
 
 class Birth(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker. Its standard output, its standard error, and the token are attached."""
+    """Start a worker. Attached: its standard output, its standard error, the token, and the pipe from which it reads a
+    byte before it does anything. That byte says that its agent knows of it; at the pipe's end it ends.
+    """
 
     name: str
     arguments: list[str]
@@ -44,11 +51,15 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     """Bytes, like the names of files: not all of them are UTF-8."""
     folder: bytes
     """The working directory."""
+    adopted: bool = False
+    """The agent adopts it."""
 
     @classmethod
-    def of(cls, name: str, arguments: list[str], environment: Mapping[str, str], folder: str) -> Birth:
+    def of(
+        cls, name: str, arguments: list[str], environment: Mapping[str, str], folder: str, *, adopted: bool = False
+    ) -> Birth:
         inherited = {os.fsencode(key): os.fsencode(value) for key, value in environment.items()}
-        return cls(name, arguments, inherited, os.fsencode(folder))
+        return cls(name, arguments, inherited, os.fsencode(folder), adopted)
 
     def send(self, channel: socket.socket, descriptors: list[int]) -> None:
         """Ask the nursery at the other end for it."""
@@ -66,7 +77,7 @@ class Born(msgspec.Struct, frozen=True, tag=True):
 
 
 class Death(msgspec.Struct, frozen=True, tag=True):
-    """A worker has ended, and all processes of its group with it."""
+    """A worker that is the nursery's own child has ended, and all processes of its group with it."""
 
     pid: int
     exit_code: int
@@ -145,7 +156,7 @@ class _Nursery:
         with open(descriptors.pop(), "rb") as file:
             birth = msgspec.msgpack.decode(file.read(), type=Birth)
         try:
-            pid = os.fork()
+            pid = _fork_away() if birth.adopted else os.fork()
         except OSError as error:
             _say(agent, Born(birth.name, 0, str(error)))
         else:
@@ -156,9 +167,9 @@ class _Nursery:
                 for channel in (*self._agents, *([self._listener] if self._listener is not None else [])):
                     channel.close()
                 return birth, descriptors
-            with contextlib.suppress(OSError):  # it has done so itself, and perhaps ended since
-                os.setpgid(pid, pid)  # so that its group can be ended from now on
-            self._children[pid] = agent
+            if not birth.adopted:
+                _lead_group(pid)
+                self._children[pid] = agent
             _say(agent, Born(birth.name, pid))
         for descriptor in descriptors:
             os.close(descriptor)
@@ -179,22 +190,67 @@ def _say(agent: socket.socket, message: Born | Death) -> None:
         agent.sendall(msgspec.msgpack.encode(message))
 
 
+def _fork_away() -> int:
+    """As `os.fork`, but the child is an orphan: that of a process that has ended when this returns.
+
+    Raises:
+        OSError: there is no child.
+    """
+    receiving, sending = os.pipe()
+    try:
+        between = os.fork()
+    except OSError:
+        os.close(receiving)
+        os.close(sending)
+        raise
+    if between == 0:
+        os.close(receiving)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or errno.EAGAIN)
+        if pid == 0:
+            os.close(sending)
+            return 0
+        if pid > 0:
+            _lead_group(pid)
+        os.write(sending, b"%d" % pid)
+        os._exit(0)
+    os.close(sending)
+    with open(receiving, "rb", buffering=0) as pipe:
+        pid = int(pipe.read(32) or -errno.EAGAIN)
+    os.waitpid(between, 0)
+    if pid < 0:
+        raise OSError(-pid, os.strerror(-pid))
+    return pid
+
+
+def _lead_group(pid: int) -> None:
+    """Let a child's group be one that can be ended from now on."""
+    with contextlib.suppress(OSError):  # it has done so itself, and perhaps ended since
+        os.setpgid(pid, pid)
+
+
 def _be_worker(birth: Birth, descriptors: list[int]) -> int:
     """In the forked child: look like ``python -m unisono.machine.worker ARGUMENTS`` that was just started."""
-    nursery = os.getppid()
+    parent = os.getppid()
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    out, error, token = descriptors
+    out, error, token, gate = descriptors
+    if not os.read(gate, 1):
+        os._exit(1)  # its agent has ended, or does not know of it
+    os.close(gate)
     for target, descriptor in ((1, out), (2, error)):
         os.dup2(descriptor, target)
         os.close(descriptor)
     os.chdir(birth.folder)
     os.environ.clear()
     os.environb.update(birth.environment)
-    os.environ[PARENT] = str(nursery)
-    os.environ["UNISONO_TOKEN_FILE"] = f"/proc/self/fd/{token}"
+    if not birth.adopted:
+        os.environ[PARENT] = str(parent)
+    os.environ[TOKEN_FILE] = f"/proc/self/fd/{token}"
     # A nursery that stands by itself was started with another environment than the run.
     for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:

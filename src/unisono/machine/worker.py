@@ -17,38 +17,50 @@ import sys
 import types
 import zlib
 from pathlib import Path
+from typing import Final
 
 from unisono import faults
+from unisono.door import Door
 from unisono.errors import RunStopped
 from unisono.lifetime import bind_to_parent, name_process
-from unisono.member import Door, Member
+from unisono.member import Member, trimmed_traceback
 from unisono.messages import MemberInfo
 
-__all__ = ["main"]
+__all__ = ["STACK_SIGNAL", "main"]
+
+_kept: Final[list[BaseException]] = []
+
+STACK_SIGNAL: Final = "UNISONO_STACK_SIGNAL"
+"""The environment variable with the name of a signal at which workers write their Python stacks, for who looks into a
+run by hand. By default there is none: all signals are the script's.
+"""
 
 
 def main() -> int:
     """Be a worker. Returns the exit code of the process."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if name := os.environ.pop(STACK_SIGNAL, ""):
+        faulthandler.register(signal.Signals[name], all_threads=True)
     bind_to_parent(signal.SIGKILL)
-    faults.arm(os.environ)
     code = [1]
-    atexit.register(_end_at_once, code)  # the first one registered is the last one called
+    atexit.register(_end_at_once, code, os.getpid())  # the first one registered is the last one called
     code[0] = _work()
     return code[0]
 
 
-def _end_at_once(code: list[int]) -> None:
-    """Leave the process where its orderly end would wait for a machine that is out of reach."""
+def _end_at_once(code: list[int], own: int) -> None:
+    """Leave the process where its orderly end would wait for a machine that is out of reach.
+
+    And where it is a fork of the worker: that end would take apart what belongs to the worker.
+    """
     wire = sys.modules.get("unisono.exchange.wire")
-    if wire is not None and wire.release_abandoned():
+    if os.getpid() != own or (wire is not None and wire.release_abandoned()):
         _flush()
         os._exit(code[0])
 
 
 def _work() -> int:
-    door = Door.from_environment()
+    door, armed = Door.take(), os.environ.pop(faults.ENVIRONMENT, "")
     if door is None:
         print(
             "python -m unisono.machine.worker is started by `unisono run` and `unisono join`, not by hand",
@@ -58,15 +70,18 @@ def _work() -> int:
     if len(sys.argv) < 2:
         print("python -m unisono.machine.worker needs a script", file=sys.stderr)
         return 2
+    faults.arm(armed, door.worker_id, door.agent)
     name_process(f"unisono {door.worker_id}")
     try:
         member = _connect(door)
     except RunStopped:
         return 1  # the run has ended meanwhile, or this worker was refused: the head has told the agent why
+    own = os.getpid()
     try:
-        return _report(member, sys.argv[1:])
+        return _run_and_report(member, sys.argv[1:])
     finally:
-        member.close()
+        if os.getpid() == own:
+            member.close()
         _flush()
 
 
@@ -102,25 +117,54 @@ def _device(local_rank: int) -> str:
     return device
 
 
-def _report(member: Member, arguments: list[str]) -> int:
-    """Run the script and tell the head how it ended. The traceback goes to the head, which shows it once."""
+def _run_and_report(member: Member, arguments: list[str]) -> int:
+    """Run the script, and tell the head how it ended."""
+    own = os.getpid()
+    error: BaseException | None = None
     try:
         _run(arguments)
-    except RunStopped:
+    except BaseException as raised:
+        error = raised
+    if os.getpid() != own:
+        return _end_of_fork(error)
+    return _report(member, error)
+
+
+def _end_of_fork(error: BaseException | None) -> int:
+    """A fork of this worker has come to the script's end in its own way. What Python would do, which is no news."""
+    if isinstance(error, SystemExit):
+        return _exit_code(error)
+    if error is not None:
+        _kept.append(error)  # its frames hold what belongs to the worker
+        with contextlib.suppress(Exception):
+            sys.stderr.write(trimmed_traceback(error))
+        return 1
+    return 0
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """That of a process which ends so; says what there is to say."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0
+    with contextlib.suppress(Exception):
+        print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def _report(member: Member, error: BaseException | None) -> int:
+    """Tell the head how the script ended. The traceback goes to the head, which shows it once."""
+    if isinstance(error, RunStopped):
         # The run is over, or goes on without this worker. Either way the head knows why, and nobody failed here.
         end = member.end()
         if end is not None:
             return end.exit_code
         return 0 if member.has_left else 1
-    except SystemExit as leaving:
-        if leaving.code in (None, 0):
+    if isinstance(error, SystemExit):
+        if (code := _exit_code(error)) == 0:
             return _finish(member)
-        code = leaving.code if isinstance(leaving.code, int) else 1
-        if not isinstance(leaving.code, int):
-            print(leaving.code, file=sys.stderr)
-        member.failed(leaving, exit_code=code & 0xFF or 1)
+        member.failed(error, exit_code=code & 0xFF or 1)
         return code & 0xFF or 1
-    except BaseException as error:
+    if error is not None:
         _flush()
         place = getattr(error, "unisono_place", None)  # set where a micro-batch's computation raised
         if place is None:
@@ -182,7 +226,7 @@ def _call(function: Path, result: Path) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # whatever the script has put there, None included
             stream.flush()
 
 

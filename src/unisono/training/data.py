@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from unisono.decisions.cursor import seed_of
 from unisono.errors import RecipeError
 from unisono.lifetime import PARENT, bind_to_parent
+from unisono.training.process import Process
 from unisono.training.randomness import seed_everything
 
 __all__ = ["Fetcher", "MapDataset", "check_dataset", "to_device"]
@@ -163,6 +164,7 @@ class _Ahead:
     def __init__(
         self, fetcher: Fetcher, upcoming: Callable[[], Iterator[tuple[int, int]]], num_processes: int, *, pin: bool
     ) -> None:
+        self._process = Process()
         self._fetcher = fetcher
         self._upcoming = upcoming
         self._sent: collections.deque[tuple[int, int]] = collections.deque()
@@ -193,6 +195,9 @@ class _Ahead:
         return batch
 
     def close(self) -> None:
+        if not self._process.is_this:
+            self._process.keep(self)  # without it, torch would end the processes
+            return
         iterator, self._batches = self._batches, None
         shutdown = getattr(iterator, "_shutdown_workers", None)
         if shutdown is not None:

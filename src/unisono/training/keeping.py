@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -26,6 +25,7 @@ from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, truncate
 from unisono.rundir import Lock, claim, describe, holder, make, read_facts
+from unisono.training.process import Process, tell
 from unisono.training.rounds import Rounds
 from unisono.training.tracked import Tracked
 from unisono.words import count
@@ -88,6 +88,7 @@ class Keeper:
         self._run_id = ""
         self._loaded: Loaded | None = None
         self._leaving = False
+        self._process = Process()
         self._before: Any = None
         self.metrics: dict[str, float] = {}
         """What was logged last, by name."""
@@ -118,7 +119,7 @@ class Keeper:
             self._before = None
 
     def _signalled(self, number: int, frame: Any) -> None:
-        if self._leaving:  # the second one means it
+        if self._leaving or not self._process.is_this:  # the second one means it; a fork has no step to finish
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self._leaving = True
@@ -181,7 +182,7 @@ class Keeper:
         again = {"step": place.total, "at": time.time(), "from": str(loaded.path)}
         facts["resumed"] = [*facts.get("resumed", []), again]
         describe(self.directory, facts)
-        print(f"unisono: goes on at step {place.total}, from {loaded.path}{moved}", file=sys.stderr, flush=True)
+        tell(f"unisono: goes on at step {place.total}, from {loaded.path}{moved}")
         return place
 
     def joined(self, cursor: Cursor) -> None:

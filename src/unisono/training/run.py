@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import uuid
 import warnings
@@ -36,6 +35,7 @@ from unisono.training.evaluation import Evaluator, Totals, check_batches, evalua
 from unisono.training.gradients import GradientFolder
 from unisono.training.guards import Guards, Structure, UnusedGradients, warn_of_clipping, watched_zero_grad
 from unisono.training.keeping import Keeper
+from unisono.training.process import Process, tell
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
@@ -99,27 +99,28 @@ class Run:
         resume_anyway: Collection[str] = (),
         overwrite: bool = False,
     ) -> None:
-        environment = os.environ
-        chosen = environment.get("UNISONO_RUN_DIR") or directory
+        told = members.told()
+        chosen = told.run_dir or directory
         self.directory = Path(chosen) if chosen is not None else None
         self.seed = seed
-        self.device = choose_device(device, environment)
-        self._arithmetic = Arithmetic(choose_threads(threads, environment), deterministic)
+        self.device = choose_device(device, told.local_rank)
+        self._arithmetic = Arithmetic(choose_threads(threads, told.threads), deterministic)
         self._balance = balance
         self._tracked = Tracked()
         self._keeper = Keeper(
             self.directory,
             tracked=self._tracked,
             policy=checkpoint,
-            resume=environment.get("UNISONO_RESUME") or os.fspath(resume or ""),
+            resume=told.resume or os.fspath(resume or ""),
             anyway=resume_anyway,
-            also_anyway=environment.get("UNISONO_RESUME_ANYWAY", "").split(),
-            command=environment.get("UNISONO_COMMAND", ""),
-            overwrite=overwrite or environment.get("UNISONO_OVERWRITE") == "1",
+            also_anyway=told.resume_anyway,
+            command=told.command,
+            overwrite=overwrite or told.overwrite,
             device=self.device,
             threads=self._arithmetic.threads,
         )
         self._journal = Journal(self.directory / JOURNAL if self.directory is not None else None)
+        self._process = Process()
         self._writes = False
         self._phases = 0
         self._num_evaluations = 0
@@ -137,6 +138,7 @@ class Run:
     # -- life ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
+        self._process = Process()
         member = members.current()
         if member is not None:
             member.begin_run()
@@ -154,6 +156,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self._process.is_this:
+            self._process.keep(self)
+            return
         try:
             if error is None:
                 assert self._rounds is not None
@@ -237,6 +242,7 @@ class Run:
         Raises:
             UsageError: an object has no ``state_dict``, or its name is taken.
         """
+        self._process.check("run.track")
         if self._inside:
             raise UsageError("run.track was called inside of run.steps; track everything before the loop")
         self._tracked.add(objects)
@@ -290,6 +296,7 @@ class Run:
             RecipeError: batch, micro-batches and dataset do not fit together. Nothing was trained.
             UsageError: nothing is tracked that could be trained.
         """
+        self._process.check("run.steps")
         if self._team is None:
             raise UsageError("run.steps works inside `with unisono.Run(...) as run:`")
         cursor = Cursor(
@@ -318,6 +325,7 @@ class Run:
         Raises:
             UsageError: the run has no directory, or has not begun.
         """
+        self._process.check("run.save")
         if self.directory is None:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
         if self._rounds is None or not self._joined:
@@ -348,6 +356,7 @@ class Run:
         Returns:
             The totals by name; int, float, or a CPU tensor.
         """
+        self._process.check("run.evaluate")
         if self._team is None or self._rounds is None:
             raise UsageError("run.evaluate works inside `with unisono.Run(...) as run:`")
         if self._step is not None and self._step.microbatch is not None:
@@ -414,7 +423,7 @@ class Run:
         if first is None:
             return
         if first >= num_steps > 0 and self.is_main:
-            print(f"unisono: nothing is left to do: {progress(first, num_steps)} are done", file=sys.stderr, flush=True)
+            tell(f"unisono: nothing is left to do: {progress(first, num_steps)} are done")
         ahead = _Ahead(rounds, cursor, num_steps)
         fetcher = Fetcher(
             dataset,
@@ -439,8 +448,20 @@ class Run:
         base = self._steps_before - first
         clock = Clock()
         self._inside = True
-        guards, unused = Guards(self._tracked), UnusedGradients(self._tracked)
-        agreement = Agreement(rounds, rehearses=self._arithmetic.deterministic, num_steps=num_steps)
+        unused = UnusedGradients(self._tracked)
+        context = StepContext(
+            rounds=rounds,
+            folder=current_folder,
+            fetcher=fetcher,
+            cursor=cursor,
+            seed=self.seed,
+            first_number=base,
+            note_plan=ahead.note,
+            guards=Guards(self._tracked),
+            unused=unused,
+            agreement=Agreement(rounds, rehearses=self._arithmetic.deterministic, num_steps=num_steps),
+            process=self._process,
+        )
 
         def before_update(name: str) -> None:
             self._refuse_update(name)
@@ -453,14 +474,12 @@ class Run:
                     at_step(number)
                     self._note_position(number)
                     self._keeper.boundary(rounds)
-                    context = StepContext(
-                        rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note, guards, unused, agreement
-                    )
                     seed_place(self.seed, "step", base + number)
                     step = self._step = Step(context, number, clock)
                     self._end_step = partial(self._finish, step, clock, base + num_steps)
                     point("step_head")
                     yield step
+                    self._process.check("run.steps")
                     self._leave_step()
             self._note_position(max(first, num_steps))
             self._keeper.save_last(rounds)

@@ -68,18 +68,17 @@ def keep_freed_memory(environment: Mapping[str, str]) -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
-def choose_threads(argument: int | None, environment: Mapping[str, str]) -> int:
-    """Threads of a worker: the argument, else ``UNISONO_THREADS`` (--threads), else 1. Never derived from the worker
+def choose_threads(argument: int | None, told: int) -> int:
+    """Threads of a worker: the argument, else what the command was told (--threads). Never derived from the worker
     count.
     """
-    text = environment.get("UNISONO_THREADS", "")
-    threads = argument if argument is not None else int(text) if text.isdecimal() else 1
+    threads = argument if argument is not None else told
     if threads < 1:
         raise UsageError(f"threads must be at least 1, got {threads}")
     return threads
 
 
-def choose_device(argument: str | torch.device | None, environment: Mapping[str, str]) -> torch.device:
+def choose_device(argument: str | torch.device | None, local_rank: int) -> torch.device:
     """The device of this worker: the argument, else its own GPU if there is one, else the CPU."""
     if argument is not None:
         device = torch.device(argument)
@@ -87,8 +86,7 @@ def choose_device(argument: str | torch.device | None, environment: Mapping[str,
             device = torch.device("cuda", torch.cuda.current_device())  # tensors say which as well
         return device
     if torch.cuda.is_available():
-        local_rank = environment.get("UNISONO_LOCAL_RANK", "0")
-        index = (int(local_rank) if local_rank.isdecimal() else 0) % torch.cuda.device_count()
+        index = local_rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")

@@ -23,6 +23,7 @@ from unisono.training.agreement import Agreement
 from unisono.training.data import Fetcher
 from unisono.training.gradients import GradientFolder
 from unisono.training.guards import Guards, UnusedGradients
+from unisono.training.process import Process
 from unisono.training.randomness import seed_place
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST
@@ -50,6 +51,8 @@ class StepContext:
     """Gradients that the script has not used."""
     agreement: Agreement
     """Compares this worker with the others."""
+    process: Process
+    """That of the run."""
 
 
 @dataclass
@@ -166,6 +169,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches that fall to this worker; ends when the step's gradient is complete. Collective."""
+        self._context.process.check("for batch in step")
         if self._state != "new":
             raise StepError(f"step {self.number} was iterated before; `for ... in step` can be run once for each step")
         return self._run()
@@ -189,6 +193,7 @@ class Step:
             LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense.
             StepError: called outside of the inner loop.
         """
+        self._context.process.check("step.backward")
         if self._leaf is None:
             raise StepError(
                 f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}"

@@ -1,0 +1,58 @@
+"""The process that a run is in, its forks, and who hears what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.process
+import os
+import sys
+from typing import Any, Final
+
+from unisono.errors import UsageError
+
+__all__ = ["Process", "tell"]
+
+_kept: Final[list[Any]] = []
+
+
+class Process:
+    """The process that a run was made in. A fork of it takes no part: what it finds open belongs to the other."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self, what: str) -> None:
+        """
+        Raises:
+            UsageError: this is a fork of that process.
+        """
+        if not self.is_this:
+            raise UsageError(
+                f"{what} was called in process {os.getpid()}, a fork of process {self._pid}, which made the run: a "
+                "fork takes no part in that. End it with os._exit() when it has done its work, or make a unisono.Run "
+                "of its own there, with another directory"
+            )
+
+    def keep(self, thing: object) -> None:
+        """Never free something in a fork, whose end would reach the other process."""
+        if not self.is_this:
+            _kept.append(thing)
+
+
+def tell(text: str) -> None:
+    """Say something on standard error, if the script has left one that can be written."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _disown() -> None:
+    """In a fork: the loader processes are not its children, and multiprocessing would end them when it exits."""
+    getattr(multiprocessing.process, "_children", set()).clear()
+
+
+os.register_at_fork(after_in_child=_disown)

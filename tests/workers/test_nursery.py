@@ -1,0 +1,177 @@
+"""The process that forks workers ends before them, or with their agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.workers.conftest import Unisono, marked, wait_until_gone
+from tests.workers.gates import Gates
+from unisono.cli.reach import ask_status, find
+from unisono.door import Door
+from unisono.journal import compare, read
+from unisono.lifetime import Memory
+from unisono.machine.children import Child, Nursery
+from unisono.machine.nursery import Birth, Born, Death
+from unisono.testing import run_workers
+
+pytestmark = pytest.mark.timeout(180)
+
+TRAINING = Path(__file__).with_name("small_training.py")
+STEPS = 12
+Script = Callable[..., str]
+
+
+def parent_and_name(process: Path) -> tuple[int, str]:
+    try:
+        text = (process / "stat").read_text()
+    except OSError:
+        return 0, ""
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    return int(rest.split()[1]), name
+
+
+def children(parent: int, name: str) -> set[int]:
+    """The children of a process that have this name."""
+    found = {int(entry.name): parent_and_name(entry) for entry in Path("/proc").iterdir() if entry.name.isdecimal()}
+    return {pid for pid, known in found.items() if known == (parent, name)}
+
+
+def test_a_run_survives_its_nursery(unisono: Unisono, tmp_path: Path) -> None:
+    """The workers go on, one that is lost then is replaced by one that starts by itself, and no bit is another."""
+    calm = run_workers(TRAINING, 1, directory=tmp_path / "calm", arguments=["--steps", str(STEPS)])
+    assert calm.exit_code == 0, calm.output
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (3, 6, 9)) as gates:
+        options = ["-n", 2, "--run-dir", run_dir, "--", "--steps", STEPS, "--gates", gates.folder]
+        command = unisono("run", TRAINING, *options)
+        gates.wait(3)
+        (nursery,) = children(command.pid, "unisono nursery")
+        os.kill(nursery, signal.SIGKILL)
+        command.line(f"the nursery (pid {nursery}), which forks workers, has ended; they go on, and others start each")
+        gates.open(3)
+        gates.wait(6)
+        before = {worker["worker_id"]: worker["pid"] for worker in ask_status(find(str(run_dir)))["workers"]}
+        assert children(command.pid, "unisono w0") | children(command.pid, "unisono w1") == set(before.values())
+        os.kill(before["w1"], signal.SIGKILL)
+        gates.open(6)
+        command.line("w1 (pid")
+        gates.wait(9)
+        command.line("w2 joins")
+        gates.open(9)
+        assert command.wait(90) == 0, command.err
+    assert compare(tmp_path / "calm", run_dir).startswith(f"identical: {STEPS} steps")
+    said = "\n".join(command.err)
+    assert "w0" not in said, "nobody else was lost"
+    assert [len(line["workers"]) for line in read(run_dir) if line["kind"] == "step"][-1] == 2
+
+
+# One worker waits, one is stopped, one hangs in C and keeps the interpreter; each has a child.
+HANGS = """
+    import ctypes, os, signal, subprocess, sys
+    from unisono import member
+
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    me = member.current()
+    me.ready(0)
+    me.holding(me.wait_notice(0).generation)
+    print("training", flush=True)
+    if me.worker_id == "w1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if me.worker_id == "w2":
+        ctypes.PyDLL(None).pause()
+    me.wait_notice(100)
+"""
+
+
+def test_nothing_outlives_a_command_whose_nursery_has_ended(unisono: Unisono, script: Script, mark: str) -> None:
+    """After a SIGKILL as well, whatever the workers do."""
+    command = unisono("run", script(HANGS), "-n", 3, "--heartbeat-timeout-s", 60)
+    for worker in ("w0", "w1", "w2"):
+        command.line(f"[{worker}] training")
+    (nursery,) = children(command.pid, "unisono nursery")
+    os.kill(nursery, signal.SIGKILL)
+    command.line(f"the nursery (pid {nursery})")
+    assert len(marked(mark)) == 8, "command, head, three workers and a child of each"
+    started = time.monotonic()
+    command.process.kill()
+    command.wait()
+    wait_until_gone(set(marked(mark)), started + 5)
+    assert marked(mark) == {}
+
+
+def test_a_worker_does_nothing_before_its_agent_knows_of_it(standing_nursery: str, tmp_path: Path) -> None:
+    """An agent that does not hear of a birth, because the nursery has ended, starts another with the same name."""
+    birth = Birth.of("w0", ["train.py"], Door(head="ws://127.0.0.1:1", worker_id="w0").environment(), str(tmp_path))
+    gate, key = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+        agent.settimeout(20)
+        agent.connect(standing_nursery)
+        try:
+            birth.send(agent, [null, null, null, gate])
+            born = msgspec.msgpack.decode(agent.recv(1 << 16), type=Born)
+        finally:
+            for descriptor in (null, gate, key):
+                os.close(descriptor)
+        ended = msgspec.msgpack.decode(agent.recv(1 << 16), type=Death)
+    assert (ended.pid, ended.exit_code) == (born.pid, 1)
+
+
+def test_a_birth_that_the_nursery_did_not_live_to_do_is_told(mark: str) -> None:
+    async def bear() -> list[Child | str]:
+        with Memory("unisono-token") as secret:
+            nursery = Nursery(os.environ, secret, "")
+            assert nursery.child is not None
+            os.kill(nursery.child.pid, signal.SIGSTOP)
+            told: list[Child | str] = []
+            ended = asyncio.Event()
+
+            def on_end(words: str) -> None:
+                asyncio.get_running_loop().call_soon(ended.set)
+
+            nursery.on_end = on_end
+            nursery.bear("w0", ["train.py"], os.environ, told.append)
+            nursery.child.kill()
+            async with asyncio.timeout(20):
+                await ended.wait()
+            assert not nursery.alive
+            await nursery.close()
+        return told
+
+    assert asyncio.run(bear()) == ["the nursery has ended"]
+
+
+def test_what_a_worker_leaves_to_its_agent_is_reaped(unisono: Unisono, script: Script) -> None:
+    """An orphan of the script that ends does not stay as a zombie: the command, which adopts it, waits for it."""
+    orphans = """
+        import os, sys, time
+        from pathlib import Path
+        from unisono import member
+
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            if os.fork() == 0:
+                os.setsid()
+                os.write(writing, str(os.getpid()).encode())
+            os._exit(0)
+        os.wait()
+        orphan = Path("/proc", os.read(reading, 20).decode())
+        deadline = time.monotonic() + 20
+        while orphan.exists():
+            assert time.monotonic() < deadline, orphan.joinpath("status").read_text()
+            os.sched_yield()
+        me = member.current()
+        me.ready(0)
+        me.holding(me.wait_notice(0).generation)
+        """
+    command = unisono("run", script(orphans), "-n", 1)
+    assert command.wait() == 0, command.err
