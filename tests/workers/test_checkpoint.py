@@ -113,6 +113,33 @@ def test_losing_one_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, 
     assert 12 in steps(directory)
 
 
+SAVES_AT_THE_END = """
+    import torch, unisono
+
+    with unisono.Run(seed=1) as run:
+        model = torch.nn.Linear(2, 1)
+        run.track(model=model)
+        for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=2, epochs=3):
+            for batch in step:
+                step.backward(model(batch).mean())
+        run.save()
+        print("saved", (run.directory / "checkpoints" / "step-0000000003").is_dir())
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("at", ["checkpoint_copied", "checkpoint_before_manifest"])
+def test_what_was_saved_after_the_loop_is_there_whoever_was_lost(at: str, tmp_path: Path) -> None:
+    """All have forgotten the request when the first begins to write, unless they wait to hear that it is done."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SAVES_AT_THE_END))
+    outcome = run_workers(script, 2, directory=tmp_path / "run", faults=Faults().kill("w0", at=at))
+    assert outcome.exit_code == 0, outcome.output
+    assert "saved True" in outcome.output
+    check_readable(tmp_path / "run")
+    assert steps(tmp_path / "run") == [3]
+
+
 @pytest.mark.usefixtures("nursery")
 def test_sigterm_finishes_the_step_writes_and_leaves_with_the_code_that_was_asked_for(
     unisono: Unisono, calm: Outcome, tmp_path: Path
@@ -488,9 +515,14 @@ def test_checkpoints_of_a_clock(tmp_path: Path) -> None:
 class Members:
     """The savers of one run: all in this process, and everything in an order that is known."""
 
-    def __init__(self, directory: Path, *, reaches: tuple[bool, ...] = (True, True), every: int = 2) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        reaches: tuple[bool, ...] = (True, True),
+        policy: unisono.Checkpoints | None = EVERY,
+    ) -> None:
         self.directory = directory
-        policy = unisono.Checkpoints(every_steps=every, keep=10)
         state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
         self.savers = [
             saving.Saver(policy, directory, torch.device("cpu"), lambda: state, reaches=one) for one in reaches
@@ -519,6 +551,11 @@ class Members:
             saver.save_last(self.place, rank=rank, generation=self.generation, num_workers=len(self.savers), metrics={})
         for saver in self.savers:
             saver.finish()
+
+    def confirm(self) -> None:
+        """All have heard that all have waited for the last one."""
+        for saver in self.savers:
+            saver.confirm()
 
     def lose_first(self) -> None:
         """In the middle of a step, which the others finish in the next generation."""
@@ -559,7 +596,7 @@ def test_a_checkpoint_that_is_lost_with_who_publishes_it_is_made_again(
             raise Killed
 
     monkeypatch.setattr(saving, "point", end)
-    members = Members(tmp_path, every=10)
+    members = Members(tmp_path, policy=unisono.Checkpoints(every_steps=10, keep=10))
     members.step(11)
     assert steps(tmp_path) == there
     monkeypatch.undo()
@@ -577,7 +614,7 @@ def test_who_does_not_see_the_directory_does_not_ask_for_what_is_there(tmp_path:
 
 
 def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: Path) -> None:
-    members = Members(tmp_path, reaches=(False, True, True), every=1000)
+    members = Members(tmp_path, reaches=(False, True, True), policy=unisono.Checkpoints())
     members.step(3)
     members.save_last()
     assert steps(tmp_path) == [3]
@@ -587,6 +624,41 @@ def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: 
     members.lose_first()
     members.save_last()  # before a step of that generation: it is the first, and sees it
     assert steps(tmp_path) == [3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint of step 3 was not written into .*: Killed")
+@pytest.mark.parametrize("when", ["at the end", "in the last step"])
+@pytest.mark.parametrize("at", ["checkpoint_copied", "checkpoint_before_manifest"])
+def test_a_checkpoint_that_was_asked_for_is_written_by_the_next_if_its_writer_is_lost(
+    when: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other steps follow at once, and nothing waits for it."""
+
+    def end(name: str) -> None:
+        if name == at:
+            raise Killed
+
+    members = Members(tmp_path, policy=None)
+    members.step(3)
+    for saver in members.savers:
+        saver.request()
+    monkeypatch.setattr(saving, "point", end)
+    with contextlib.suppress(Killed):
+        members.save_last()
+    assert steps(tmp_path) == []
+    monkeypatch.undo()
+    members.lose_first()
+    if when == "in the last step":
+        members.step(3)
+    else:
+        members.save_last()
+    assert len(steps(tmp_path)) == 1
+    check_whole(tmp_path)
+    members.save_last()
+    members.confirm()
+    members.save_last()
+    assert [saver.tell().wants for saver in members.savers] == [0.0]
+    assert len(steps(tmp_path)) == 1
 
 
 def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> None:

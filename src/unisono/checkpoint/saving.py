@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -216,6 +216,15 @@ class _Attempt:
     """It has."""
 
 
+class _Elsewhere(NamedTuple):
+    """A checkpoint that another member publishes, and that is not known to be there yet."""
+
+    step: int
+    generation: int
+    asked: bool
+    """`Saver.request` asked for it: one of the same step may hold another state."""
+
+
 @dataclass
 class Saver:
     """This member's part in the checkpoints of a run.
@@ -245,7 +254,7 @@ class Saver:
         self._buffer = _Buffer(self.device)
         self._layouts: dict[object, Layout] = {}
         self._attempt: _Attempt | None = None
-        self._others: tuple[int, int] | None = None  # (step, generation) of what another member publishes
+        self._others: _Elsewhere | None = None
         self._publishing: _Attempt | None = None
         self._publish: _Task | None = None
         self._prepare: _Task | None = None
@@ -359,7 +368,7 @@ class Saver:
             if attempt.is_committer:
                 self._publishing, self._publish = attempt, _Task(lambda task: self._complete(attempt))
             else:
-                self._others = (attempt.place.total, attempt.generation)
+                self._others = _Elsewhere(attempt.place.total, attempt.generation, asked=False)
         elif verdict is Verdict.DROP:
             self._drop(again=True)
         elif verdict is Verdict.FAIL:
@@ -527,11 +536,11 @@ class Saver:
             return
         if any(word.attempt == NO_ATTEMPT and word.status == Status.BUSY for word in self._words):
             return  # it, or somebody, is at it still
-        (step, begun_in), self._others = self._others, None
-        if begun_in == generation or not self.reaches:
+        other, self._others = self._others, None
+        if other.generation == generation or not self.reaches:
             return  # nobody was lost, and who publishes says what goes wrong
-        if (self.folder / files.step_name(step)).exists():
-            self.saved = max(self.saved, step)
+        if not other.asked and (self.folder / files.step_name(other.step)).exists():
+            self.saved = max(self.saved, other.step)
         else:
             self._wanted = True
 
@@ -571,14 +580,21 @@ class Saver:
     def save_last(
         self, place: Place, *, rank: int, generation: int, num_workers: int, metrics: Mapping[str, float]
     ) -> None:
-        """No step follows at once: one member writes the whole state. Local; `finish` waits for it."""
-        if self.directory is None or (self.policy is None and not self._wanted):
+        """No step follows at once: one member writes the whole state. Local; `finish` waits for it.
+
+        The others keep in mind that it was asked for, in case that the writer is lost, until all `confirm` it.
+        """
+        others = self._others
+        if self.directory is None or (self.policy is None and not self._wanted and others is None):
             return
         self._drop(again=False)
-        asked, self._wanted, self._asked = self._asked, False, False
+        asked = self._asked or (others is not None and others.asked)
+        self._wanted = self._asked = False
         self._last_of = place.total
         if rank != self._writer_of_last(generation):
+            self._others = _Elsewhere(place.total, generation, asked)
             return
+        self._others = None
         if not self.reaches:
             self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
             return
@@ -606,6 +622,10 @@ class Saver:
         """The first that reaches the directory; 0 where nobody is known to: no step was done in this generation yet."""
         words = self._words if self._words is not None and self._heard_in == generation else []
         return next((rank for rank, word in enumerate(words) if word.reaches), 0)
+
+    def confirm(self) -> None:
+        """All members have waited for the last checkpoint: whoever wrote it has come to an end with it."""
+        self._others = None
 
     def finish(self) -> None:
         """Wait until what was copied for the last checkpoint is on the disk.

@@ -306,6 +306,7 @@ class Keeper:
             self.saver.finish()
 
         rounds.together(work)
+        self.saver.confirm()
 
     def place(self, rounds: Rounds) -> Place:
         return Place(phase=rounds.phase, step=rounds.step, total=rounds.total, lines=rounds.lines)
