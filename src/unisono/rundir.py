@@ -186,4 +186,6 @@ def describe(directory: Path, facts: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error

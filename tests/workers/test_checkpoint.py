@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import random
 import re
@@ -661,6 +662,31 @@ def test_a_checkpoint_that_was_asked_for_is_written_by_the_next_if_its_writer_is
     assert len(steps(tmp_path)) == 1
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint of step . was not written into")
+@pytest.mark.parametrize("who", ["part-00000", "part-00001", "skeleton", "manifest"])
+@pytest.mark.parametrize("last", [False, True])
+def test_nothing_is_left_of_a_checkpoint_that_found_no_room(
+    who: str, last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever could not write; on a full disk it would take the room of what comes next."""
+    write = files.write_file
+
+    def write_some(path: Path, data: memoryview, *rest: Any) -> Any:
+        if path.name.startswith(who):
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, data, *rest)
+
+    members = Members(tmp_path, policy=unisono.Checkpoints() if last else EVERY)
+    monkeypatch.setattr(files, "write_file", write_some)
+    members.step(2 if last else 5)
+    if last:
+        members.save_last()
+    for saver in members.savers:
+        saver.close()
+    assert names(tmp_path) == (["step-0000000002"] if last and who == "part-00001" else [])
+
+
 def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> None:
     members = Members(tmp_path, reaches=(False, False))
     members.step(3)
@@ -825,6 +851,7 @@ def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path: Path) -> No
         assert seen.samples > 0
         full = [str(w.message) for w in said if "No space left on device; the training goes on" in str(w.message)]
         assert len(full) >= 2, "each that was due was tried"
+        assert names(tmp_path) == [files.step_name(step) for step in steps(tmp_path)], "what failed needs no room"
         check_readable(tmp_path)
         assert 2 in steps(tmp_path)
 
@@ -834,7 +861,7 @@ def test_a_failed_write_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> 
         policy = unisono.Checkpoints(every_steps=2, must_succeed=True)
         with pytest.raises(CheckpointError, match=r"step 2 was not written into .*: No space left on device. The run"):
             train(tmp_path, num_steps=100, width=200, checkpoint=policy, wait=True)
-        assert steps(tmp_path) == []
+        assert names(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

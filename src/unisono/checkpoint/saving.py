@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import shutil
 import threading
 import time
 import warnings
@@ -210,6 +211,8 @@ class _Attempt:
     task: _Task | None
     """None: this member has nothing to write."""
     metrics: dict[str, float]
+    part: Path | None = None
+    """The file that this member writes in an attempt of all."""
     moves: list[_Move] = field(default_factory=list)
     """What the task copies first."""
     copied: threading.Event = field(default_factory=threading.Event)
@@ -366,7 +369,7 @@ class Saver:
         if verdict is Verdict.COMMIT:
             self._attempt = None
             if attempt.is_committer:
-                self._publishing, self._publish = attempt, _Task(lambda task: self._complete(attempt))
+                self._publishing, self._publish = attempt, _Task(lambda task: self._finish_or_remove(attempt))
             else:
                 self._others = _Elsewhere(attempt.place.total, attempt.generation, asked=False)
         elif verdict is Verdict.DROP:
@@ -388,13 +391,13 @@ class Saver:
         for earlier in (self._prepare, self._given_up):
             if earlier is not None:
                 earlier.wait()  # one does what the copy would have to do, the other has ended
-        task, copied = None, threading.Event()
+        task, path, copied = None, None, threading.Event()
         moves: list[_Move] = []
         if rank in writers:
             part = writers.index(rank)
             data, moves = self._buffer.fill(layout, part, packed.tensors, self._choose_later(packed.tensors))
             self._copy_s = time.monotonic() - began
-            path, is_first = partial / files.part_name(part, len(writers)), part == 0
+            mine = path = partial / files.part_name(part, len(writers))
 
             def work(task: _Task) -> FileFacts | None:
                 try:
@@ -403,12 +406,12 @@ class Saver:
                 finally:
                     copied.set()
                 point("checkpoint_copied")
-                return self._write_part(task, path, data, is_first)
+                return self._write_part(task, mine, data, part == 0)
 
             task = _Task(work)
         self._attempt = _Attempt(
             place, generation, partial, layout, packed.skeleton, len(self._words), rank == writers[0], began, task,
-            dict(metrics), moves, copied,
+            dict(metrics), path, moves, copied,
         )  # fmt: skip
 
     def _choose_later(self, tensors: Sequence[Tensor]) -> set[int]:
@@ -455,7 +458,16 @@ class Saver:
             point("checkpoint_part_written")
         return facts
 
-    def _complete(self, attempt: _Attempt, data: memoryview | None = None) -> None:
+    def _finish_or_remove(self, attempt: _Attempt, write: Callable[[], object] = tuple) -> None:
+        """``write`` what is missing, if anything, and make it a checkpoint; leave nothing of it where that fails."""
+        try:
+            if write() is not None:
+                self._complete(attempt)
+        except BaseException:
+            shutil.rmtree(attempt.partial, ignore_errors=True)
+            raise
+
+    def _complete(self, attempt: _Attempt) -> None:
         """All parts are on the disk: make it a checkpoint."""
         partial, num_parts = attempt.partial, len(attempt.layout.headers)
         found = {files.SKELETON: files.write_file(partial / files.SKELETON, memoryview(attempt.skeleton))}
@@ -546,9 +558,15 @@ class Saver:
 
     def _drop(self, *, again: bool) -> None:
         attempt, self._attempt = self._attempt, None
-        if attempt is not None and attempt.task is not None:
-            attempt.task.abandoned = True
-            self._given_up = attempt.task  # it may wait for the disk: until it has ended, its memory is not used again
+        if attempt is not None and (writing := attempt.task) is not None and attempt.part is not None:
+            writing.abandoned = True
+            part = attempt.part
+
+            def clear(task: _Task) -> None:
+                writing.wait()
+                files.remove_part(part)
+
+            self._given_up = _Task(clear)  # until the disk is done with it, the part's memory is not used again
         self._wanted = self._wanted or again
 
     def _failed(self, step: int, error: BaseException | None) -> None:
@@ -612,11 +630,11 @@ class Saver:
             place, generation, partial, layout, packed.skeleton, num_workers, True, began, None, dict(metrics)
         )
 
-        def write(task: _Task) -> None:
-            if self._write_part(task, partial / files.part_name(0, 1), data, True) is not None:
-                self._complete(attempt)
+        def write(task: _Task) -> FileFacts | None:
+            return self._write_part(task, partial / files.part_name(0, 1), data, True)
 
-        self._publishing, self._publish = attempt, _Task(write)
+        self._publishing = attempt
+        self._publish = _Task(lambda task: self._finish_or_remove(attempt, lambda: write(task)))
 
     def _writer_of_last(self, generation: int) -> int:
         """The first that reaches the directory; 0 where nobody is known to: no step was done in this generation yet."""
@@ -639,7 +657,7 @@ class Saver:
         self._look_after()
 
     def close(self) -> None:
-        """End the threads; what is not complete stays garbage."""
+        """End the threads, and remove what is not complete."""
         self._drop(again=False)
         for task in (self._prepare, self._given_up, self._publish):
             if task is not None:
