@@ -262,6 +262,7 @@ class Saver:
         self._publish: _Task | None = None
         self._prepare: _Task | None = None
         self._given_up: _Task | None = None
+        self._clearing: _Task | None = None
         self._prepared_for = -1
         self._wanted = self._asked = False
         self._warned_of = -1
@@ -558,16 +559,23 @@ class Saver:
 
     def _drop(self, *, again: bool) -> None:
         attempt, self._attempt = self._attempt, None
-        if attempt is not None and (writing := attempt.task) is not None and attempt.part is not None:
-            writing.abandoned = True
-            part = attempt.part
-
-            def clear(task: _Task) -> None:
-                writing.wait()
-                files.remove_part(part)
-
-            self._given_up = _Task(clear)  # until the disk is done with it, the part's memory is not used again
+        if attempt is not None and attempt.task is not None:
+            attempt.task.abandoned = True
+            self._given_up = attempt.task  # it may wait for the disk: until it has ended, its memory is not used again
+            self._clear(attempt)
         self._wanted = self._wanted or again
+
+    def _clear(self, attempt: _Attempt) -> None:
+        """Remove what this member has written of an attempt, when its thread is done with it."""
+        earlier = [task for task in (attempt.task, self._clearing) if task is not None]
+
+        def clear(task: _Task) -> None:
+            for each in earlier:
+                each.wait()
+            if attempt.part is not None:
+                files.remove_part(attempt.part)
+
+        self._clearing = _Task(clear)
 
     def _failed(self, step: int, error: BaseException | None) -> None:
         if error is None:
@@ -651,7 +659,7 @@ class Saver:
         Raises:
             CheckpointError: see `boundary`.
         """
-        for task in (self._prepare, self._given_up, self._publish):
+        for task in (self._prepare, self._given_up, self._clearing, self._publish):
             if task is not None:
                 task.wait()
         self._look_after()
@@ -659,6 +667,6 @@ class Saver:
     def close(self) -> None:
         """End the threads, and remove what is not complete."""
         self._drop(again=False)
-        for task in (self._prepare, self._given_up, self._publish):
+        for task in (self._prepare, self._given_up, self._clearing, self._publish):
             if task is not None:
                 task.wait()
