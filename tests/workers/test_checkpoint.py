@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import random
 import re
@@ -30,6 +31,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from tests.workers.conftest import Unisono
+from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
 from unisono.checkpoint import files, saving
 from unisono.decisions.cadence import Place
@@ -139,6 +141,53 @@ def test_what_was_saved_after_the_loop_is_there_whoever_was_lost(at: str, tmp_pa
     assert "saved True" in outcome.output
     check_readable(tmp_path / "run")
     assert steps(tmp_path / "run") == [3]
+
+
+LOADS_SLOWLY = """
+    import sys, torch, unisono
+    from pathlib import Path
+    sys.path.insert(0, {root!r})
+    from tests.workers.gates import wait_at
+
+    class Slow(torch.nn.Linear):
+        loads = 0
+
+        def load_state_dict(self, *state):
+            if run.rank == 0:
+                print("load", Slow.loads, flush=True)
+                wait_at(Path({gates!r}) / str(Slow.loads))
+                Slow.loads += 1
+            return super().load_state_dict(*state)
+
+    with unisono.Run(seed=1, checkpoint=unisono.Checkpoints(), resume="auto") as run:
+        model = Slow(2, 1)
+        run.track(model=model)
+        steps = run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=2, epochs=6, max_steps=int(sys.argv[1]))
+        for step in steps:
+            for batch in step:
+                step.backward(model(batch).mean())
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_goes_on_whose_checkpoint_takes_longer_to_load_than_an_exchange_may(
+    unisono: Unisono, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """What was loaded while the others gave up is there when all try again; to load it anew would have no end."""
+    gates = tmp_path / "gates"
+    name = script(LOADS_SLOWLY.format(root=str(Path(__file__).resolve().parents[2]), gates=str(gates)))
+    options = ["--workers", 2, "--run-dir", "run", "--timeout-s", 1, "--exchange", "shared", name, "--"]
+    first = unisono("run", *options, 2)
+    assert first.wait() == 0, first.err
+    with Gates(gates, [0, 1, 2]) as held:
+        again = unisono("run", *options, 4)
+        held.wait(0)
+        again.line("trying again; generation 2")
+        held.open(0)
+        assert again.wait() == 0, again.err
+    assert [line for line in again.out if "load " in line] == ["[w0] load 0"]
+    assert len(list(read(tmp_path / "run"))) == 5
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]) == 1
 
 
 @pytest.mark.usefixtures("nursery")

@@ -87,6 +87,7 @@ class Keeper:
         self._lock = Lock()
         self._run_id = ""
         self._loaded: Loaded | None = None
+        self._began: Place | None = None
         self._leaving = False
         self._before: Any = None
         self.metrics: dict[str, float] = {}
@@ -139,6 +140,8 @@ class Keeper:
     def begin(self, phase: int, cursor: Cursor) -> Place | None:
         """On the member that begins a run: claim the directory, and load what the run goes on from.
 
+        Called again, because the others had not waited for as long as that took, it finds everything done.
+
         Returns:
             Where that is; None: at the beginning. When it is in a later phase, nothing was loaded yet.
 
@@ -148,6 +151,8 @@ class Keeper:
         """
         if self.directory is None:
             return None
+        if self._began is not None:
+            return self._began
         self._claim(self.directory)
         recipe = self._recipe(cursor)
         facts: dict[str, Any] = {"run_id": self._run_id, "started": time.time()}
@@ -181,6 +186,7 @@ class Keeper:
         facts["resumed"] = [*facts.get("resumed", []), again]
         describe(self.directory, facts)
         print(f"unisono: goes on at step {place.total}, from {loaded.path}{moved}", file=sys.stderr, flush=True)
+        self._began = place
         return place
 
     def joined(self, cursor: Cursor) -> None:
