@@ -60,12 +60,12 @@ class Journal:
         if writer:
             self._write()
 
-    def go_on_at(self, number: int, lines: Iterable[Line] = ()) -> None:
+    def go_on_at(self, number: int, lines: Iterable[str] = ()) -> None:
         """The run has ``number`` lines already, of which these may not be in the file: what a newcomer is told."""
         if number == 0:
             return  # the run begins, and all members have said the same until here
         self._number = number
-        self._recent = deque(lines)
+        self._recent = deque(json.loads(line) for line in lines)
         self._in_file = self._recent[0]["line"] if self._recent else number
 
     @property
@@ -83,9 +83,9 @@ class Journal:
         self._in_file = max(self._in_file, num_written)
         self._forget()
 
-    def unwritten(self) -> list[Line]:
-        """The lines that are not known to be in the file."""
-        return [line for line in self._recent if line["line"] >= self._in_file]
+    def unwritten(self) -> list[str]:
+        """The lines that are not known to be in the file, as text."""
+        return [_text(line) for line in self._recent if line["line"] >= self._in_file]
 
     def append(self, line: Line, *, writer: bool) -> None:
         """Add a line. Every member calls it with the same; only the writer writes."""
@@ -122,7 +122,7 @@ class Journal:
                 if self._failed_at is not None:  # what follows half a line would be none either
                     file.truncate(self._failed_at)
                 self._failed_at = os.fstat(file.fileno()).st_size
-                data = memoryview("".join(json.dumps(_plain(line)) + "\n" for line in lines).encode())
+                data = memoryview("".join(f"{_text(line)}\n" for line in lines).encode())
                 while data:
                     data = data[file.write(data) :]
             self._last, self._failed_at = lines[-1]["line"], None
@@ -143,6 +143,10 @@ class Journal:
 
 def _gap(first: int, last: int) -> Line:
     return {"line": last, "kind": "gap", "first": first, "last": last}
+
+
+def _text(line: Line) -> str:
+    return json.dumps(_plain(line))
 
 
 def _plain(value: Any) -> Any:

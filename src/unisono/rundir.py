@@ -62,6 +62,24 @@ class Lock:
             raise
         self._descriptor = descriptor
 
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def is_in(self, directory: Path, run_id: str) -> bool:
+        """Whether the directory that is held still has that name, or one has that holds the same run.
+
+        False where it was removed or moved, also when somebody has made another one in its place.
+        """
+        if self._descriptor is None:
+            return False
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(directory / LOCK_FILE), os.fstat(self._descriptor)):
+                return True
+        with contextlib.suppress(OSError):
+            return holder(directory) == run_id  # it was put back from a copy
+        return False
+
     def release(self) -> None:
         """Give it back."""
         descriptor, self._descriptor = self._descriptor, None

@@ -95,7 +95,7 @@ NEIGHBOURS = {
     "training.rounds": {"training.team"},
     "training.step": {"training.rounds", "training.team"},
     "training.evaluation": {"training.rounds", "training.team"},
-    "training.keeping": {"training.rounds"},
+    "training.keeping": {"training.rounds", "training.team"},
     "training.run": {
         "training.connect",
         "training.evaluation",

@@ -221,7 +221,7 @@ def test_the_next_writer_has_what_was_written_nowhere(heard: int, tmp_path: Path
     assert first.num_written == 7
     assert other.num_written == 0
     other.hear(heard)
-    assert [line["line"] for line in other.unwritten()] == list(range(heard, 40))
+    assert [json.loads(line)["line"] for line in other.unwritten()] == list(range(heard, 40))
     newcomer = Journal(tmp_path / JOURNAL)
     newcomer.go_on_at(other.number, other.unwritten())
     newcomer.start(writer=True)

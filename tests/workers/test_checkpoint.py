@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -574,6 +575,7 @@ class Members:
     ) -> None:
         self.directory = directory
         state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
+        self.ids = [f"w{rank}" for rank in range(len(reaches))]
         self.savers = [
             saving.Saver(policy, directory, torch.device("cpu"), lambda: state, reaches=one) for one in reaches
         ]
@@ -589,7 +591,7 @@ class Members:
             words = [saver.tell() for saver in self.savers]
             self.total += 1
             for rank, saver in enumerate(self.savers):
-                saver.hear(words, self.generation)
+                saver.hear(words, self.generation, self.ids)
                 saver.boundary(self.place, rank=rank, generation=self.generation, metrics={})
             for saver in self.savers:
                 for task in (saver._publish, saver._attempt.task if saver._attempt is not None else None):
@@ -598,7 +600,7 @@ class Members:
 
     def save_last(self) -> None:
         for rank, saver in enumerate(self.savers):
-            saver.save_last(self.place, rank=rank, generation=self.generation, num_workers=len(self.savers), metrics={})
+            saver.save_last(self.place, rank=rank, generation=self.generation, worker_ids=self.ids, metrics={})
         for saver in self.savers:
             saver.finish()
 
@@ -609,7 +611,7 @@ class Members:
 
     def lose_first(self) -> None:
         """In the middle of a step, which the others finish in the next generation."""
-        del self.savers[0]
+        del self.savers[0], self.ids[0]
         self.generation += 1
 
 
@@ -736,6 +738,16 @@ def test_nothing_is_left_of_a_checkpoint_that_found_no_room(
     assert names(tmp_path) == (["step-0000000002"] if last and who == "part-00001" else [])
 
 
+def test_who_is_left_knows_who_sees_the_directory(tmp_path: Path) -> None:
+    """From what was said before the loss: nothing more is said when no step follows."""
+    members = Members(tmp_path, reaches=(True, False, True), policy=unisono.Checkpoints())
+    members.step(3)
+    members.lose_first()
+    members.save_last()
+    assert steps(tmp_path) == [3]
+    assert [saver.saved for saver in members.savers] == [-1, 3]
+
+
 def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> None:
     members = Members(tmp_path, reaches=(False, False))
     members.step(3)
@@ -743,7 +755,10 @@ def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> No
         UserWarning, match=r"the checkpoint of step 3 was not written into .*: no worker that is left sees"
     ):
         members.save_last()
+    with warnings.catch_warnings(action="error"):
+        members.save_last()  # once: the end of the run comes after the end of its loop
     assert steps(tmp_path) == []
+    members.step()
     members.savers[0].policy = unisono.Checkpoints(must_succeed=True)
     with pytest.raises(CheckpointError, match=r"no worker that is left sees it.* The run ends because"):
         members.save_last()
@@ -919,6 +934,59 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match=r"was not written into .*: Read-only file system; the training goes on"):
             train(tmp_path, num_steps=6, checkpoint=EVERY, wait=True)
     assert len([line for line in read(tmp_path) if line["kind"] == "step"]) == 6
+
+
+# -- a directory that is taken away ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["stays away", "comes back", "another one is there"])
+def test_a_directory_that_is_moved_is_told_once_and_not_made_anew(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the workers would make has neither the description of the run, nor its lock, nor the first lines."""
+    monkeypatch.setattr("unisono.training.keeping.LOOK_EVERY_S", 0.0)
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move(run: unisono.Run, step: unisono.Step) -> None:
+        if step.number == 3:
+            run_dir.rename(moved)
+            if then == "another one is there":
+                train(run_dir, num_steps=1)
+        if step.number == 8 and then == "comes back":
+            moved.rename(run_dir)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(run_dir, num_steps=12, checkpoint=EVERY, wait=True, at_step=move)
+    told = [str(one.message) for one in said]
+    assert len([text for text in told if f"no worker sees the run directory {run_dir} any more" in text]) == 1, told
+    rest = [text for text in told if "no worker sees" not in text]
+    assert all("was not written into" in text for text in rest), rest
+    assert len(rest) <= (1 if then == "comes back" else 2), "the one that was under way, and the last"
+    if then == "comes back":
+        assert f"the run directory {run_dir} is there again" in capsys.readouterr().err
+        train(tmp_path / "calm", num_steps=12)
+        assert compare(run_dir, tmp_path / "calm").startswith("identical: 12 steps")
+        assert "missing" not in compare(run_dir, tmp_path / "calm")
+        assert steps(run_dir)[-1] == 12
+    elif then == "stays away":
+        assert not run_dir.exists()
+    else:
+        assert len([line for line in read(run_dir) if line["kind"] == "step"]) == 1
+        assert steps(run_dir) == []
+    if then != "comes back":
+        assert [line["step"] for line in read(moved)] == [0, 1, 2]
+        check_readable(moved)
+
+
+def test_a_directory_that_is_removed_in_the_last_step_is_told(tmp_path: Path) -> None:
+    def remove(run: unisono.Run, step: unisono.Step) -> None:
+        if step.number == 3:
+            shutil.rmtree(tmp_path / "run")
+
+    with pytest.warns(UserWarning, match="no worker sees the run directory"):
+        train(tmp_path / "run", num_steps=4, at_step=remove)
+    assert not (tmp_path / "run").exists()
 
 
 # -- two runs on one directory ---------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from unisono.decisions.cadence import (
     Word,
     assign_parts,
     choose_kept,
+    choose_writer,
     is_due,
     judge,
     may_begin,
@@ -250,6 +251,10 @@ class Saver:
     journal: Path | None = None
     reaches: bool = False
     """Whether this member can write into the directory."""
+    reaching: frozenset[str] | None = None
+    """The ids of the workers that can, as all have heard; None: nothing was said yet."""
+    is_there: Callable[[], bool] = lambda: True
+    """Whether the directory is still that of the run."""
     saved: int = -1
     """The step of the newest checkpoint that this member knows to be complete."""
 
@@ -266,7 +271,7 @@ class Saver:
         self._prepared_for = -1
         self._wanted = self._asked = False
         self._warned_of = -1
-        self._last_of = -1
+        self._last_of = self._missed_of = -1
         self._overlaps = True
         self._is_anchored = False  # the way to the folder is on the disk
         self._began_at = time.monotonic()
@@ -324,9 +329,10 @@ class Saver:
                 stacklevel=2,
             )
 
-    def hear(self, words: Sequence[Sequence[float]], generation: int) -> None:
+    def hear(self, words: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
         """What all members said with a combine, by rank."""
-        self._words, self._heard_in = [Word(*word) for word in words], generation
+        self._words, self._heard_in = list(words), generation
+        self.reaching = frozenset(one for one, word in zip(worker_ids, words, strict=True) if word.reaches)
 
     def news(self) -> dict[str, Any]:
         """What happened since it was asked last, for the journal."""
@@ -451,7 +457,10 @@ class Saver:
         partial = path.parent
         if is_first:
             files.remove_partials(self.folder, but=partial.name)
-        partial.mkdir(parents=True, exist_ok=True)
+        if not self.is_there():
+            raise CheckpointError("the run's directory was removed or moved")
+        for folder in (self.folder, partial):  # and not the run's: without its other files it would not be one
+            folder.mkdir(exist_ok=True)
         facts = files.write_file(path, data, task.go_on)
         if facts is not None:
             # Not synchronized: it is read in a moment, and its content goes into the manifest.
@@ -604,7 +613,7 @@ class Saver:
     # -- the end -------------------------------------------------------------------------------------
 
     def save_last(
-        self, place: Place, *, rank: int, generation: int, num_workers: int, metrics: Mapping[str, float]
+        self, place: Place, *, rank: int, generation: int, worker_ids: Sequence[str], metrics: Mapping[str, float]
     ) -> None:
         """No step follows at once: one member writes the whole state. Local; `finish` waits for it.
 
@@ -617,12 +626,14 @@ class Saver:
         asked = self._asked or (others is not None and others.asked)
         self._wanted = self._asked = False
         self._last_of = place.total
-        if rank != self._writer_of_last(generation):
+        if rank != (choose_writer(worker_ids, self.reaching) or 0):
             self._others = _Elsewhere(place.total, generation, asked)
             return
         self._others = None
         if not self.reaches:
-            self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
+            if self._missed_of != place.total:  # the end of the run tries again what the end of its loop has tried
+                self._missed_of = place.total
+                self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
             return
         self.finish()
         if self.saved == place.total and not asked:
@@ -635,7 +646,7 @@ class Saver:
         point("checkpoint_copied")
         partial = self.folder / files.partial_name(place.total, generation, last=True)
         attempt = _Attempt(
-            place, generation, partial, layout, packed.skeleton, num_workers, True, began, None, dict(metrics)
+            place, generation, partial, layout, packed.skeleton, len(worker_ids), True, began, None, dict(metrics)
         )
 
         def write(task: _Task) -> FileFacts | None:
@@ -643,11 +654,6 @@ class Saver:
 
         self._publishing = attempt
         self._publish = _Task(lambda task: self._finish_or_remove(attempt, lambda: write(task)))
-
-    def _writer_of_last(self, generation: int) -> int:
-        """The first that reaches the directory; 0 where nobody is known to: no step was done in this generation yet."""
-        words = self._words if self._words is not None and self._heard_in == generation else []
-        return next((rank for rank, word in enumerate(words) if word.reaches), 0)
 
     def confirm(self) -> None:
         """All members have waited for the last checkpoint: whoever wrote it has come to an end with it."""
