@@ -50,6 +50,7 @@ class Facts(NamedTuple):
     checkpoint_attempt: float = -1.0
     checkpoint_status: float = 0.0
     checkpoint_reaches: float = 0.0
+    journal_lines: float = 0.0
 
     @property
     def last(self) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """The journal of a run: one line of JSON a step, only ever appended.
 
-A line is what all members agree on after a commit (step, loss, weight, digest), and how long each of them took. Whoever
-is rank 0 writes; when rank 0 dies after a commit and before its line, the next one writes it, because every member
-keeps the last few. The last line says how the run ended, with a digest of every tracked object.
+A line is what all members agree on after a commit (step, loss, weight, digest), and how long each of them took. One
+member writes: the first that sees the run's directory. Every member keeps the lines that it does not know to be in the
+file, so whoever is the next to write, or finds room again on a disk that was full, leaves none out. The last line says
+how the run ended, with a digest of every tracked object.
 
-Lines by ``kind``: ``step``, ``evaluation``, ``end``.
+Lines by ``kind``: ``step``, ``evaluation``, ``end``, and ``gap``: all lines from ``first`` to ``last`` are lost.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from unisono.words import count
 
@@ -24,6 +25,10 @@ __all__ = ["JOURNAL", "Difference", "Journal", "compare", "conclude", "end_line"
 
 JOURNAL = "journal.jsonl"
 KEPT_LINES = 4
+"""So many are kept in any case."""
+MOST_KEPT_LINES = 1000
+"""So many are kept of those that are not known to be in the file."""
+BLOCK_BYTES = 1 << 16
 
 Line = dict[str, Any]
 
@@ -33,13 +38,16 @@ class Journal:
 
     Args:
         path: None keeps nothing.
+        is_there: whether the directory is still that of the run; asked before every write.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, is_there: Callable[[], bool] = lambda: True) -> None:
         self._path = path
-        self._recent: deque[Line] = deque(maxlen=KEPT_LINES)
+        self._is_there = is_there
+        self._recent: deque[Line] = deque()
         self._number = 0
-        self._written = -1
+        self._in_file = 0  # all lines before this one, as far as this member has heard
+        self._last: int | None = None  # the last line of the file; None: it is not known yet
         self._failed_at: int | None = None  # so many bytes were right before a line that could not be written
         self._warned = False
 
@@ -48,62 +56,97 @@ class Journal:
 
         What is wrong with the journal is a warning: it is no reason to end a training.
         """
-        self._written, self._failed_at = -1, None
-        if self._path is None or not writer:
-            return
-        try:
-            if self._path.exists():
-                _drop_torn_line(self._path)
-                self._written, broken = _last_number(self._path)
-                if broken:
-                    warnings.warn(f"{broken}; the run goes on after its last whole line", stacklevel=2)
-        except OSError as error:
-            self._written = self._number - 1  # nothing twice
-            self._say(error)
-        self._write()
+        self._last = self._failed_at = None
+        if writer:
+            self._write()
 
-    def go_on_at(self, number: int) -> None:
-        """The run has ``number`` lines already: what a newcomer is told."""
+    def go_on_at(self, number: int, lines: Iterable[str] = ()) -> None:
+        """The run has ``number`` lines already, of which these may not be in the file: what a newcomer is told."""
         if number == 0:
             return  # the run begins, and all members have said the same until here
         self._number = number
-        self._recent.clear()
+        self._recent = deque(json.loads(line) for line in lines)
+        self._in_file = self._recent[0]["line"] if self._recent else number
 
     @property
     def number(self) -> int:
         """How many lines this member knows of."""
         return self._number
 
+    @property
+    def num_written(self) -> int:
+        """How many of them the file has, to the knowledge of its writer; 0 on all others."""
+        return self._last + 1 if self._last is not None else 0
+
+    def hear(self, num_written: int) -> None:
+        """The writer has said how far the file goes."""
+        self._in_file = max(self._in_file, num_written)
+        self._forget()
+
+    def unwritten(self) -> list[str]:
+        """The lines that are not known to be in the file, as text."""
+        return [_text(line) for line in self._recent if line["line"] >= self._in_file]
+
     def append(self, line: Line, *, writer: bool) -> None:
         """Add a line. Every member calls it with the same; only the writer writes."""
         line = {"line": self._number, **line}
         self._number += 1
+        if self._path is None:
+            return
         self._recent.append(line)
         if writer:
             self._write()
+        self._forget()
+
+    def _forget(self) -> None:
+        recent = self._recent
+        while recent and len(recent) > (KEPT_LINES if recent[0]["line"] < self._in_file else MOST_KEPT_LINES):
+            recent.popleft()
 
     def _write(self) -> None:
-        """Write what is not written of the last few lines: the newest, and those that a full disk had no room for."""
-        lines = [line for line in self._recent if line["line"] > self._written]
-        if self._path is None or not lines:
+        """Write all lines that are here and not in the file: the newest, and those that there was no room for."""
+        if self._path is None:
             return
         try:
+            if not self._is_there():
+                self._last = None  # it may come back
+                return
+            if self._last is None:
+                self._last = _take_over(self._path)
+            lines = [line for line in self._recent if line["line"] > self._last]
+            if not lines:
+                return
+            if lines[0]["line"] > self._last + 1:
+                lines = [_gap(self._last + 1, lines[0]["line"] - 1), *lines]
             with self._path.open("ab", buffering=0) as file:
                 if self._failed_at is not None:  # what follows half a line would be none either
                     file.truncate(self._failed_at)
                 self._failed_at = os.fstat(file.fileno()).st_size
-                data = memoryview("".join(json.dumps(_plain(line)) + "\n" for line in lines).encode())
+                data = memoryview("".join(f"{_text(line)}\n" for line in lines).encode())
                 while data:
                     data = data[file.write(data) :]
-            self._written, self._failed_at = lines[-1]["line"], None
+            self._last, self._failed_at = lines[-1]["line"], None
+            self._in_file = self._last + 1
         except OSError as error:
-            # Training is worth more than its diary: a full disk, or a machine that does not see the directory.
+            # Training is worth more than its diary.
             self._say(error)
 
     def _say(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"the journal {self._path} cannot be written: {error}; training goes on", stacklevel=3)
+            warnings.warn(
+                f"the journal {self._path} cannot be written: {error}; training goes on, and the last "
+                f"{MOST_KEPT_LINES:,} lines are kept until it can be written again",
+                stacklevel=3,
+            )
+
+
+def _gap(first: int, last: int) -> Line:
+    return {"line": last, "kind": "gap", "first": first, "last": last}
+
+
+def _text(line: Line) -> str:
+    return json.dumps(_plain(line))
 
 
 def _plain(value: Any) -> Any:
@@ -117,24 +160,49 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _drop_torn_line(path: Path) -> None:
-    """A writer that was killed while it wrote leaves half a line; the next one writes that line again."""
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(data.rfind(b"\n") + 1)
+def _take_over(path: Path) -> int:
+    """The number of the last line of a journal (-1: there is none), without what follows its last whole line.
+
+    A writer that was killed while it wrote leaves half a line; the next one writes that line again.
+    """
+    if not path.exists():
+        return -1
+    with path.open("r+b") as file:
+        end, last, broken = _tail(path, file)
+        file.truncate(end)
+    if broken:
+        warnings.warn(f"{broken}; the run goes on after its last whole line", stacklevel=2)
+    return int(last["line"]) if last is not None else -1
 
 
-def _last_number(path: Path) -> tuple[int, str]:
-    """The highest number of a whole line (-1: there is none), and what is wrong with the first that is broken."""
-    last, broken = -1, ""
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                last = max(last, int(_parse(path, number, text).get("line", -1)))
-            except (ValueError, TypeError) as error:
-                broken = broken or str(error)
-    return last, broken
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file from the last to the first, and where each begins. Reads no more than is asked for."""
+    start, text = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        num_bytes = min(start, max(BLOCK_BYTES, len(text)))
+        start -= num_bytes
+        file.seek(start)
+        text = file.read(num_bytes) + text
+        while (cut := text.rfind(b"\n", 0, -1) + 1) > 0:
+            yield start + cut, text[cut:]
+            text = text[:cut]
+    if text:
+        yield 0, text
+
+
+def _tail(path: Path, file: BinaryIO) -> tuple[int, Line | None, str]:
+    """Where the last whole line of a journal ends, the last that can be read, and what is wrong with those after it."""
+    end, broken = 0, ""
+    for place, text in _backwards(file):
+        if not text.endswith(b"\n"):
+            continue
+        end = end or place + len(text)
+        try:
+            line = _parse(path, text)
+            return end, {**line, "line": int(line["line"])}, broken
+        except (ValueError, TypeError, KeyError) as error:
+            broken = broken or str(error)
+    return end, None, broken
 
 
 def read(path: Path) -> Iterator[Line]:
@@ -149,10 +217,10 @@ def read(path: Path) -> Iterator[Line]:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 return
-            yield _parse(path, number, text)
+            yield _parse(path, text, f"line {number}")
 
 
-def _parse(path: Path, number: int, text: bytes) -> Line:
+def _parse(path: Path, text: bytes, where: str = "a line") -> Line:
     try:
         line = json.loads(text)
         whole = isinstance(line, dict) and isinstance(line["kind"], str)
@@ -160,7 +228,7 @@ def _parse(path: Path, number: int, text: bytes) -> Line:
         whole = False
     if not whole:
         shown = text[:40].decode(errors="replace").rstrip("\n")
-        raise ValueError(f"line {number} of {path} is not one of a journal: {shown!r}")
+        raise ValueError(f"{where} of {path} is not one of a journal: {shown!r}")
     found: Line = line
     return found
 
@@ -170,16 +238,18 @@ def truncate(path: Path, number: int) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:
-        while line := file.readline():
+        cut = end = file.seek(0, os.SEEK_END)
+        for place, text in _backwards(file):
             try:
-                is_kept = int(json.loads(line)["line"]) < number
+                is_kept = text.endswith(b"\n") and int(json.loads(text)["line"]) < number
             except (ValueError, KeyError, TypeError):
                 is_kept = False
-            if not is_kept:
-                file.seek(-len(line), os.SEEK_CUR)
-                file.truncate()
-                os.fsync(file.fileno())
-                return
+            if is_kept:
+                break
+            cut = place
+        if cut < end:
+            file.truncate(cut)
+            os.fsync(file.fileno())
 
 
 def end_line(*, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> Line:
@@ -198,15 +268,14 @@ def conclude(directory: Path, reason: str) -> None:
     path = directory / JOURNAL
     if not path.exists():
         return
-    _drop_torn_line(path)
-    try:
-        lines = list(read(path))
-    except ValueError:
-        return
-    if lines and lines[-1]["kind"] == "end":
-        return
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"line": len(lines), **end_line(ok=False, reason=reason)}) + "\n")
+    with path.open("r+b") as file:
+        end, last, broken = _tail(path, file)
+        if broken or (last is not None and last["kind"] == "end"):
+            return
+        file.truncate(end)
+        file.seek(end)
+        number = last["line"] + 1 if last is not None else 0
+        file.write((json.dumps({"line": number, **end_line(ok=False, reason=reason)}) + "\n").encode())
 
 
 def summary(directory: Path) -> dict[str, Any]:
@@ -235,13 +304,25 @@ class Difference(Exception):
 def compare(a: Path, b: Path) -> str:
     """Say that two runs are identical, as ``identical: 390 steps, model 5f3a...``.
 
+    Lines that one of them lacks are named and not compared.
+
     Raises:
         Difference: they are not.
         OSError, ValueError: one of them cannot be read.
     """
-    ours, theirs = _comparable(a), _comparable(b)
+    (ours, our_gaps), (theirs, their_gaps) = _comparable(a), _comparable(b)
+    gaps = [f"; {_ranges(found)} missing in {path}" for path, found in ((a, our_gaps), (b, their_gaps)) if found]
+    try:
+        said = _compare(a, b, ours, theirs)
+    except Difference as difference:
+        raise Difference(f"{difference}{''.join(gaps)}") from None
+    return said + "".join(gaps)
+
+
+def _compare(a: Path, b: Path, ours: dict[int, Line], theirs: dict[int, Line]) -> str:
     num_steps = 0
-    for mine, other in zip(ours, theirs, strict=False):
+    for number in sorted(ours.keys() & theirs.keys()):
+        mine, other = ours[number], theirs[number]
         equal = f"equal for {count(num_steps, 'step')}"
         if mine["kind"] != other["kind"] or mine.get("ok") != other.get("ok"):
             raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}")
@@ -251,19 +332,35 @@ def compare(a: Path, b: Path) -> str:
                     f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}"
                 )
         num_steps += mine["kind"] == "step"
-    if len(ours) != len(theirs):
-        shorter, longer = (a, b) if len(ours) < len(theirs) else (b, a)
-        last, rest = min(ours, theirs, key=len)[-1], max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+    our_last, their_last = max(ours), max(theirs)
+    if our_last != their_last:
+        (shorter, less), (longer, more) = (
+            ((a, ours), (b, theirs)) if our_last < their_last else ((b, theirs), (a, ours))
+        )
+        last, rest = less[max(less)], more[min(number for number in more if number > max(less))]
         why = "" if last["kind"] == "end" else " (it was killed, or is still going)"
         raise Difference(
             f"equal for {count(num_steps, 'step')}; then {longer} {_does(rest)}, and {shorter} says no more{why}"
         )
-    if ours[-1]["kind"] != "end":
+    last = ours[our_last]
+    if last["kind"] != "end":
         return f"identical so far: {count(num_steps, 'step')}, neither has ended"
-    if not ours[-1]["ok"]:
+    if not last["ok"]:
         return f"identical: {count(num_steps, 'step')}, both failed"
-    digests = "".join(f", {name} {digest}" for name, digest in (ours[-1]["digests"] or {}).items())
+    digests = "".join(f", {name} {digest}" for name, digest in (last["digests"] or {}).items())
     return f"identical: {count(num_steps, 'step')}{digests}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``lines 3, 44-72 are``"""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"line {shown} is" if len(numbers) == 1 else f"lines {shown} are"
 
 
 def _name(line: Line) -> str:
@@ -285,13 +382,21 @@ _SAME = {
 }
 
 
-def _comparable(path: Path) -> list[Line]:
-    """What must be equal in two runs that did the same: not times, not workers. At least one line."""
-    found = [
-        {"kind": line["kind"], **{key: line.get(key) for key in _SAME[line["kind"]]}}
-        for line in read(path)
-        if line["kind"] in _SAME
-    ]
+def _comparable(path: Path) -> tuple[dict[int, Line], list[int]]:
+    """What must be equal in two runs that did the same: not times, not workers. At least one line.
+
+    Returns:
+        The lines by their number, and the numbers of those that are missing before the last one.
+    """
+    found: dict[int, Line] = {}
+    there: set[int] = set()
+    for place, line in enumerate(read(path)):
+        if line["kind"] == "gap":
+            continue
+        number = line["line"] if isinstance(line.get("line"), int) else place
+        there.add(number)
+        if line["kind"] in _SAME:
+            found[number] = {"kind": line["kind"], **{key: line.get(key) for key in _SAME[line["kind"]]}}
     if not found:
         raise ValueError(f"{path} holds no journal: it has no step and no end")
-    return found
+    return found, [number for number in range(max(there)) if number not in there]

@@ -62,6 +62,24 @@ class Lock:
             raise
         self._descriptor = descriptor
 
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def is_in(self, directory: Path, run_id: str) -> bool:
+        """Whether the directory that is held still has that name, or one has that holds the same run.
+
+        False where it was removed or moved, also when somebody has made another one in its place.
+        """
+        if self._descriptor is None:
+            return False
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(directory / LOCK_FILE), os.fstat(self._descriptor)):
+                return True
+        with contextlib.suppress(OSError):
+            return holder(directory) == run_id  # it was put back from a copy
+        return False
+
     def release(self) -> None:
         """Give it back."""
         descriptor, self._descriptor = self._descriptor, None
@@ -186,4 +204,6 @@ def describe(directory: Path, facts: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error

@@ -104,7 +104,7 @@ NEIGHBOURS = {
     "training.agreement": {"training.rounds", "training.team"},
     "training.step": {"training.agreement", "training.rounds", "training.team"},
     "training.evaluation": {"training.agreement", "training.rounds", "training.team"},
-    "training.keeping": {"training.rounds"},
+    "training.keeping": {"training.rounds", "training.team"},
     "training.run": {
         "training.agreement",
         "training.connect",

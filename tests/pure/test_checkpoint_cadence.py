@@ -16,6 +16,7 @@ from unisono.decisions.cadence import (
     Word,
     assign_parts,
     choose_kept,
+    choose_writer,
     differences,
     is_due,
     judge,
@@ -130,3 +131,20 @@ def test_a_policy_that_makes_no_sense_is_refused(given: dict[str, object], said:
     with pytest.raises(UsageError) as caught:
         Checkpoints(**given)  # type: ignore[arg-type]
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("worker_ids", "reaching", "rank"),
+    [
+        (["w0", "w1"], None, 0),
+        (["w0", "w1", "w2"], {"w0", "w1", "w2"}, 0),
+        (["w5", "w1", "w2"], {"w0", "w1", "w2"}, 1),
+        (["w5", "w6"], {"w0", "w1"}, None),
+        (["w5", "w6"], set(), None),
+    ],
+)
+def test_the_first_that_sees_the_directory_writes_for_all(
+    worker_ids: list[str], reaching: set[str] | None, rank: int | None
+) -> None:
+    """Known by the workers' names: ranks are those of another generation after a loss."""
+    assert choose_writer(worker_ids, reaching) == rank

@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 
-from unisono.journal import JOURNAL, KEPT_LINES, Difference, Journal, compare, conclude, read, summary
+from unisono.journal import (
+    BLOCK_BYTES,
+    JOURNAL,
+    KEPT_LINES,
+    Difference,
+    Journal,
+    compare,
+    conclude,
+    read,
+    summary,
+    truncate,
+)
 
 Line = dict[str, Any]
 
@@ -142,47 +153,166 @@ def no_room_after(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-@pytest.mark.parametrize("fits", [0, 20, 300])
-@pytest.mark.parametrize("num_failed", range(1, KEPT_LINES + 3))
-def test_a_full_disk_costs_no_line_but_those_that_are_too_old(num_failed: int, fits: int, tmp_path: Path) -> None:
-    """The half line that it leaves is gone when there is room again, and nothing is twice."""
-    journal = Journal(tmp_path / JOURNAL)
+def write_without_room(folder: Path, num_failed: int, fits: int) -> Journal:
+    """One line, then so many for which there is no room."""
+    journal = Journal(folder / JOURNAL)
     journal.start(writer=True)
     journal.append(step(0), writer=True)
-    with no_room_after((tmp_path / JOURNAL).stat().st_size + fits), warnings.catch_warnings(record=True) as said:
+    with no_room_after((folder / JOURNAL).stat().st_size + fits), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(1, 1 + num_failed):
             journal.append(step(number), writer=True)
     assert len(said) == (num_failed * len(json.dumps(step(1))) > fits)
+    return journal
+
+
+@pytest.mark.parametrize("fits", [0, 20, 300])
+@pytest.mark.parametrize("num_failed", [1, 2, KEPT_LINES, KEPT_LINES + 1, 30])
+def test_a_full_disk_costs_no_line(num_failed: int, fits: int, tmp_path: Path) -> None:
+    """The half line that it leaves is gone when there is room again, and nothing is twice."""
+    journal = write_without_room(tmp_path, num_failed, fits)
     total = 1 + num_failed + 1
     journal.append(step(total - 1), writer=True)
-    kept = [
-        number for number in range(total) if number == 0 or number >= total - KEPT_LINES or number in numbers(tmp_path)
-    ]
-    assert numbers(tmp_path) == kept
+    assert numbers(tmp_path) == list(range(total))
     other = Journal(tmp_path / JOURNAL)
     other.go_on_at(total)
     other.start(writer=True)
     other.append(step(total), writer=True)
-    assert numbers(tmp_path) == [*kept, total]
+    assert numbers(tmp_path) == list(range(total + 1))
 
 
-def test_a_broken_line_does_not_end_a_training(tmp_path: Path) -> None:
-    """It is said, and what stands after it counts."""
+def test_what_a_disk_had_no_room_for_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the journal, and by who compares: what is there is equal."""
+    monkeypatch.setattr("unisono.journal.MOST_KEPT_LINES", 3)
+    journal = write_without_room(tmp_path, num_failed=9, fits=20)
+    for line in (step(10), end()):
+        journal.append(line, writer=True)
+    kinds = [(line["line"], line["kind"]) for line in read(tmp_path)]
+    assert kinds == [(0, "step"), (6, "gap"), *((number, "step") for number in range(7, 11)), (11, "end")]
+    assert list(read(tmp_path))[1] == {"line": 6, "kind": "gap", "first": 1, "last": 6}
+    whole = run_with(tmp_path / "whole", *map(step, range(11)), end())
+    said = f"identical: 5 steps, model 5f3a; lines 1-6 are missing in {tmp_path}"
+    assert compare(whole, tmp_path) == said
+    assert compare(tmp_path, whole) == said
+    assert summary(tmp_path)["state"] == "finished"
+
+
+def test_a_difference_is_one_with_missing_lines_too(tmp_path: Path) -> None:
+    a = run_with(tmp_path / "a", *map(step, range(5)), step(5, digest="beef"), end())
+    b = run_with(tmp_path / "b", *map(step, range(6)), end())
+    texts = (b / JOURNAL).read_text().splitlines(keepends=True)
+    (b / JOURNAL).write_text("".join(text for number, text in enumerate(texts) if number not in (1, 2, 4)))
+    with pytest.raises(Difference) as caught:
+        compare(a, b)
+    assert str(caught.value) == (
+        f"step 5 is the first to differ: digest is beef in {a}, {5:016x} in {b}; lines 1-2, 4 are missing in {b}"
+    )
+
+
+@pytest.mark.parametrize("heard", [0, 7])
+def test_the_next_writer_has_what_was_written_nowhere(heard: int, tmp_path: Path) -> None:
+    """Also one that was not there yet: those who do not see the directory hand over what they keep."""
+    first, other = Journal(tmp_path / JOURNAL), Journal(tmp_path / "not here" / JOURNAL)
+    for journal in (first, other):
+        journal.start(writer=journal is first)
+    for number in range(40):
+        for journal in (first, other):
+            journal.append(step(number), writer=journal is first and number < 7)
+    assert first.num_written == 7
+    assert other.num_written == 0
+    other.hear(heard)
+    assert [json.loads(line)["line"] for line in other.unwritten()] == list(range(heard, 40))
+    newcomer = Journal(tmp_path / JOURNAL)
+    newcomer.go_on_at(other.number, other.unwritten())
+    newcomer.start(writer=True)
+    newcomer.append(step(40), writer=True)
+    assert numbers(tmp_path) == list(range(41))
+    other.hear(newcomer.num_written)
+    assert other.unwritten() == []
+
+
+def test_only_a_few_lines_are_kept_of_those_that_are_written(tmp_path: Path) -> None:
+    writer, other = Journal(tmp_path / JOURNAL), Journal(tmp_path / JOURNAL)
+    writer.start(writer=True)
+    for number in range(50):
+        for journal in (writer, other):
+            journal.append(step(number), writer=journal is writer)
+        other.hear(writer.num_written)
+    assert len(writer._recent) == len(other._recent) == KEPT_LINES
+
+
+def test_a_directory_that_is_gone_for_a_while_costs_no_line(tmp_path: Path) -> None:
+    """Another one of its name is not taken for it."""
+    is_there = True
+    journal = Journal(tmp_path / JOURNAL, lambda: is_there)
+    journal.start(writer=True)
+    journal.append(step(0), writer=True)
+    (tmp_path / JOURNAL).rename(tmp_path / "moved")
+    is_there = False
+    journal.append(step(1), writer=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    (tmp_path / "moved").rename(tmp_path / JOURNAL)
+    is_there = True
+    journal.append(step(2), writer=True)
+    assert numbers(tmp_path) == [0, 1, 2]
+
+
+def num_bytes_read() -> int:
+    """By all system calls of this process."""
+    text = Path("/proc/self/io").read_text()
+    return int(text.split("rchar:")[1].split()[0])
+
+
+@pytest.mark.parametrize("torn", ["", '{"line": 6000, "ki'])
+def test_a_long_journal_is_not_read_by_who_goes_on_with_it(torn: str, tmp_path: Path) -> None:
+    """Only its end is: its next writer is in the middle of a training, and all wait for it."""
+    run = run_with(tmp_path / "run")
+    line = json.dumps({"line": 0, **step(0, logs={"text": "x" * 1000})})
+    with (run / JOURNAL).open("w") as file:
+        file.writelines(line.replace('"line": 0', f'"line": {number}') + "\n" for number in range(6000))
+        file.write(torn)
+    assert (run / JOURNAL).stat().st_size > 6_000_000
+    before = num_bytes_read()
+    truncate(run / JOURNAL, 5990)
+    journal = Journal(run / JOURNAL)
+    journal.go_on_at(5990)
+    journal.start(writer=True)
+    journal.append(step(5990), writer=True)
+    conclude(run, "all are gone")
+    assert num_bytes_read() - before < 1_000_000
+    assert numbers(run) == list(range(5992))
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES])
+def test_lines_of_any_length_are_found_from_the_end(length: int, tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", *(step(number, logs={"text": "x" * length}) for number in range(4)))
+    with (run / JOURNAL).open("a") as file:
+        file.write("y" * length)
+    journal = Journal(run / JOURNAL)
+    journal.go_on_at(4)
+    journal.start(writer=True)
+    assert numbers(run) == [0, 1, 2, 3]
+    for number in (3, 1, 0):
+        truncate(run / JOURNAL, number)
+        assert numbers(run) == list(range(number))
+
+
+def test_a_broken_line_at_the_end_does_not_end_a_training(tmp_path: Path) -> None:
+    """It is said, and what it should have been is written again after it."""
     folder = run_with(tmp_path / "run", step(0), step(1), step(2))
     first, second, third = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
-    (folder / JOURNAL).write_bytes(first + second[:30] + b"\n" + third + second[:9])
+    (folder / JOURNAL).write_bytes(first + second + third[:30] + b"\n" + second[:9])
     journal = Journal(folder / JOURNAL)
     for number in range(3):
         journal.append(step(number), writer=False)
     with pytest.warns(
-        UserWarning, match=r"line 2 of .* is not one of a journal: .*; the run goes on after its last whole line"
+        UserWarning, match=r"a line of .* is not one of a journal: .*; the run goes on after its last whole line"
     ):
         journal.start(writer=True)
     journal.append(step(3), writer=True)
     after = (folder / JOURNAL).read_bytes()
-    assert after.startswith(first + second[:30] + b"\n" + third)
-    assert [json.loads(line)["line"] for line in after[len(first) + 31 :].splitlines()] == [2, 3]
+    assert after == first + second + third[:30] + b"\n" + third + after.splitlines(keepends=True)[-1]
+    assert json.loads(after.splitlines()[-1])["line"] == 3
 
 
 def test_a_journal_that_cannot_be_read_does_not_end_a_training(tmp_path: Path) -> None:

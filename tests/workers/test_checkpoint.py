@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +32,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from tests.workers.conftest import Unisono
+from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
 from unisono.checkpoint import files, saving
 from unisono.decisions.cadence import Place
@@ -111,6 +115,80 @@ def test_losing_one_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, 
     assert (outcome.digests, outcome.final) == (calm.digests, calm.final)
     check_readable(directory)
     assert 12 in steps(directory)
+
+
+SAVES_AT_THE_END = """
+    import torch, unisono
+
+    with unisono.Run(seed=1) as run:
+        model = torch.nn.Linear(2, 1)
+        run.track(model=model)
+        for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=2, epochs=3):
+            for batch in step:
+                step.backward(model(batch).mean())
+        run.save()
+        print("saved", (run.directory / "checkpoints" / "step-0000000003").is_dir())
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("at", ["checkpoint_copied", "checkpoint_before_manifest"])
+def test_what_was_saved_after_the_loop_is_there_whoever_was_lost(at: str, tmp_path: Path) -> None:
+    """All have forgotten the request when the first begins to write, unless they wait to hear that it is done."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SAVES_AT_THE_END))
+    outcome = run_workers(script, 2, directory=tmp_path / "run", faults=Faults().kill("w0", at=at))
+    assert outcome.exit_code == 0, outcome.output
+    assert "saved True" in outcome.output
+    check_readable(tmp_path / "run")
+    assert steps(tmp_path / "run") == [3]
+
+
+LOADS_SLOWLY = """
+    import sys, torch, unisono
+    from pathlib import Path
+    sys.path.insert(0, {root!r})
+    from tests.workers.gates import wait_at
+
+    class Slow(torch.nn.Linear):
+        loads = 0
+
+        def load_state_dict(self, *state):
+            if run.rank == 0:
+                print("load", Slow.loads, flush=True)
+                wait_at(Path({gates!r}) / str(Slow.loads))
+                Slow.loads += 1
+            return super().load_state_dict(*state)
+
+    with unisono.Run(seed=1, checkpoint=unisono.Checkpoints(), resume="auto") as run:
+        model = Slow(2, 1)
+        run.track(model=model)
+        steps = run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=2, epochs=6, max_steps=int(sys.argv[1]))
+        for step in steps:
+            for batch in step:
+                step.backward(model(batch).mean())
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_goes_on_whose_checkpoint_takes_longer_to_load_than_an_exchange_may(
+    unisono: Unisono, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """What was loaded while the others gave up is there when all try again; to load it anew would have no end."""
+    gates = tmp_path / "gates"
+    name = script(LOADS_SLOWLY.format(root=str(Path(__file__).resolve().parents[2]), gates=str(gates)))
+    options = ["--workers", 2, "--run-dir", "run", "--timeout-s", 1, "--exchange", "shared", name, "--"]
+    first = unisono("run", *options, 2)
+    assert first.wait() == 0, first.err
+    with Gates(gates, [0, 1, 2]) as held:
+        again = unisono("run", *options, 4)
+        held.wait(0)
+        again.line("trying again; generation 2")
+        held.open(0)
+        assert again.wait() == 0, again.err
+    assert [line for line in again.out if "load " in line] == ["[w0] load 0"]
+    assert len(list(read(tmp_path / "run"))) == 5
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]) == 1
 
 
 @pytest.mark.usefixtures("nursery")
@@ -488,10 +566,16 @@ def test_checkpoints_of_a_clock(tmp_path: Path) -> None:
 class Members:
     """The savers of one run: all in this process, and everything in an order that is known."""
 
-    def __init__(self, directory: Path, *, reaches: tuple[bool, ...] = (True, True), every: int = 2) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        reaches: tuple[bool, ...] = (True, True),
+        policy: unisono.Checkpoints | None = EVERY,
+    ) -> None:
         self.directory = directory
-        policy = unisono.Checkpoints(every_steps=every, keep=10)
         state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
+        self.ids = [f"w{rank}" for rank in range(len(reaches))]
         self.savers = [
             saving.Saver(policy, directory, torch.device("cpu"), lambda: state, reaches=one) for one in reaches
         ]
@@ -507,7 +591,7 @@ class Members:
             words = [saver.tell() for saver in self.savers]
             self.total += 1
             for rank, saver in enumerate(self.savers):
-                saver.hear(words, self.generation)
+                saver.hear(words, self.generation, self.ids)
                 saver.boundary(self.place, rank=rank, generation=self.generation, metrics={})
             for saver in self.savers:
                 for task in (saver._publish, saver._attempt.task if saver._attempt is not None else None):
@@ -516,13 +600,18 @@ class Members:
 
     def save_last(self) -> None:
         for rank, saver in enumerate(self.savers):
-            saver.save_last(self.place, rank=rank, generation=self.generation, num_workers=len(self.savers), metrics={})
+            saver.save_last(self.place, rank=rank, generation=self.generation, worker_ids=self.ids, metrics={})
         for saver in self.savers:
             saver.finish()
 
+    def confirm(self) -> None:
+        """All have heard that all have waited for the last one."""
+        for saver in self.savers:
+            saver.confirm()
+
     def lose_first(self) -> None:
         """In the middle of a step, which the others finish in the next generation."""
-        del self.savers[0]
+        del self.savers[0], self.ids[0]
         self.generation += 1
 
 
@@ -559,7 +648,7 @@ def test_a_checkpoint_that_is_lost_with_who_publishes_it_is_made_again(
             raise Killed
 
     monkeypatch.setattr(saving, "point", end)
-    members = Members(tmp_path, every=10)
+    members = Members(tmp_path, policy=unisono.Checkpoints(every_steps=10, keep=10))
     members.step(11)
     assert steps(tmp_path) == there
     monkeypatch.undo()
@@ -577,7 +666,7 @@ def test_who_does_not_see_the_directory_does_not_ask_for_what_is_there(tmp_path:
 
 
 def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: Path) -> None:
-    members = Members(tmp_path, reaches=(False, True, True), every=1000)
+    members = Members(tmp_path, reaches=(False, True, True), policy=unisono.Checkpoints())
     members.step(3)
     members.save_last()
     assert steps(tmp_path) == [3]
@@ -589,6 +678,76 @@ def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: 
     assert steps(tmp_path) == [3, 4]
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint of step 3 was not written")
+@pytest.mark.parametrize("when", ["at the end", "in the last step"])
+@pytest.mark.parametrize("at", ["checkpoint_copied", "checkpoint_before_manifest"])
+def test_a_checkpoint_that_was_asked_for_is_written_by_the_next_if_its_writer_is_lost(
+    when: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other steps follow at once, and nothing waits for it."""
+
+    def end(name: str) -> None:
+        if name == at:
+            raise Killed
+
+    members = Members(tmp_path, policy=None)
+    members.step(3)
+    for saver in members.savers:
+        saver.request()
+    monkeypatch.setattr(saving, "point", end)
+    with contextlib.suppress(Killed):
+        members.save_last()
+    assert steps(tmp_path) == []
+    monkeypatch.undo()
+    members.lose_first()
+    if when == "in the last step":
+        members.step(3)
+    else:
+        members.save_last()
+    assert len(steps(tmp_path)) == 1
+    check_whole(tmp_path)
+    members.save_last()
+    members.confirm()
+    members.save_last()
+    assert [saver.tell().wants for saver in members.savers] == [0.0]
+    assert len(steps(tmp_path)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint of step . was not written into")
+@pytest.mark.parametrize("who", ["part-00000", "part-00001", "skeleton", "manifest"])
+@pytest.mark.parametrize("last", [False, True])
+def test_nothing_is_left_of_a_checkpoint_that_found_no_room(
+    who: str, last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever could not write; on a full disk it would take the room of what comes next."""
+    write = files.write_file
+
+    def write_some(path: Path, data: memoryview, *rest: Any) -> Any:
+        if path.name.startswith(who):
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, data, *rest)
+
+    members = Members(tmp_path, policy=unisono.Checkpoints() if last else EVERY)
+    monkeypatch.setattr(files, "write_file", write_some)
+    members.step(2 if last else 5)
+    if last:
+        members.save_last()
+    for saver in members.savers:
+        saver.close()
+    assert names(tmp_path) == (["step-0000000002"] if last and who == "part-00001" else [])
+
+
+def test_who_is_left_knows_who_sees_the_directory(tmp_path: Path) -> None:
+    """From what was said before the loss: nothing more is said when no step follows."""
+    members = Members(tmp_path, reaches=(True, False, True), policy=unisono.Checkpoints())
+    members.step(3)
+    members.lose_first()
+    members.save_last()
+    assert steps(tmp_path) == [3]
+    assert [saver.saved for saver in members.savers] == [-1, 3]
+
+
 def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> None:
     members = Members(tmp_path, reaches=(False, False))
     members.step(3)
@@ -596,7 +755,10 @@ def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> No
         UserWarning, match=r"the checkpoint of step 3 was not written into .*: no worker that is left sees"
     ):
         members.save_last()
+    with warnings.catch_warnings(action="error"):
+        members.save_last()  # once: the end of the run comes after the end of its loop
     assert steps(tmp_path) == []
+    members.step()
     members.savers[0].policy = unisono.Checkpoints(must_succeed=True)
     with pytest.raises(CheckpointError, match=r"no worker that is left sees it.* The run ends because"):
         members.save_last()
@@ -753,6 +915,7 @@ def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path: Path) -> No
         assert seen.samples > 0
         full = [str(w.message) for w in said if "No space left on device; the training goes on" in str(w.message)]
         assert len(full) >= 2, "each that was due was tried"
+        assert names(tmp_path) == [files.step_name(step) for step in steps(tmp_path)], "what failed needs no room"
         check_readable(tmp_path)
         assert 2 in steps(tmp_path)
 
@@ -762,7 +925,7 @@ def test_a_failed_write_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> 
         policy = unisono.Checkpoints(every_steps=2, must_succeed=True)
         with pytest.raises(CheckpointError, match=r"step 2 was not written into .*: No space left on device. The run"):
             train(tmp_path, num_steps=100, width=200, checkpoint=policy, wait=True)
-        assert steps(tmp_path) == []
+        assert names(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
@@ -771,6 +934,59 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match=r"was not written into .*: Read-only file system; the training goes on"):
             train(tmp_path, num_steps=6, checkpoint=EVERY, wait=True)
     assert len([line for line in read(tmp_path) if line["kind"] == "step"]) == 6
+
+
+# -- a directory that is taken away ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["stays away", "comes back", "another one is there"])
+def test_a_directory_that_is_moved_is_told_once_and_not_made_anew(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the workers would make has neither the description of the run, nor its lock, nor the first lines."""
+    monkeypatch.setattr("unisono.training.keeping.LOOK_EVERY_S", 0.0)
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move(run: unisono.Run, step: unisono.Step) -> None:
+        if step.number == 3:
+            run_dir.rename(moved)
+            if then == "another one is there":
+                train(run_dir, num_steps=1)
+        if step.number == 8 and then == "comes back":
+            moved.rename(run_dir)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(run_dir, num_steps=12, checkpoint=EVERY, wait=True, at_step=move)
+    told = [str(one.message) for one in said]
+    assert len([text for text in told if f"no worker sees the run directory {run_dir} any more" in text]) == 1, told
+    rest = [text for text in told if "no worker sees" not in text]
+    assert all("was not written into" in text for text in rest), rest
+    assert len(rest) <= (1 if then == "comes back" else 2), "the one that was under way, and the last"
+    if then == "comes back":
+        assert f"the run directory {run_dir} is there again" in capsys.readouterr().err
+        train(tmp_path / "calm", num_steps=12)
+        assert compare(run_dir, tmp_path / "calm").startswith("identical: 12 steps")
+        assert "missing" not in compare(run_dir, tmp_path / "calm")
+        assert steps(run_dir)[-1] == 12
+    elif then == "stays away":
+        assert not run_dir.exists()
+    else:
+        assert len([line for line in read(run_dir) if line["kind"] == "step"]) == 1
+        assert steps(run_dir) == []
+    if then != "comes back":
+        assert [line["step"] for line in read(moved)] == [0, 1, 2]
+        check_readable(moved)
+
+
+def test_a_directory_that_is_removed_in_the_last_step_is_told(tmp_path: Path) -> None:
+    def remove(run: unisono.Run, step: unisono.Step) -> None:
+        if step.number == 3:
+            shutil.rmtree(tmp_path / "run")
+
+    with pytest.warns(UserWarning, match="no worker sees the run directory"):
+        train(tmp_path / "run", num_steps=4, at_step=remove)
+    assert not (tmp_path / "run").exists()
 
 
 # -- two runs on one directory ---------------------------------------------------------------------------

@@ -45,9 +45,9 @@ def start(unisono: Unisono, run_dir: Path, gates: Gates | None, workers: object,
     return unisono("run", SCRIPT, "-n", workers, "--run-dir", run_dir, *options, "--", "--steps", STEPS, *place)
 
 
-def join(unisono: Unisono, run_dir: Path, workers: int) -> Command:
+def join(unisono: Unisono, run_dir: Path, workers: int, *options: object) -> Command:
     url = json.loads((run_dir / "head.json").read_text())["url"]
-    return unisono("join", url, "--token-file", run_dir / "token", "-n", workers)
+    return unisono("join", url, "--token-file", run_dir / "token", "-n", workers, *options)
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -107,6 +107,34 @@ def test_a_machine_joins_and_leaves(
     assert counts[:4] == [2, 2, 2, 2]
     assert counts[40] == 4
     assert counts[-1] == 2
+
+
+def test_the_journal_is_written_by_whoever_sees_the_directory(
+    unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
+) -> None:
+    """Those who are left do not; the next that does writes what they have done meanwhile, whatever its rank."""
+    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
+        command = start(unisono, run_dir, gates, 1, "--max-restarts", 0)
+        gates.wait(3)
+        join(unisono, run_dir, 1, "--run-dir", tmp_path / "elsewhere")
+        command.line("w1 joins; generation 2 with 2 workers")
+        gates.open(3)
+        gates.wait(20)
+        os.kill(pid_of("w0", run_dir), signal.SIGKILL)
+        command.line("with 1 worker")
+        gates.open(20)
+        gates.wait(40)
+        assert len(steps_of(run_dir)) == 20
+        join(unisono, run_dir, 1)
+        command.line("w2 joins")
+        gates.open(40)
+        finish(command, run_dir, calm)
+    lines = list(read(run_dir))
+    assert [line["line"] for line in lines] == list(range(len(lines)))
+    assert {line["kind"] for line in lines} == {"step", "evaluation", "end"}
+    assert sizes(run_dir)[30] == 1
+    assert sizes(run_dir)[-1] == 2
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_machine_whose_workers_were_sent_away_leaves_at_the_first_signal(

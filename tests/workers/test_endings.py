@@ -282,6 +282,15 @@ def test_a_head_that_cannot_be_started_again_ends_the_run_in_words(
     assert not any("Traceback" in line for line in command.err)
 
 
+def test_a_limit_on_the_size_of_files_ends_the_run_in_words(unisono: Unisono, script: Script) -> None:
+    """Shared memory counts as a file. That it cannot be made is nobody's loss, and is not tried again and again."""
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+    command = unisono("run", script(limited + textwrap.dedent(WITHOUT_CHECKPOINTS).format(epochs=2)), "-n", 2)
+    assert command.wait() == 1
+    command.line("bytes of shared memory: File too large (the limit is 200,000 bytes); ulimit -f shows")
+    assert not any("trying again" in line for line in command.err)
+
+
 class SlowNursery:
     """Keeps those who want a worker waiting."""
 

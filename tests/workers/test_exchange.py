@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import pathlib
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -858,6 +859,29 @@ def test_an_address_never_means_another_segment() -> None:
         other.close()
     with pytest.raises(FileNotFoundError, match="is gone"):
         Segment.open(first.address)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [
+        (resource.RLIMIT_FSIZE, 4096, r"5,000 bytes .*: File too large \(the limit is 4,096 bytes\); ulimit"),
+        (resource.RLIMIT_NOFILE, 3, r"5,000 bytes .*: Too many open files; ulimit -n"),
+    ],
+)
+def test_memory_that_a_process_may_not_have_is_not_the_loss_of_another(limit: int, value: int, said: str) -> None:
+    """Whoever takes it for one tries again with the same others, and again."""
+    there = Segment.create(4000)
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, before[1]))
+    try:
+        with pytest.raises(UsageError, match=said):
+            Segment.create(5000)
+        if limit == resource.RLIMIT_NOFILE:
+            with pytest.raises(UsageError, match="Too many open files"):
+                Segment.open(there.address)
+    finally:
+        resource.setrlimit(limit, before)
+        there.close()
 
 
 def test_letters_that_grow_do_not_leave_their_memory_behind(pair: Pair) -> None:

@@ -58,6 +58,7 @@ __all__ = [
     "read_manifest",
     "remove",
     "remove_abandoned",
+    "remove_part",
     "remove_partials",
     "set_aside",
     "step_name",
@@ -238,6 +239,15 @@ def write_file(path: Path, data: memoryview, go_on: Callable[[], bool] = lambda:
     finally:
         os.close(descriptor)
     return FileFacts(len(data), checks)
+
+
+def remove_part(path: Path) -> None:
+    """Remove what one process has written of an attempt that came to nothing, and the directory if it was the last."""
+    for name in (path, path.with_suffix(".facts")):
+        with suppress(OSError):
+            name.unlink()
+    with suppress(OSError):
+        path.parent.rmdir()
 
 
 def synchronize(path: Path) -> None:

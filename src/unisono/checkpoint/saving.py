@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import shutil
 import threading
 import time
 import warnings
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -38,6 +39,7 @@ from unisono.decisions.cadence import (
     Word,
     assign_parts,
     choose_kept,
+    choose_writer,
     is_due,
     judge,
     may_begin,
@@ -210,10 +212,21 @@ class _Attempt:
     task: _Task | None
     """None: this member has nothing to write."""
     metrics: dict[str, float]
+    part: Path | None = None
+    """The file that this member writes in an attempt of all."""
     moves: list[_Move] = field(default_factory=list)
     """What the task copies first."""
     copied: threading.Event = field(default_factory=threading.Event)
     """It has."""
+
+
+class _Elsewhere(NamedTuple):
+    """A checkpoint that another member publishes, and that is not known to be there yet."""
+
+    step: int
+    generation: int
+    asked: bool
+    """`Saver.request` asked for it: one of the same step may hold another state."""
 
 
 @dataclass
@@ -238,6 +251,10 @@ class Saver:
     journal: Path | None = None
     reaches: bool = False
     """Whether this member can write into the directory."""
+    reaching: frozenset[str] | None = None
+    """The ids of the workers that can, as all have heard; None: nothing was said yet."""
+    is_there: Callable[[], bool] = lambda: True
+    """Whether the directory is still that of the run."""
     saved: int = -1
     """The step of the newest checkpoint that this member knows to be complete."""
 
@@ -245,15 +262,16 @@ class Saver:
         self._buffer = _Buffer(self.device)
         self._layouts: dict[object, Layout] = {}
         self._attempt: _Attempt | None = None
-        self._others: tuple[int, int] | None = None  # (step, generation) of what another member publishes
+        self._others: _Elsewhere | None = None
         self._publishing: _Attempt | None = None
         self._publish: _Task | None = None
         self._prepare: _Task | None = None
         self._given_up: _Task | None = None
+        self._clearing: _Task | None = None
         self._prepared_for = -1
         self._wanted = self._asked = False
         self._warned_of = -1
-        self._last_of = -1
+        self._last_of = self._missed_of = -1
         self._overlaps = True
         self._is_anchored = False  # the way to the folder is on the disk
         self._began_at = time.monotonic()
@@ -311,9 +329,10 @@ class Saver:
                 stacklevel=2,
             )
 
-    def hear(self, words: Sequence[Sequence[float]], generation: int) -> None:
+    def hear(self, words: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
         """What all members said with a combine, by rank."""
-        self._words, self._heard_in = [Word(*word) for word in words], generation
+        self._words, self._heard_in = list(words), generation
+        self.reaching = frozenset(one for one, word in zip(worker_ids, words, strict=True) if word.reaches)
 
     def news(self) -> dict[str, Any]:
         """What happened since it was asked last, for the journal."""
@@ -357,9 +376,9 @@ class Saver:
         if verdict is Verdict.COMMIT:
             self._attempt = None
             if attempt.is_committer:
-                self._publishing, self._publish = attempt, _Task(lambda task: self._complete(attempt))
+                self._publishing, self._publish = attempt, _Task(lambda task: self._finish_or_remove(attempt))
             else:
-                self._others = (attempt.place.total, attempt.generation)
+                self._others = _Elsewhere(attempt.place.total, attempt.generation, asked=False)
         elif verdict is Verdict.DROP:
             self._drop(again=True)
         elif verdict is Verdict.FAIL:
@@ -379,13 +398,13 @@ class Saver:
         for earlier in (self._prepare, self._given_up):
             if earlier is not None:
                 earlier.wait()  # one does what the copy would have to do, the other has ended
-        task, copied = None, threading.Event()
+        task, path, copied = None, None, threading.Event()
         moves: list[_Move] = []
         if rank in writers:
             part = writers.index(rank)
             data, moves = self._buffer.fill(layout, part, packed.tensors, self._choose_later(packed.tensors))
             self._copy_s = time.monotonic() - began
-            path, is_first = partial / files.part_name(part, len(writers)), part == 0
+            mine = path = partial / files.part_name(part, len(writers))
 
             def work(task: _Task) -> FileFacts | None:
                 try:
@@ -394,12 +413,12 @@ class Saver:
                 finally:
                     copied.set()
                 point("checkpoint_copied")
-                return self._write_part(task, path, data, is_first)
+                return self._write_part(task, mine, data, part == 0)
 
             task = _Task(work)
         self._attempt = _Attempt(
             place, generation, partial, layout, packed.skeleton, len(self._words), rank == writers[0], began, task,
-            dict(metrics), moves, copied,
+            dict(metrics), path, moves, copied,
         )  # fmt: skip
 
     def _choose_later(self, tensors: Sequence[Tensor]) -> set[int]:
@@ -438,7 +457,10 @@ class Saver:
         partial = path.parent
         if is_first:
             files.remove_partials(self.folder, but=partial.name)
-        partial.mkdir(parents=True, exist_ok=True)
+        if not self.is_there():
+            raise CheckpointError("the run's directory was removed or moved")
+        for folder in (self.folder, partial):  # and not the run's: without its other files it would not be one
+            folder.mkdir(exist_ok=True)
         facts = files.write_file(path, data, task.go_on)
         if facts is not None:
             # Not synchronized: it is read in a moment, and its content goes into the manifest.
@@ -446,7 +468,16 @@ class Saver:
             point("checkpoint_part_written")
         return facts
 
-    def _complete(self, attempt: _Attempt, data: memoryview | None = None) -> None:
+    def _finish_or_remove(self, attempt: _Attempt, write: Callable[[], object] = tuple) -> None:
+        """``write`` what is missing, if anything, and make it a checkpoint; leave nothing of it where that fails."""
+        try:
+            if write() is not None:
+                self._complete(attempt)
+        except BaseException:
+            shutil.rmtree(attempt.partial, ignore_errors=True)
+            raise
+
+    def _complete(self, attempt: _Attempt) -> None:
         """All parts are on the disk: make it a checkpoint."""
         partial, num_parts = attempt.partial, len(attempt.layout.headers)
         found = {files.SKELETON: files.write_file(partial / files.SKELETON, memoryview(attempt.skeleton))}
@@ -527,11 +558,11 @@ class Saver:
             return
         if any(word.attempt == NO_ATTEMPT and word.status == Status.BUSY for word in self._words):
             return  # it, or somebody, is at it still
-        (step, begun_in), self._others = self._others, None
-        if begun_in == generation or not self.reaches:
+        other, self._others = self._others, None
+        if other.generation == generation or not self.reaches:
             return  # nobody was lost, and who publishes says what goes wrong
-        if (self.folder / files.step_name(step)).exists():
-            self.saved = max(self.saved, step)
+        if not other.asked and (self.folder / files.step_name(other.step)).exists():
+            self.saved = max(self.saved, other.step)
         else:
             self._wanted = True
 
@@ -540,7 +571,20 @@ class Saver:
         if attempt is not None and attempt.task is not None:
             attempt.task.abandoned = True
             self._given_up = attempt.task  # it may wait for the disk: until it has ended, its memory is not used again
+            self._clear(attempt)
         self._wanted = self._wanted or again
+
+    def _clear(self, attempt: _Attempt) -> None:
+        """Remove what this member has written of an attempt, when its thread is done with it."""
+        earlier = [task for task in (attempt.task, self._clearing) if task is not None]
+
+        def clear(task: _Task) -> None:
+            for each in earlier:
+                each.wait()
+            if attempt.part is not None:
+                files.remove_part(attempt.part)
+
+        self._clearing = _Task(clear)
 
     def _failed(self, step: int, error: BaseException | None) -> None:
         if error is None:
@@ -569,18 +613,27 @@ class Saver:
     # -- the end -------------------------------------------------------------------------------------
 
     def save_last(
-        self, place: Place, *, rank: int, generation: int, num_workers: int, metrics: Mapping[str, float]
+        self, place: Place, *, rank: int, generation: int, worker_ids: Sequence[str], metrics: Mapping[str, float]
     ) -> None:
-        """No step follows at once: one member writes the whole state. Local; `finish` waits for it."""
-        if self.directory is None or (self.policy is None and not self._wanted):
+        """No step follows at once: one member writes the whole state. Local; `finish` waits for it.
+
+        The others keep in mind that it was asked for, in case that the writer is lost, until all `confirm` it.
+        """
+        others = self._others
+        if self.directory is None or (self.policy is None and not self._wanted and others is None):
             return
         self._drop(again=False)
-        asked, self._wanted, self._asked = self._asked, False, False
+        asked = self._asked or (others is not None and others.asked)
+        self._wanted = self._asked = False
         self._last_of = place.total
-        if rank != self._writer_of_last(generation):
+        if rank != (choose_writer(worker_ids, self.reaching) or 0):
+            self._others = _Elsewhere(place.total, generation, asked)
             return
+        self._others = None
         if not self.reaches:
-            self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
+            if self._missed_of != place.total:  # the end of the run tries again what the end of its loop has tried
+                self._missed_of = place.total
+                self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
             return
         self.finish()
         if self.saved == place.total and not asked:
@@ -593,19 +646,18 @@ class Saver:
         point("checkpoint_copied")
         partial = self.folder / files.partial_name(place.total, generation, last=True)
         attempt = _Attempt(
-            place, generation, partial, layout, packed.skeleton, num_workers, True, began, None, dict(metrics)
+            place, generation, partial, layout, packed.skeleton, len(worker_ids), True, began, None, dict(metrics)
         )
 
-        def write(task: _Task) -> None:
-            if self._write_part(task, partial / files.part_name(0, 1), data, True) is not None:
-                self._complete(attempt)
+        def write(task: _Task) -> FileFacts | None:
+            return self._write_part(task, partial / files.part_name(0, 1), data, True)
 
-        self._publishing, self._publish = attempt, _Task(write)
+        self._publishing = attempt
+        self._publish = _Task(lambda task: self._finish_or_remove(attempt, lambda: write(task)))
 
-    def _writer_of_last(self, generation: int) -> int:
-        """The first that reaches the directory; 0 where nobody is known to: no step was done in this generation yet."""
-        words = self._words if self._words is not None and self._heard_in == generation else []
-        return next((rank for rank, word in enumerate(words) if word.reaches), 0)
+    def confirm(self) -> None:
+        """All members have waited for the last checkpoint: whoever wrote it has come to an end with it."""
+        self._others = None
 
     def finish(self) -> None:
         """Wait until what was copied for the last checkpoint is on the disk.
@@ -613,14 +665,14 @@ class Saver:
         Raises:
             CheckpointError: see `boundary`.
         """
-        for task in (self._prepare, self._given_up, self._publish):
+        for task in (self._prepare, self._given_up, self._clearing, self._publish):
             if task is not None:
                 task.wait()
         self._look_after()
 
     def close(self) -> None:
-        """End the threads; what is not complete stays garbage."""
+        """End the threads, and remove what is not complete."""
         self._drop(again=False)
-        for task in (self._prepare, self._given_up, self._publish):
+        for task in (self._prepare, self._given_up, self._clearing, self._publish):
             if task is not None:
                 task.wait()

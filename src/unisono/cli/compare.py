@@ -19,7 +19,7 @@ __all__ = ["compare"]
 @click.argument("run_b", type=click.Path(exists=True, path_type=Path))
 def compare(run_a: Path, run_b: Path) -> int:
     """Say whether RUN_A and RUN_B (directories, or their journals) are identical; else the first step that differs,
-    and in what.
+    and in what. Lines that one of them lacks (its disk was full) are named and not compared.
 
     Exit code: 0 identical, 1 different, 2 one of them cannot be read.
     """

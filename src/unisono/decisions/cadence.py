@@ -25,7 +25,7 @@ by then, those who see the directory look whether it is there, and want it again
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -41,6 +41,7 @@ __all__ = [
     "Word",
     "assign_parts",
     "choose_kept",
+    "choose_writer",
     "differences",
     "is_due",
     "judge",
@@ -127,6 +128,8 @@ class Word(NamedTuple):
     status: float = Status.IDLE
     reaches: float = 0.0
     """1: it can write into the run's directory."""
+    lines: float = 0.0
+    """How many lines of the journal it knows to be in the file; 0 of who does not write it."""
 
 
 class Verdict(enum.Enum):
@@ -154,6 +157,19 @@ def may_begin(words: Sequence[Word]) -> bool:
     return all(word.attempt == NO_ATTEMPT and word.status == Status.IDLE for word in words) and any(
         word.reaches for word in words
     )
+
+
+def choose_writer(worker_ids: Sequence[str], reaching: Collection[str] | None) -> int | None:
+    """The rank of the member that writes what one writes for all: the first that can. None: nobody can.
+
+    Args:
+        worker_ids: the members, by rank.
+        reaching: those that can, by what all have said last; None where nothing was said yet: the first member has
+            claimed the directory.
+    """
+    if reaching is None:
+        return 0
+    return next((rank for rank, worker_id in enumerate(worker_ids) if worker_id in reaching), None)
 
 
 def is_due(policy: Checkpoints | None, step: int, words: Iterable[Word]) -> bool:

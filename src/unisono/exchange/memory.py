@@ -16,9 +16,11 @@ than Linux), a segment is an unlinked-at-close file, waiting polls, and order is
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
+import resource
 import sys
 import tempfile
 import time
@@ -27,12 +29,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from unisono.errors import UsageError
+
 __all__ = ["Segment", "fence", "futex_wait", "futex_wake"]
 
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 _POLL_S: Final = 0.0002
 _STAMP_BYTES: Final = 8
 _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX is not None else None
+
+
+_LIMITS: Final = {
+    errno.EFBIG: "ulimit -f shows how large a file may be, and shared memory counts as a file",
+    errno.EMFILE: "ulimit -n shows how many files a process may have open",
+    errno.ENFILE: "sysctl fs.file-max shows how many files this machine may have open",
+}
+"""What a process may not do, whoever the other members are: trying again would not help."""
 
 
 class _Timespec(ctypes.Structure):
@@ -64,6 +76,14 @@ def fence() -> None:
     futex_wake(_nobodys_word)
 
 
+def _refused(nbytes: int, error: OSError) -> UsageError:
+    words = error.strerror or str(error)
+    if error.errno == errno.EFBIG:
+        words += f" (the limit is {resource.getrlimit(resource.RLIMIT_FSIZE)[0]:,} bytes)"
+    advice = f"; {_LIMITS[error.errno]}: raise that limit" if error.errno in _LIMITS else ""
+    return UsageError(f"this worker cannot get {nbytes:,} bytes of shared memory: {words}{advice}")
+
+
 class Segment:
     """A piece of shared memory, zero at first. Make one with `create` or `open`; `close` it."""
 
@@ -76,7 +96,18 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """``nbytes`` zero bytes that other processes of this user can open by ``address``."""
+        """``nbytes`` zero bytes that other processes of this user can open by ``address``.
+
+        Raises:
+            UsageError: this process may not have so much. No other member is the reason, so trying again is no use.
+        """
+        try:
+            return cls._create(nbytes)
+        except OSError as error:
+            raise _refused(nbytes, error) from error
+
+    @classmethod
+    def _create(cls, nbytes: int) -> Segment:
         if sys.platform == "linux":
             descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -99,12 +130,15 @@ class Segment:
 
         Raises:
             FileNotFoundError: its creator is gone, or has closed it.
+            UsageError: this process may not open any more.
         """
         size, stamp, path = address.split(":", 2)
         nbytes = int(size)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in _LIMITS:
+                raise _refused(nbytes, error) from error
             raise FileNotFoundError(f"shared memory {path} is gone: {error}") from error
         try:
             # The size first: reading behind the end of a file is not an error but a signal.

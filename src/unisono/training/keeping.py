@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
@@ -19,14 +19,15 @@ import torch
 from unisono.checkpoint import files
 from unisono.checkpoint.loading import Loaded, newest
 from unisono.checkpoint.saving import Saver
-from unisono.decisions.cadence import Checkpoints, Place, differences, table
+from unisono.decisions.cadence import Checkpoints, Place, Word, choose_writer, differences, table
 from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
-from unisono.journal import JOURNAL, truncate
+from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal, truncate
 from unisono.rundir import Lock, claim, describe, holder, make, read_facts
 from unisono.training.process import Process, tell
 from unisono.training.rounds import Rounds
+from unisono.training.team import Team
 from unisono.training.tracked import Tracked
 from unisono.words import count
 
@@ -36,6 +37,8 @@ RECIPE: Final = {*(part.name for part in fields(Cursor)), "threads"}
 """What a word may change, and the bits with it."""
 FIXED: Final = "parameters"
 """The part of a recipe that no word can change: the state would not fit."""
+LOOK_EVERY_S: Final = 1.0
+"""How often a member that has lost sight of the run's directory looks for it."""
 
 
 class Keeper:
@@ -87,13 +90,20 @@ class Keeper:
         self._lock = Lock()
         self._run_id = ""
         self._loaded: Loaded | None = None
+        self._began: Place | None = None
         self._leaving = False
         self._process = Process()
         self._before: Any = None
         self.metrics: dict[str, float] = {}
         """What was logged last, by name."""
         journal = directory / JOURNAL if directory is not None else None
-        self.saver = Saver(policy, directory, device, tracked.state, tracked.updated, journal=journal)
+        self.journal = Journal(journal, self._is_there)
+        self.saver = Saver(
+            policy, directory, device, tracked.state, tracked.updated, journal=journal, is_there=self._is_there
+        )
+        self._writes = False  # for all, as they have heard
+        self._misses = False  # nobody sees the directory any more, and this member has said so
+        self._look_at = 0.0
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -113,6 +123,8 @@ class Keeper:
     def close(self) -> None:
         """Whatever happened: end what was begun."""
         self.saver.close()
+        if self._writes and not self._is_there():
+            self._miss()
         self._lock.release()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
@@ -140,6 +152,8 @@ class Keeper:
     def begin(self, phase: int, cursor: Cursor) -> Place | None:
         """On the member that begins a run: claim the directory, and load what the run goes on from.
 
+        Called again, because the others had not waited for as long as that took, it finds everything done.
+
         Returns:
             Where that is; None: at the beginning. When it is in a later phase, only the models were loaded.
 
@@ -149,6 +163,8 @@ class Keeper:
         """
         if self.directory is None:
             return None
+        if self._began is not None:
+            return self._began
         self._claim(self.directory)
         recipe = self._recipe(cursor)
         facts: dict[str, Any] = {"run_id": self._run_id, "started": time.time()}
@@ -183,10 +199,14 @@ class Keeper:
         facts["resumed"] = [*facts.get("resumed", []), again]
         describe(self.directory, facts)
         tell(f"unisono: goes on at step {place.total}, from {loaded.path}{moved}")
+        self._began = place
         return place
 
-    def joined(self, cursor: Cursor) -> None:
+    def joined(self, cursor: Cursor, rounds: Rounds) -> None:
         """This member is in the run, and the directory is claimed."""
+        self.journal.go_on_at(rounds.lines, rounds.handed_over)
+        if rounds.number > 0:
+            self.saver.reaching = frozenset()  # the others know who writes, this member does not yet
         self.saver.recipe = self._recipe(cursor)
         self.saver.fingerprint = fingerprint(str(self._device))
         if self.directory is not None and self.directory.is_dir() and holder(self.directory) == self._run_id:
@@ -270,6 +290,46 @@ class Keeper:
     def _told(self, cursor: Cursor) -> dict[str, int | bool]:
         return {**asdict(cursor), "threads": self._threads}
 
+    # -- with every combine --------------------------------------------------------------------------
+
+    def tell(self) -> Word:
+        """What to say about the run's directory, and what is written there."""
+        if not self.saver.reaches and self._lock.is_held and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            self._is_there()
+        return self.saver.tell()._replace(lines=float(self.journal.num_written))
+
+    def hear(self, words: Sequence[Sequence[float]], generation: int, team: Team) -> None:
+        """What all members said, by rank."""
+        said = [Word(*word) for word in words]
+        self.saver.hear(said, generation, team.worker_ids)
+        self.journal.hear(int(max(word.lines for word in said)))
+        wrote, self._writes = self._writes, self.writes(team)
+        if wrote and not self.saver.reaching:
+            self._miss()
+        elif self._misses and self.saver.reaching:
+            self._misses = False
+            tell(f"unisono: the run directory {self.directory} is there again")
+
+    def writes(self, team: Team) -> bool:
+        """Whether this member writes what one writes for all: the first that sees the directory."""
+        return choose_writer(team.worker_ids, self.saver.reaching) == team.rank
+
+    def _is_there(self) -> bool:
+        """Whether the directory is that of the run, as this member sees it. All hear of it with the next combine."""
+        self.saver.reaches = self.directory is not None and self._lock.is_in(self.directory, self._run_id)
+        return self.saver.reaches
+
+    def _miss(self) -> None:
+        if not self._misses:
+            self._misses = True
+            warnings.warn(
+                f"no worker sees the run directory {self.directory} any more: it was removed or moved. The training "
+                f"goes on and writes nothing; when the directory is there again, checkpoints and the last "
+                f"{MOST_KEPT_LINES:,} lines of the journal will be written",
+                stacklevel=2,
+            )
+
     # -- on the way ----------------------------------------------------------------------------------
 
     def boundary(self, rounds: Rounds) -> None:
@@ -296,7 +356,7 @@ class Keeper:
                 self.place(rounds),
                 rank=team.rank,
                 generation=team.generation,
-                num_workers=team.size,
+                worker_ids=team.worker_ids,
                 metrics=self.metrics,
             )
 
@@ -311,7 +371,9 @@ class Keeper:
             self.save_last(rounds)
             self.saver.finish()
 
-        return rounds.together(work, letter)
+        letters = rounds.together(work, letter)
+        self.saver.confirm()
+        return letters
 
     def place(self, rounds: Rounds) -> Place:
         return Place(phase=rounds.phase, step=rounds.step, total=rounds.total, lines=rounds.lines)

@@ -115,6 +115,10 @@ class Rounds:
         """What this member has to say about checkpoints with the next combine."""
         self.heard_about_checkpoints: Callable[[list[tuple[float, ...]], int], None] = lambda words, generation: None
         """Gets what all said, by rank, and in which generation."""
+        self.unwritten: Callable[[], list[str]] = list
+        """The lines of the journal that a newcomer may have to write."""
+        self.handed_over: list[str] = []
+        """Those that this member got with the state, as a newcomer."""
         self._kind, self._num_leaves = "step", 1
         self._begun = False
         self._fresh = True
@@ -524,9 +528,12 @@ class Rounds:
                 self._agree()
         elif any(report.fresh for report in reports):
             source = next(rank for rank, report in enumerate(reports) if not report.fresh)
-            packed = pack(self.tracked.state(), "tracked") if self.team.rank == source else None
+            packed = None
+            if self.team.rank == source:
+                packed = pack({**self.tracked.state(), "lines": self.unwritten()}, "tracked")
             state = self._transfer(source, packed)
             if self._fresh:
+                self.handed_over = state.pop("lines")
                 self._arrival = (reports[source], state)
             return [reports[source] if report.fresh else report for report in reports]
         return reports

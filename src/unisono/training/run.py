@@ -26,7 +26,7 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, StepError, UnisonoError, UsageError
 from unisono.faults import at_step, point
-from unisono.journal import JOURNAL, Journal, end_line
+from unisono.journal import end_line
 from unisono.messages import RunDirectory, StepDone, Told
 from unisono.training.agreement import Agreement, Digests, check_digests
 from unisono.training.connect import build_exchange
@@ -119,7 +119,7 @@ class Run:
             device=self.device,
             threads=self._arithmetic.threads,
         )
-        self._journal = Journal(self.directory / JOURNAL if self.directory is not None else None)
+        self._journal = self._keeper.journal
         self._process = Process()
         self._writes = False
         self._phases = 0
@@ -147,8 +147,9 @@ class Run:
         self._arithmetic.enter()
         self._team = self._make_team(member)
         self._rounds = Rounds(self._team, self._tracked, balance=self._balance)
-        self._rounds.about_checkpoints = self._keeper.saver.tell
-        self._rounds.heard_about_checkpoints = self._keeper.saver.hear
+        self._rounds.about_checkpoints = self._keeper.tell
+        self._rounds.heard_about_checkpoints = partial(self._keeper.hear, team=self._team)
+        self._rounds.unwritten = self._journal.unwritten
         self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
         seed_place(self.seed, "start")
         return self
@@ -522,10 +523,10 @@ class Run:
         if not rounds.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
             return None
         self._joined = True
-        self._journal.go_on_at(rounds.lines)
         self._steps_before = rounds.total
-        self._keeper.joined(cursor)
-        if self._team.rank == 0 and self.directory is not None and (member := members.current()) is not None:
+        self._keeper.joined(cursor, rounds)
+        # All who see it: the first may be lost before, or be on a machine where that path is nothing.
+        if self._keeper.saver.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy
             on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
             member.send(RunDirectory(path=str(self.directory.resolve()), on_signal=on_signal))
@@ -621,7 +622,7 @@ class Run:
         # Who was left behind is not the writer any more, whatever its rank was.
         writes = (
             self._team is not None
-            and self._team.rank == 0
+            and self._keeper.writes(self._team)
             and (self._joined or members.current() is None)
             and not self._team.is_out()
         )
