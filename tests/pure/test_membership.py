@@ -1284,6 +1284,65 @@ def test_after_three_broken_exchanges_the_one_to_blame_goes() -> None:
     assert story.state.members == ("w0", "w1")
 
 
+def hangs_while_it_says_that_it_waits(*, names: Sequence[str]) -> Story:
+    """w1 stands in a call that does not return and beats as one that waits; the others' exchanges break for it."""
+    story = training(3)
+    story.says("w0", step_done(0))
+    for _ in range(3):
+        generation = story.state.generation
+        for worker_id in ("w0", "w2"):
+            story.says(worker_id, Suspect(generation=generation, reason="waited 300 s", peers=list(names)))
+        for worker_id in ("w0", "w1", "w2"):
+            story.beat(worker_id, waiting=True)
+        story.tick(story.now + story.state.policy.suspect_s)
+    return story
+
+
+@pytest.mark.parametrize("names", [["w1"], []], ids=["named", "unknown"])
+def test_who_reports_a_broken_exchange_is_not_blamed_for_it(names: Sequence[str]) -> None:
+    """Whoever reports works. The one that goes is the one that they waited for, also where they cannot name it."""
+    story = hangs_while_it_says_that_it_waits(names=names)
+    assert story.worker("w1").state is WorkerState.LOST
+    assert story.sent(AGENT, Evict)[0].worker_id == "w1"
+    assert story.state.members == ("w0", "w2")
+
+
+def test_a_healthy_member_that_reports_later_than_another_does_not_go() -> None:
+    """The first report of an exchange interrupts the others in their waits: they come to say nothing."""
+    story = training(3)
+    story.says("w0", step_done(0))
+    for _ in range(3):
+        story.says("w0", Suspect(generation=story.state.generation, reason="waited 300 s", peers=["w1"]))
+        story.tick(story.now + story.state.policy.suspect_s)
+    assert story.worker("w1").state is WorkerState.LOST
+    assert story.state.members == ("w0", "w2")
+
+
+def test_of_members_that_name_each_other_the_one_goes_that_most_cannot_reach() -> None:
+    """Its own link is broken: it reports as well, and names one of the others each time."""
+    story = training(3)
+    story.says("w0", step_done(0))
+    for _ in range(3):
+        for worker_id, peer in (("w0", "w1"), ("w1", "w0"), ("w2", "w1")):
+            story.says(worker_id, Suspect(generation=story.state.generation, reason="timed out", peers=[peer]))
+        story.tick(story.now + story.state.policy.suspect_s)
+    assert story.worker("w1").state is WorkerState.LOST
+
+
+def test_an_exchange_that_breaks_on_every_member_by_itself_ends_the_run() -> None:
+    """No room for shared memory, say: to try for ever, or to throw workers out one by one, mends nothing."""
+    story = Story(2)
+    story.arrive(*story.agent(2))
+    for _ in range(3):
+        assert story.ended is None
+        for worker_id in ("w0", "w1"):
+            story.says(worker_id, Suspect(generation=story.state.generation, reason="File too large"))
+        story.tick(story.now + story.state.policy.suspect_s)
+    assert story.ended is not None
+    assert "3 exchanges in a row broke, and on every member by itself: " in story.ended.reason
+    assert "File too large" in story.ended.reason
+
+
 def cannot_exchange(story: Story, *, by: Sequence[str] = ("w0", "w1")) -> None:
     """The members of the newest generation do not get their exchange."""
     generation = story.state.generation
@@ -1339,7 +1398,9 @@ def test_an_exchange_that_breaks_for_the_newcomer_alone_is_not_held_against_it()
     story.arrive(*story.agent(1, "agent1", primary=False))
     for _ in range(4):
         cannot_exchange(story, by=["w2"])
+        assert "the members have not come to a step boundary: trying again" in story.reason
         story.hold("w0", "w1")
+        assert story.state.members == ("w0", "w1", "w2"), "nor against the members"
         assert story.worker("w2").state is WorkerState.ADMITTED
 
 

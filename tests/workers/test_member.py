@@ -11,8 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from unisono import member as members
+from unisono.errors import DeadlineExceeded
+from unisono.exchange import Exchange
 from unisono.member import Door, Member
 from unisono.messages import Beat, Hello, Holding, MemberInfo, Message, Notice, Suspect, Welcome, decode, encode
+from unisono.training.team import HeadTeam
 
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")
 
@@ -107,6 +110,16 @@ def test_a_suspicion_is_said_again_until_there_is_an_answer(
     third = connections.get(timeout=10)
     assert third.hears(Holding) == Holding(generation=1)
     assert not isinstance(third.said.get(timeout=10), Suspect)
+
+
+def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Connection], member: Member) -> None:
+    def build(notice: Notice, rank: int) -> Exchange:
+        raise AssertionError("nobody has entered a generation")
+
+    team = HeadTeam(member, build)
+    team.suspect(DeadlineExceeded("waited 300 s for worker w1", ["w1"]))
+    heard = connections.get(timeout=10).hears(Suspect)
+    assert heard == Suspect(generation=0, reason="waited 300 s for worker w1", peers=["w1"])
 
 
 def test_a_connection_that_is_closed_at_once_is_not_made_in_a_hot_loop(

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, number_of
+from unisono.decisions.suspicion import MAX_TRIES, Suspicions
 from unisono.errors import ProtocolError
 from unisono.messages import (
     PROTOCOL,
@@ -135,8 +136,6 @@ FORGIVE_STEPS: Final = 100
 FIRST_STEP: Final = 10
 """So many times longer may the first step of a worker take before it counts as hanging."""
 MAX_DELAY_S: Final = 30.0
-MAX_SUSPICIONS: Final = 3
-"""So often in a row the same members try again before one of them has to go."""
 MAX_UNREACHED: Final = 2
 """So often a newcomer may be what the members cannot exchange with; they stand still meanwhile."""
 
@@ -547,11 +546,7 @@ class _Turn:
             return  # the cause is known already
         if message.generation == state.generation and worker.worker_id in state.before:
             self.put(unreached=True)
-        blamed = message.peers or [worker.worker_id]
-        counts = {**state.suspicions}
-        for name in blamed:
-            counts[name] = counts.get(name, 0) + 1
-        self.put(suspicions=counts)
+        self.put(suspicions=state.suspicions.reported(worker.worker_id, message.peers))
         if state.suspected_at is None:  # told when nothing else explains it by then
             self.put(suspected_at=self.now, suspicion=f"{worker.name}: {message.reason}")
 
@@ -564,8 +559,7 @@ class _Turn:
             committed=message.step,
             step_seconds=message.seconds,
             used_restarts=max(0, state.used_restarts - forgiven),
-            suspicions={},
-            num_suspicions=0,
+            suspicions=Suspicions(),
         )
         passed = {key: value for key, value in state.tried.items() if key[0] <= message.step}
         if passed:
@@ -734,20 +728,34 @@ class _Turn:
         if state.unreached and newcomers and all(w.state is _S.ADMITTED for w in newcomers):
             for newcomer in newcomers:
                 self.worker(newcomer.worker_id, num_unreached=newcomer.num_unreached + 1)
-            self.put(suspicions={})
+            self.put(suspicions=dataclasses.replace(state.suspicions, reports={}))
             names = listed([newcomer.worker_id for newcomer in newcomers])
             self.broken.append(f"{state.suspicion}; the others go on without {names}")
             return
-        self.put(num_suspicions=state.num_suspicions + 1)
-        present = [w for w in self.workers(_S.HOLDING) if w.worker_id in state.members]
-        if state.num_suspicions + 1 < MAX_SUSPICIONS or len(present) < 2:
+        if (
+            state.before
+            and not state.unreached
+            and not self.moved()
+            and not state.suspicions.reports.keys() - {newcomer.worker_id for newcomer in newcomers}
+        ):
+            # The newcomers have waited for members that are still in a step. That may be long, and is no fault.
+            self.broken.append(f"{state.suspicion}; the members have not come to a step boundary: trying again")
+            return
+        present = [w.worker_id for w in self.workers(_S.ADMITTED, _S.HOLDING) if w.worker_id in state.members]
+        suspicions = state.suspicions.given_up(present)
+        self.put(suspicions=suspicions)
+        if suspicions.num_broken < MAX_TRIES or not present:
             self.broken.append(f"{state.suspicion}; everybody is there: trying again")
             return
-        worst = max(present, key=lambda w: (state.suspicions.get(w.worker_id, 0), w.number))
-        why = f"{worst.name} cannot be reached by the others ({MAX_SUSPICIONS} exchanges in a row broke)"
-        self.put(num_suspicions=0, suspicions={})
-        self.evict(worst, why)
-        self.lose(worst.worker_id, why)
+        worst, is_guilty = suspicions.worst(present)
+        if not is_guilty and (len(present) == 1 or not state.held):
+            self.end(False, f"{MAX_TRIES} exchanges in a row broke, and on every member by itself: {state.suspicion}")
+            return
+        name = state.workers[worst].name
+        why = f"{name} cannot be reached by the others ({MAX_TRIES} exchanges in a row broke): {state.suspicion}"
+        self.put(suspicions=Suspicions())
+        self.evict(state.workers[worst], why)
+        self.lose(worst, why)
 
     # -- what follows --------------------------------------------------------------------------------
 
@@ -874,6 +882,7 @@ class _Turn:
             notice=notice,
             before=() if immediate else state.members,
             suspected_at=None,
+            suspicions=dataclasses.replace(state.suspicions, reports={}),
             unreached=False,
         )
         for info in infos:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.decisions.suspicion import Suspicions
 from unisono.errors import UsageError
 from unisono.messages import Beat, Ended, Failed, MemberInfo, Notice
 
@@ -183,8 +184,7 @@ class State:
     suspected_at: float | None = None
     suspicion: str = ""
     """Who found the exchange broken then, and how."""
-    suspicions: Mapping[str, int] = field(default_factory=dict)
-    num_suspicions: int = 0
+    suspicions: Suspicions = field(default_factory=Suspicions)
     unreached: bool = False
     """A member that stays could not exchange in the newest generation, a planned one."""
     finishing: bool = False

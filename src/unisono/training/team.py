@@ -245,7 +245,7 @@ class HeadTeam:
                 self._enter(notice)
                 return self.meet(report)
             except LOST as lost:
-                self._member.suspect(notice.generation, str(lost))
+                self.suspect(lost)
 
     def meet(self, report: Report) -> list[Report]:
         with self.waiting():
@@ -256,7 +256,7 @@ class HeadTeam:
         while True:
             self.check_ended()
             if self._newest_immediate() <= self.generation:
-                self._member.suspect(self.generation, str(lost))
+                self.suspect(lost)
             notice = self._await(lambda n: n.immediate)
             if self._place_in(notice) < 0:
                 raise LeftBehind(
@@ -274,7 +274,8 @@ class HeadTeam:
             return reports
 
     def suspect(self, lost: Exception) -> None:
-        self._member.suspect(self.generation, str(lost))
+        peers = lost.peers if isinstance(lost, LOST) else ()
+        self._member.suspect(self.generation, str(lost), [peer for peer in peers if peer != self._member.worker_id])
 
     def is_out(self) -> bool:
         with self._changed:
