@@ -56,6 +56,8 @@ __all__ = ["Door", "Member", "current", "trimmed_traceback"]
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 LATE_S = 1.0  # a heartbeat that goes out so much late says that this whole process stood still
+LONG_S = 0.1  # after so long at a micro-batch, a heartbeat says which samples it has
+NUM_SHOWN = 9  # samples that a heartbeat names: one more than a message shows
 STORE_GRACE_S = 2.0  # beyond the call's own timeout, for the answer to arrive
 
 _current: Member | None = None
@@ -124,6 +126,31 @@ class _Call:
         self.done.set()
 
 
+class _Place:
+    """Where the training loop is."""
+
+    def __init__(
+        self,
+        phase: int = -1,
+        step: int = -1,
+        microbatch: int = -1,
+        evaluates: bool = False,
+        samples: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self.phase = phase
+        self.step = step
+        self.microbatch = microbatch
+        self.evaluates = evaluates
+        self._samples = samples
+        self._shown: list[int] | None = None
+
+    def shown(self) -> list[int]:
+        """The first samples of the micro-batch; asked for once."""
+        if self._shown is None:
+            self._shown = list(self._samples())[:NUM_SHOWN] if self._samples is not None else []
+        return self._shown
+
+
 class Member:
     """This worker in the run. Made by the worker's entry point; the library finds it with `current`.
 
@@ -153,7 +180,7 @@ class Member:
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
         self._generation = 0
-        self._place = (-1, -1, -1)
+        self._place = _Place()
         self._progress = 0
         self._num_steps = 0
         self._progress_at = time.monotonic()
@@ -229,11 +256,25 @@ class Member:
         self._generation = generation
         self._say(Holding(generation=generation))
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
-        """Progress; goes out with the next heartbeat. Cheap."""
-        if self._place[:2] != (phase, step):
+    def at(
+        self,
+        *,
+        phase: int,
+        step: int,
+        microbatch: int,
+        evaluates: bool = False,
+        samples: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        """Progress; goes out with the next heartbeat. Cheap.
+
+        Args:
+            evaluates: ``microbatch`` is a batch of an evaluation.
+            samples: gives the indices of the micro-batch's samples. Called in the connection's thread, when it takes
+                long: whoever hangs cannot say what it hangs in.
+        """
+        if (self._place.phase, self._place.step) != (phase, step):
             self._num_steps += 1
-        self._place = (phase, step, microbatch)
+        self._place = _Place(phase, step, microbatch, evaluates, samples)
         self._progress += 1
         self._progress_at = time.monotonic()
 
@@ -482,16 +523,18 @@ class Member:
                     self._hear(decode(data))
 
     def _beat(self, now: float) -> Beat:
-        phase, step, microbatch = self._place
+        place, seconds_at = self._place, now - self._progress_at
         return Beat(
             generation=self._generation,
-            phase=phase,
-            step=step,
-            microbatch=microbatch,
+            phase=place.phase,
+            step=place.step,
+            microbatch=place.microbatch,
             progress=self._progress,
             waiting=self._is_waiting,
             num_steps=self._num_steps,
-            seconds_at=now - self._progress_at,
+            seconds_at=seconds_at,
+            evaluates=place.evaluates,
+            samples=place.shown() if seconds_at > LONG_S else [],
         )
 
     def _hear(self, message: Message) -> None:

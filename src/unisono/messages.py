@@ -133,6 +133,10 @@ class Beat(Message):
     """In how many steps of the run it has been; in its first one a worker may be slow."""
     seconds_at: float = 0.0
     """How long the main thread has been at this progress value."""
+    evaluates: bool = False
+    """``microbatch`` is a batch of an evaluation."""
+    samples: list[int] = []
+    """The first ones of that micro-batch, when it has been there for a while."""
 
 
 class Suspect(Message):

@@ -109,19 +109,31 @@ class Story:
         return self.says(AGENT, WorkerExit(worker_id=worker_id, exit_code=exit_code))
 
     def beat(
-        self, worker_id: str, *, seconds_at: float = 0.0, waiting: bool = False, progress: int = 1, num_steps: int = 5
+        self,
+        worker_id: str,
+        *,
+        seconds_at: float = 0.0,
+        waiting: bool = False,
+        progress: int = 1,
+        num_steps: int = 5,
+        step: int = 4,
+        microbatch: int = 2,
+        evaluates: bool = False,
+        samples: Sequence[int] = (),
     ) -> list[Action]:
         return self.says(
             worker_id,
             Beat(
                 generation=self.state.generation,
                 phase=0,
-                step=4,
-                microbatch=2,
+                step=step,
+                microbatch=microbatch,
                 progress=progress,
                 num_steps=num_steps,
                 waiting=waiting,
                 seconds_at=seconds_at,
+                evaluates=evaluates,
+                samples=list(samples),
             ),
         )
 
@@ -1235,6 +1247,101 @@ def test_nothing_that_a_worker_aside_says_counts() -> None:
         story.says("w1", message)
     assert story.state.members == before
     assert story.state.workers["w1"].state is WorkerState.ASIDE
+
+
+def left_alone_where_another_hung(**policy: float) -> Story:
+    """Of two workers, w0 was left aside at step 4, micro-batch 2; w1 computes that now, and nobody waits for it."""
+    story = training(2, aside_s=10.0, hang_s=60.0, **policy)
+    story.beat("w1", waiting=True)
+    story.beat("w0", seconds_at=11.0, samples=[17, 3])
+    story.hold("w1")
+    assert story.worker("w0").state is WorkerState.ASIDE
+    return story
+
+
+def test_a_micro_batch_that_hangs_on_a_second_worker_ends_the_run() -> None:
+    """It is the script or its data. Nobody else may be left who waits, or who could be lost before."""
+    story = left_alone_where_another_hung()
+    story.beat("w1", seconds_at=3.5, progress=7, samples=[17, 3])
+    assert story.sent(AGENT, WorkerLate)[0].worker_id == "w1", "its stack is shown"
+    story.beat("w1", seconds_at=59.0, samples=[17, 3])
+    assert story.ended is None
+    story.beat("w1", seconds_at=61.0, samples=[17, 3])
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert story.ended.worker_id == "w1"
+    assert (
+        "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2 (samples 17, 3), where "
+        "worker w0 (pid 1000) has hung as well (for 11 s)" in story.ended.reason
+    )
+
+
+def test_a_second_worker_that_hangs_at_the_same_micro_batch_is_not_left_aside_as_well() -> None:
+    """Else one after the other would be, until nobody holds the state."""
+    story = training(3, aside_s=10.0, hang_s=60.0)
+    story.beat("w2", waiting=True)
+    story.beat("w0", seconds_at=11.0)
+    story.hold("w1", "w2")
+    story.beat("w1", seconds_at=50.0)
+    assert story.state.members == ("w1", "w2")
+    story.beat("w1", seconds_at=61.0)
+    assert story.ended is not None
+
+
+def test_a_replacement_that_hangs_where_another_has_needs_no_patience_for_its_first_step() -> None:
+    story = left_alone_where_another_hung()
+    story.beat("w1", seconds_at=61.0, num_steps=1)
+    assert story.ended is not None
+
+
+@pytest.mark.parametrize("other", [{"step": 5}, {"microbatch": 3}, {"evaluates": True}], ids=str)
+def test_a_hang_at_another_place_is_another_case(other: dict[str, int | bool]) -> None:
+    story = left_alone_where_another_hung()
+    place: dict[str, int | bool] = {"step": 4, "microbatch": 2, **other}
+    assert story.beat("w1", seconds_at=61.0, **place) == []  # type: ignore[arg-type]
+    assert story.ended is None
+
+
+def test_a_micro_batch_that_has_passed_elsewhere_may_hang_again() -> None:
+    story = left_alone_where_another_hung()
+    story.beat("w1", step=5)
+    assert story.state.hangs == ()
+
+
+def test_a_worker_that_hangs_in_its_first_step_and_is_ended_is_remembered() -> None:
+    story = training(2, hang_s=60.0)
+    story.beat("w1", waiting=True, num_steps=1)
+    story.beat("w0", seconds_at=601.0, num_steps=1)
+    assert story.worker("w0").state is WorkerState.LOST
+    story.hold("w1")
+    story.beat("w1", seconds_at=61.0, num_steps=1)
+    assert story.ended is not None
+
+
+def last_holder_with_a_newcomer() -> Story:
+    """w0 holds the state, w5 is being admitted and waits for it."""
+    story = training(1, maximum=2, late_s=3.0, aside_s=10.0, hang_s=60.0)
+    story.arrive("w5")
+    story.beat("w5", waiting=True, num_steps=0, step=-1, microbatch=-1)
+    assert story.worker("w5").state is WorkerState.ADMITTED
+    return story
+
+
+def test_a_member_that_hangs_while_only_a_newcomer_waits_is_reported_and_ended_late() -> None:
+    """To leave it aside would be the end of the run: nobody else has the state."""
+    story = last_holder_with_a_newcomer()
+    story.beat("w0", seconds_at=3.5)
+    assert story.sent(AGENT, WorkerLate)[0].worker_id == "w0"
+    story.beat("w0", seconds_at=599.0)
+    assert story.worker("w0").state is WorkerState.HOLDING
+    story.beat("w0", seconds_at=601.0)
+    assert story.sent(AGENT, Evict)[0].worker_id == "w0"
+
+
+def test_between_two_steps_members_may_take_long_while_a_newcomer_waits() -> None:
+    """They all do the same, which may be a validation of an hour."""
+    story = last_holder_with_a_newcomer()
+    assert story.beat("w0", seconds_at=3600.0, microbatch=-1) == []
 
 
 def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from unisono.decisions.hangs import Hang, Verdict, Waiting, judge
 from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, number_of
 from unisono.decisions.suspicion import MAX_TRIES, Suspicions
 from unisono.errors import ProtocolError
@@ -60,7 +61,7 @@ from unisono.messages import (
     WorkerExit,
     WorkerLate,
 )
-from unisono.words import count, exit_words, listed
+from unisono.words import count, exit_words, listed, place_words
 
 __all__ = [
     "TRANSITIONS",
@@ -133,8 +134,6 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
 }
 
 FORGIVE_STEPS: Final = 100
-FIRST_STEP: Final = 10
-"""So many times longer may the first step of a worker take before it counts as hanging."""
 MAX_DELAY_S: Final = 30.0
 MAX_UNREACHED: Final = 2
 """So often a newcomer may be what the members cannot exchange with; they stand still meanwhile."""
@@ -502,35 +501,61 @@ class _Turn:
             self.reasons.append(text)
 
     def watch(self, worker: Worker, beat: Beat) -> None:
-        """Is this worker late, or hanging? Only where others wait for it: a slow team has no one to blame."""
-        state, policy = self.state, self.state.policy
-        if worker.state is _S.ASIDE and beat.seconds_at > max(policy.hang_s, 10 * state.step_seconds):
+        """Is this worker late, or hanging? See `unisono.decisions.hangs`."""
+        state, limits = self.state, self.state.limits
+        if worker.state is _S.ASIDE and beat.seconds_at > limits.hang_s:
             why = f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended"
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
-        if worker.state is not _S.HOLDING or beat.waiting:
+        if worker.state is not _S.HOLDING:
             return
-        if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
+        if state.hangs:
+            self.put(hangs=tuple(hang for hang in state.hangs if not hang.is_passed(beat)))
+        if beat.waiting:
             return
-        # The first step of its life may load and compile for a long time, on every worker.
-        settled = beat.num_steps > 1
-        hang_s = max(policy.hang_s, 10 * state.step_seconds) * (1 if settled else FIRST_STEP)
-        where = f"step {beat.step}" + (f", micro-batch {beat.microbatch}" if beat.microbatch >= 0 else "")
-        if beat.seconds_at > hang_s:
-            why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
-            self.evict(worker, why)
-            self.lose(worker.worker_id, why)
-        elif settled and beat.seconds_at > max(policy.aside_s, 10 * state.step_seconds):
-            self.worker(worker.worker_id, state=_S.ASIDE)
-            self.broken.append(f"{worker.name} gets nowhere for {beat.seconds_at:.0f} s at {where} and is left aside")
-        elif beat.seconds_at > max(policy.late_s, 5 * state.step_seconds) and worker.late_at != beat.progress:
-            self.worker(worker.worker_id, late_at=beat.progress)
-            self.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
-            late = WorkerLate(
-                worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
-            )
-            if worker.agent in state.agents:
-                self.send(worker.agent, late)
+        known = next((h for h in self.state.hangs if h.is_at(beat) and h.worker_id != worker.worker_id), None)
+        where = place_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
+        match judge(beat, self.waiting_for(worker), is_known=known is not None, limits=limits):
+            case Verdict.HANGS_AGAIN:
+                assert known is not None
+                first = state.workers[known.worker_id].name
+                self.end(
+                    False,
+                    f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}, where {first} has hung "
+                    f"as well (for {known.beat.seconds_at:.0f} s). It is not a worker but what is computed or loaded "
+                    "there; its stack is shown above. Where that may take so long, say --hang-s",
+                    worker.worker_id,
+                )
+            case Verdict.HANGS:
+                why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
+                self.note_hang(worker, beat)
+                self.evict(worker, why)
+                self.lose(worker.worker_id, why)
+            case Verdict.ASIDE:
+                self.note_hang(worker, beat)
+                self.worker(worker.worker_id, state=_S.ASIDE)
+                self.broken.append(
+                    f"{worker.name} gets nowhere for {beat.seconds_at:.0f} s at {where} and is left aside"
+                )
+            case Verdict.LATE if worker.late_at != beat.progress:
+                self.worker(worker.worker_id, late_at=beat.progress)
+                self.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
+                late = WorkerLate(
+                    worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
+                )
+                if worker.agent in state.agents:
+                    self.send(worker.agent, late)
+
+    def waiting_for(self, worker: Worker) -> Waiting:
+        """Who waits while this one computes."""
+        waiting = [w for w in self.workers(_S.ADMITTED, _S.HOLDING) if w.beat and w.beat.waiting]
+        others = [w for w in waiting if w.worker_id != worker.worker_id]
+        if any(w.state is _S.HOLDING for w in others):
+            return Waiting.MEMBERS
+        return Waiting.NEWCOMERS if others else Waiting.NOBODY
+
+    def note_hang(self, worker: Worker, beat: Beat) -> None:
+        self.put(hangs=(*self.state.hangs, Hang(worker_id=worker.worker_id, beat=beat)))
 
     def suspect(self, worker: Worker, message: Suspect) -> None:
         state = self.state
@@ -574,12 +599,8 @@ class _Turn:
 
     def failed(self, worker: Worker, message: Failed) -> None:
         key = (message.step, message.microbatch)
-        where = f" at step {message.step}" if message.step >= 0 else ""
-        where += f", micro-batch {message.microbatch}" if message.microbatch >= 0 else ""
-        if message.samples:
-            shown = ", ".join(map(str, message.samples[:8])) + (", ..." if len(message.samples) > 8 else "")
-            where += f" (samples {shown})"
-        words = f"{worker.name} failed{where}: {message.error}"
+        where = place_words(message.step, message.microbatch, message.samples)
+        words = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
         others = [w for w in self.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
         if message.retry and worker.state is _S.HOLDING and others:
             first = self.state.tried.get(key)

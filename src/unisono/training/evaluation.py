@@ -59,7 +59,7 @@ def evaluate(
             for batch in todo.ranges[rounds.team.rank if rounds is not None else 0]:
                 if rounds is not None:
                     rounds.team.check()
-                    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=batch)
+                    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=batch, evaluates=True)
                 if batch not in have:
                     have[batch] = _one(fetcher, function, batch, seed)
                     point("in_evaluation", batch)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -297,7 +298,8 @@ class Step:
         """
         rounds = self._context.rounds
         rounds.team.check()
-        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
+        samples = partial(self.sample_indices, leaf)
+        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf, samples=samples)
         self._clock.switch("data")
         self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
         batch = self._context.fetcher.fetch(self.number, leaf)

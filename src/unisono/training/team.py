@@ -9,7 +9,7 @@ other which round they are in and which nodes of it they have; see `unisono.trai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -27,6 +27,8 @@ __all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Report", "Team"]
 
 LOST = (PeerLost, DeadlineExceeded)
 """What ends a generation for its members: they meet again in the next."""
+Samples = Callable[[], Sequence[int]]
+"""Gives the indices of a micro-batch's samples."""
 
 
 class LeftBehind(RunStopped):
@@ -119,8 +121,15 @@ class Team(Protocol):
         """Say that this worker has the run's state."""
         ...
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
-        """Note progress, for who asks."""
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        """Note progress, for who asks.
+
+        Args:
+            evaluates: ``microbatch`` is a batch of an evaluation.
+            samples: gives the samples of the micro-batch; called in another thread when it takes long.
+        """
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -177,7 +186,9 @@ class AloneTeam:
     def holding(self) -> None:
         pass
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
         pass
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -327,8 +338,10 @@ class HeadTeam:
     def holding(self) -> None:
         self._member.holding(self.generation)
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
-        self._member.at(phase=phase, step=step, microbatch=microbatch)
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        self._member.at(phase=phase, step=step, microbatch=microbatch, evaluates=evaluates, samples=samples)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
