@@ -34,6 +34,7 @@ from unisono.messages import (
     Finished,
     Hello,
     Holding,
+    Leaving,
     Left,
     MemberInfo,
     Message,
@@ -181,6 +182,7 @@ class Member:
         self._numbers = itertools.count()
         self._generation = 0
         self._place = _Place()
+        self._loop: tuple[int, int] | None = None
         self._progress = 0
         self._num_steps = 0
         self._progress_at = time.monotonic()
@@ -288,9 +290,21 @@ class Member:
         """The exchange of this generation broke, and maybe the head does not know."""
         self._say(Suspect(generation=generation, reason=reason, peers=list(peers)))
 
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        """The training loop is at this step (its phase and number); None: it has come to its end. Cheap."""
+        self._loop = place
+
+    def leaving(self, phase: int, step: int) -> None:
+        """The script is at the end of its ``with unisono.Run(...)``, and takes no part in this step."""
+        self._say(Leaving(phase=phase, step=step))
+
     def finished(self) -> None:
         """The script has returned."""
-        self._say(Finished())
+        if self._loop is None:
+            self._say(Finished())
+        else:  # from the middle of the loop
+            phase, step = self._loop
+            self._say(Finished(phase=phase, step=step + 1))
 
     def left(self) -> None:
         """Drained, and out at a step boundary."""

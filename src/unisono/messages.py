@@ -37,6 +37,7 @@ __all__ = [
     "Finished",
     "Hello",
     "Holding",
+    "Leaving",
     "Left",
     "Lost",
     "MemberInfo",
@@ -181,8 +182,20 @@ class Failed(Message):
     """What the command shall exit with: the script's own where it called ``sys.exit``."""
 
 
+class Leaving(Message):
+    """The script is at the end of its ``with unisono.Run(...)``, and waits there for the others."""
+
+    phase: int
+    step: int
+    """The first step that it has no part in."""
+
+
 class Finished(Message):
     """The script has returned."""
+
+    phase: int = -1
+    step: int = -1
+    """The first step that it had no part in, where it left the training loop before its end. -1: it did not."""
 
 
 class Left(Message):
@@ -349,7 +362,7 @@ class Lost(Message):
 
 
 _ALL = (
-    Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Finished | Left | RunDirectory | StoreCall
+    Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Leaving | Finished | Left | RunDirectory | StoreCall
     | Welcome | Notice | StoreAnswer | Ended
     | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Told | Snapshot
 )  # fmt: skip

@@ -36,6 +36,7 @@ from unisono.messages import (
     Finished,
     Hello,
     Holding,
+    Leaving,
     Left,
     Lost,
     MemberInfo,
@@ -1511,6 +1512,101 @@ def test_an_exchange_that_breaks_for_the_newcomer_alone_is_not_held_against_it()
         assert story.worker("w2").state is WorkerState.ADMITTED
 
 
+# -- who leaves the training loop --------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_the_loop_alone_ends_the_run() -> None:
+    """The number of steps is part of the result, and nobody can say which of the workers is right."""
+    story = training(3)
+    story.beat("w0", step=4)
+    story.says("w1", Leaving(phase=0, step=5))
+    assert story.ended is None, "perhaps the others are about to"
+    story.beat("w2", step=5)
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert story.ended.worker_id == "w1"
+    assert story.ended.reason.startswith(
+        "worker w1 (pid 1001) has left the training loop before step 5 (by a break or a return that only it reached?), "
+        "and worker w2 (pid 1002) has begun step 5. "
+    )
+
+
+def test_it_ends_as_well_when_the_others_had_gone_on_before() -> None:
+    story = training(2)
+    story.beat("w0", step=5)
+    story.says("w1", Leaving(phase=0, step=5))
+    assert story.ended is not None
+
+
+def test_all_may_leave_the_loop_at_the_same_step_at_different_times() -> None:
+    story = training(2)
+    story.beat("w0", step=4)
+    story.says("w1", Leaving(phase=0, step=5))
+    story.beat("w0", step=4)
+    story.beat("w0", step=5, evaluates=True)  # after the loop, or at the head of a step that it leaves
+    story.says("w0", Leaving(phase=0, step=5))
+    story.beat("w1", step=4)
+    story.says("w0", Finished())
+    story.says("w1", Finished())
+    assert story.ended == Ended(ok=True, reason="finished")
+
+
+def test_one_run_steps_after_another_is_no_leaving() -> None:
+    story = training(2)
+    story.says("w1", Leaving(phase=1, step=5))
+    story.beat("w0", step=100)
+    assert story.ended is None
+
+
+def test_a_script_that_ends_in_the_middle_is_a_loss_when_others_miss_it() -> None:
+    story = training(3)
+    story.says("w1", Finished(phase=0, step=5))
+    assert story.state.members == ("w0", "w1", "w2"), "perhaps the others are about to"
+    story.says("w0", Suspect(generation=1, reason="worker w1 has left", peers=["w1"]))
+    assert story.state.members == ("w0", "w2")
+    assert "w1 (pid 1001) has left the training loop at step 4 and ended with exit code 0" in story.reason
+    assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
+    story.hold()
+    story.arrive("w3")
+    assert story.state.members == ("w0", "w2", "w3"), "the door is open"
+
+
+def test_it_is_a_loss_as_well_when_they_missed_it_before_it_was_heard_of() -> None:
+    """Its exchange is closed before its script has ended."""
+    story = training(3)
+    story.says("w0", Suspect(generation=1, reason="worker w1 has left", peers=["w1"]))
+    story.says("w1", Finished(phase=0, step=5))
+    assert story.state.members == ("w0", "w2")
+    assert story.sent(AGENT, Start)
+
+
+def test_it_is_a_loss_as_well_when_a_member_is_seen_further_on() -> None:
+    story = training(3)
+    story.says("w1", Finished(phase=0, step=5))
+    story.beat("w0", step=5)
+    assert story.state.members == ("w0", "w2")
+
+
+def test_all_may_end_their_scripts_at_the_same_step() -> None:
+    story = training(3, maximum=4)
+    story.says(AGENT, Scale(num_workers=4))
+    story.says("w3", Hello(info=info("w3"), fingerprint={"torch": "2"}))
+    for worker_id in ("w0", "w1", "w2"):
+        assert story.ended is None
+        story.says(worker_id, Finished(phase=0, step=5))
+    assert story.ended == Ended(ok=True, reason="finished")
+    assert story.worker("w3").state is WorkerState.LEFT
+
+
+def test_a_loss_after_all_others_have_ended_their_scripts_ends_well() -> None:
+    story = training(2)
+    story.says("w0", step_done(4))
+    story.says("w0", Finished(phase=0, step=5))
+    story.exits("w1")
+    assert story.ended is not None
+    assert story.ended.ok
+
+
 # -- who computes otherwise --------------------------------------------------------------------------
 
 
@@ -1548,6 +1644,7 @@ SAID: Sequence[Message] = (
     Suspect(generation=1, reason="x"),
     step_done(0),
     failure(),
+    Leaving(phase=0, step=5),
     Finished(),
     Left(),
     Beat(generation=1, phase=0, step=0, microbatch=0, progress=1, waiting=False),

@@ -46,6 +46,7 @@ from unisono.messages import (
     Finished,
     Hello,
     Holding,
+    Leaving,
     Left,
     Lost,
     MemberInfo,
@@ -101,6 +102,7 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Suspect: STAY,
         StepDone: STAY,
         Failed: STAY,
+        Leaving: STAY,
         Finished: _S.FINISHED,
         Left: _S.LEFT,
     },
@@ -112,6 +114,7 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Suspect: STAY,
         StepDone: STAY,
         Failed: STAY,
+        Leaving: STAY,
         Finished: _S.FINISHED,
         Left: _S.LEFT,
     },
@@ -123,11 +126,12 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Suspect: STAY,
         StepDone: STAY,
         Failed: STAY,
+        Leaving: STAY,
         Finished: _S.FINISHED,
         Left: _S.LEFT,
     },
     # Whatever it had under way when the others left it behind counts no more.
-    _S.ASIDE: dict.fromkeys((Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Finished, Left), STAY),
+    _S.ASIDE: dict.fromkeys((Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Leaving, Finished, Left), STAY),
     _S.FINISHED: {Hello: STAY},
     _S.LEFT: {},
     _S.LOST: {},
@@ -369,14 +373,20 @@ class _Turn:
             case Beat():
                 self.worker(worker_id, beat=message, phase=message.phase)
                 self.watch(self.state.workers[worker_id], message)
+                self.compare_ways(self.state.workers[worker_id], message)
             case Suspect():
                 self.suspect(worker, message)
             case StepDone():
                 self.step_done(message)
             case Failed():
                 self.failed(worker, message)
+            case Leaving():
+                self.put(leaving={**self.state.leaving, worker_id: (message.phase, message.step)})
+                for other in self.workers(_S.HOLDING):
+                    if other.beat is not None:
+                        self.compare_ways(other, other.beat)
             case Finished():
-                self.finished(worker)
+                self.finished(worker, message)
             case Left():
                 if worker_id in self.state.members:
                     self.broken.append(f"{worker.name} has left")
@@ -572,6 +582,7 @@ class _Turn:
         if message.generation == state.generation and worker.worker_id in state.before:
             self.put(unreached=True)
         self.put(suspicions=state.suspicions.reported(worker.worker_id, message.peers))
+        self.go_on_without_deserters(worker)
         if state.suspected_at is None:  # told when nothing else explains it by then
             self.put(suspected_at=self.now, suspicion=f"{worker.name}: {message.reason}")
 
@@ -617,12 +628,59 @@ class _Turn:
             return
         self.end(False, words, worker.worker_id, message.traceback, message.exit_code)
 
-    def finished(self, worker: Worker) -> None:
-        """The first member that finishes closes the door behind it: newcomers have nothing left to do."""
+    def finished(self, worker: Worker, message: Finished) -> None:
+        """The first member that finishes closes the door behind it: newcomers have nothing left to do.
+
+        One that has left the training loop does not, as long as others may go on.
+        """
+        leaving = {i: place for i, place in self.state.leaving.items() if i != worker.worker_id}
+        if message.step >= 0:
+            leaving[worker.worker_id] = (message.phase, message.step)
+        self.put(leaving=leaving)
         state = self.state
-        if state.finishing or worker.worker_id not in {*state.members, *state.before} or not state.held:
+        if worker.worker_id not in {*state.members, *state.before} or not state.held:
+            return
+        members = [w for w in self.workers(_S.HOLDING) if w.worker_id in {*state.members, *state.before}]
+        if message.step >= 0 and members:
+            for other in members:
+                if other.worker_id in state.suspicions.reports:
+                    self.go_on_without_deserters(other)
             return
         self.put(finishing=True)
+
+    def compare_ways(self, worker: Worker, beat: Beat) -> None:
+        """A member is in a step: have others left the training loop before it?"""
+        if not self.state.leaving or worker.state is not _S.HOLDING or beat.evaluates:
+            return
+        for worker_id, (phase, number) in self.state.leaving.items():
+            other = self.state.workers[worker_id]
+            if worker_id == worker.worker_id or (beat.phase, beat.step) < (phase, number):
+                continue
+            if other.state is _S.FINISHED:
+                self.go_on_without_deserters(worker)
+            elif other.state is _S.HOLDING and self.state.ended is None:
+                begun = f"step {beat.step}" + ("" if beat.phase == phase else " of another run.steps")
+                self.end(
+                    False,
+                    f"{other.name} has left the training loop before step {number} (by a break or a return that only "
+                    f"it reached?), and {worker.name} has begun {begun}. All workers must leave the loop at the same "
+                    "step: decide by step.loss or the totals of run.evaluate, which are the same on all workers, and "
+                    "not by run.rank, the time, or a number that was summed within `for batch in step`",
+                    worker_id,
+                )
+
+    def go_on_without_deserters(self, worker: Worker) -> None:
+        """A member goes on with the training: those whose script has ended in the middle of it are lost."""
+        if worker.worker_id in self.state.leaving:
+            return
+        for worker_id, (_, number) in self.state.leaving.items():
+            other = self.state.workers[worker_id]
+            if other.state is _S.FINISHED:
+                self.lose(
+                    worker_id,
+                    f"{other.name} has left the training loop at step {number - 1} and ended with exit code 0 (by "
+                    f"sys.exit, or the end of its script), and {worker.name} has not",
+                )
 
     def dismiss(self, worker: Worker, reason: str) -> None:
         """Send away somebody who is not needed and holds nothing."""
@@ -801,7 +859,8 @@ class _Turn:
         if lost_all:
             if state.stopping:
                 return
-            if state.finishing:
+            if state.finishing or any(w.worker_id in state.leaving for w in self.workers(_S.FINISHED)):
+                self.put(finishing=True)
                 for newcomer in self.workers(_S.ADMITTED):
                     self.dismiss(newcomer, "the run has finished its training")
                 return

@@ -184,6 +184,8 @@ class State:
     """By step and micro-batch: where its computation has raised."""
     hangs: tuple[Hang, ...] = ()
     """Where workers hung that the others went on without, in the step that is being done."""
+    leaving: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By worker that has left the training loop: the first step (phase and number) that it has no part in."""
     suspected_at: float | None = None
     suspicion: str = ""
     """Who found the exchange broken then, and how."""

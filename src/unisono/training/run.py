@@ -154,13 +154,15 @@ class Run:
                     self._leave_step()
                     self._note_where_it_was_left()
                     if self._joined:
-                        self._keeper.save_together(self._rounds)
+                        self._end_together(self._rounds)
                 except UnisonoError as failure:
                     self._append_failure(failure)
                     raise
                 self._append(end_line(ok=True, digests=self._tracked.digests()))
             else:
                 self._note_place(error)
+                if isinstance(error, SystemExit) and error.code in (None, 0) and self._is_step_complete():
+                    self._leave_step()
                 if self._joined and not self._is_others_affair(error):
                     self._append_failure(error)
         finally:
@@ -170,6 +172,13 @@ class Run:
             self._team.close()
             self._keeper.close()
             self._arithmetic.leave()
+
+    def _end_together(self, rounds: Rounds) -> None:
+        """All members are at the end of the run, and have left the training loop at the same step. Collective."""
+        assert self._team is not None
+        self._team.leaving(rounds.phase, rounds.step)
+        self._keeper.save_together(rounds)
+        self._team.in_loop(None)
 
     def _make_team(self, member: members.Member | None) -> Team:
         if member is None:
@@ -398,6 +407,7 @@ class Run:
             for number in range(first, num_steps):
                 at_step(number)
                 self._note_position(number)
+                self._team.in_loop((phase, number))
                 self._keeper.boundary(rounds)
                 context = StepContext(
                     rounds, current_folder, fetcher, cursor, self.seed, base, ahead.note, self._tracked.settings
@@ -411,6 +421,7 @@ class Run:
             self._note_position(max(first, num_steps))
             self._keeper.save_last(rounds)
             self._step = None
+            self._team.in_loop(None)
         finally:
             self._inside = False
             for guard in guards:
@@ -481,6 +492,9 @@ class Run:
         end, self._end_step = self._end_step, _nothing
         if self._inside or (self._step is not None and self._step.has_begun):
             end()
+
+    def _is_step_complete(self) -> bool:
+        return self._step is not None and self._step.is_complete
 
     def _finish(self, step: Step, clock: Clock, num_steps: int) -> None:
         """The step is over: its line, for the journal and for who watches."""

@@ -156,6 +156,11 @@ class Step:
         """Whether its inner loop was entered."""
         return self._state != "new"
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether its inner loop has come to its end: it has its gradient."""
+        return self._state == "done"
+
     # -- the inner loop ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:

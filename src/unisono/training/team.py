@@ -132,6 +132,14 @@ class Team(Protocol):
         """
         ...
 
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        """The training loop is at this step (its phase and number); None: it has come to its end on all members."""
+        ...
+
+    def leaving(self, phase: int, step: int) -> None:
+        """Say that the script is at the end of its run, and takes no part in this step."""
+        ...
+
     def waiting(self) -> AbstractContextManager[None]:
         """While in it, this worker waits for others: that it makes no progress is not its fault, and may be theirs."""
         ...
@@ -189,6 +197,12 @@ class AloneTeam:
     def at(
         self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
     ) -> None:
+        pass
+
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        pass
+
+    def leaving(self, phase: int, step: int) -> None:
         pass
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -342,6 +356,12 @@ class HeadTeam:
         self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
     ) -> None:
         self._member.at(phase=phase, step=step, microbatch=microbatch, evaluates=evaluates, samples=samples)
+
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        self._member.in_loop(place)
+
+    def leaving(self, phase: int, step: int) -> None:
+        self._member.leaving(phase, step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
