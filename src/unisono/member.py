@@ -2,8 +2,8 @@
 
 The thread sends heartbeats with the loop's progress, receives notices and wakes whoever waits for one. When the
 connection breaks, it connects again for `Door.head_away_s`, while training goes on in the generation that it has. What
-the head may have missed meanwhile is said again: the last `Ready`, `Holding` or `Finished`, and a `Suspect` without an
-answer.
+the head may have missed meanwhile is said again: the last `Ready`, `Holding`, `StepDone`, `Leaving` or `Finished`, and
+a `Suspect` without an answer.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from unisono.messages import (
     Message,
     Notice,
     Ready,
+    StepDone,
     StoreAnswer,
     StoreCall,
     Suspect,
@@ -297,6 +298,10 @@ class Member:
     def leaving(self, phase: int, step: int) -> None:
         """The script is at the end of its ``with unisono.Run(...)``, and takes no part in this step."""
         self._say(Leaving(phase=phase, step=step))
+
+    def step_done(self, done: StepDone) -> None:
+        """A step is committed, and this worker is the one that says so."""
+        self._say(done)
 
     def finished(self) -> None:
         """The script has returned."""

@@ -272,6 +272,8 @@ class Ended(Message):
     """Whose failure it was."""
     traceback: str = ""
     exit_code: int = 0
+    step: int = -1
+    """The last step that is done, counted over the whole run."""
 
 
 # -- agent and head ----------------------------------------------------------------------------------

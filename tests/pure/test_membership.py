@@ -738,6 +738,14 @@ def test_the_run_ends_when_all_have_finished() -> None:
     assert story.sent("w0", Ended), "those who have finished wait for it"
 
 
+def test_the_end_says_how_far_the_run_has_come() -> None:
+    story = training(1)
+    for number in (0, 1, 1, 0):
+        story.says("w0", step_done(number))
+    story.says("w0", Finished())
+    assert story.ended == Ended(ok=True, reason="finished", step=1)
+
+
 def test_nobody_is_admitted_after_the_first_has_finished() -> None:
     story = training(2, maximum=4)
     story.says(AGENT, Scale(num_workers=4))

@@ -267,7 +267,12 @@ class _Turn:
 
     def end(self, ok: bool, reason: str, worker_id: str = "", traceback: str = "", exit_code: int = 1) -> None:
         ended = Ended(
-            ok=ok, reason=reason, worker_id=worker_id, traceback=traceback, exit_code=0 if ok else max(exit_code, 1)
+            ok=ok,
+            reason=reason,
+            worker_id=worker_id,
+            traceback=traceback,
+            exit_code=0 if ok else max(exit_code, 1),
+            step=self.state.committed,
         )
         self.put(ended=ended)
         self.reasons.append(reason)

@@ -118,6 +118,8 @@ class Run:
         self._phases = 0
         self._steps_before = 0
         self._told_at = 0.0
+        self._tells = False
+        self._done: StepDone | None = None
         self._step: Step | None = None
         self._training: Generator[Step, None, None] | None = None
         self._inside = False
@@ -178,6 +180,7 @@ class Run:
         assert self._team is not None
         self._team.leaving(rounds.phase, rounds.step)
         self._keeper.save_together(rounds)
+        self._tell_done(None)
         self._team.in_loop(None)
 
     def _make_team(self, member: members.Member | None) -> Team:
@@ -538,8 +541,8 @@ class Run:
         ):
             self._told_at = time.monotonic()
             member.send(Told(text=step.news))
-        if member is not None and self._team.rank == 0:
-            member.send(
+        if member is not None:
+            self._tell_done(
                 StepDone(
                     step=line["step"],
                     epoch=line["epoch"],
@@ -553,6 +556,23 @@ class Run:
                     logs=step.logs,
                 )
             )
+
+    def _tell_done(self, done: StepDone | None) -> None:
+        """Rank 0 tells the head of each step that is done.
+
+        A worker that has become rank 0 tells of its last step first: the rank 0 before it may have been lost between
+        that step and telling of it.
+
+        Args:
+            done: the step that has just been done; None: there is none.
+        """
+        assert self._team is not None
+        member, is_first = members.current(), self._team.rank == 0
+        if member is not None and is_first:
+            for each in (None if self._tells else self._done, done):
+                if each is not None:
+                    member.step_done(each)
+        self._tells, self._done = is_first, done or self._done
 
     def _append(self, line: dict[str, Any]) -> None:
         # In a team nobody has a rank before it has joined; the first writer writes what was said until then.
