@@ -52,6 +52,11 @@ class Limits:
     aside_s: float
     hang_s: float
 
+    @property
+    def shortest_s(self) -> float:
+        """Whoever makes progress within this is fine, whatever else is known."""
+        return min(self.late_s, self.aside_s, self.hang_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:

@@ -526,7 +526,7 @@ class _Turn:
             return
         if state.hangs:
             self.put(hangs=tuple(hang for hang in state.hangs if not hang.is_passed(beat)))
-        if beat.waiting:
+        if beat.waiting or beat.seconds_at <= limits.shortest_s:
             return
         known = next((h for h in self.state.hangs if h.is_at(beat) and h.worker_id != worker.worker_id), None)
         where = place_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
@@ -655,7 +655,7 @@ class _Turn:
 
     def compare_ways(self, worker: Worker, beat: Beat) -> None:
         """A member is in a step: have others left the training loop before it?"""
-        if not self.state.leaving or worker.state is not _S.HOLDING or beat.evaluates:
+        if not self.state.leaving or worker.state is not _S.HOLDING or beat.evaluates or self.state.ended is not None:
             return
         for worker_id, (phase, number) in self.state.leaving.items():
             other = self.state.workers[worker_id]
@@ -663,7 +663,7 @@ class _Turn:
                 continue
             if other.state is _S.FINISHED:
                 self.go_on_without_deserters(worker)
-            elif other.state is _S.HOLDING and self.state.ended is None:
+            elif other.state is _S.HOLDING:
                 begun = f"step {beat.step}" + ("" if beat.phase == phase else " of another run.steps")
                 self.end(
                     False,
@@ -673,6 +673,7 @@ class _Turn:
                     "not by run.rank, the time, or a number that was summed within `for batch in step`",
                     worker_id,
                 )
+                return
 
     def go_on_without_deserters(self, worker: Worker) -> None:
         """A member goes on with the training: those whose script has ended in the middle of it are lost."""
