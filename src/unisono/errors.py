@@ -19,6 +19,8 @@ Messages say what happened, the numbers, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "CheckpointError",
     "DeadlineExceeded",
@@ -68,7 +70,19 @@ class DivergenceError(UnisonoError):
     """
 
 
-class PeerLost(UnisonoError):
+class _AboutPeers(UnisonoError):
+    """An error that other members may be the cause of.
+
+    Args:
+        peers: the ids of the workers that were waited for, or are gone, as far as that is known.
+    """
+
+    def __init__(self, message: str = "", peers: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+
+class PeerLost(_AboutPeers):
     """A member of the generation is gone. Nothing was applied."""
 
 
@@ -94,5 +108,5 @@ class ProtocolError(UnisonoError):
     """A message was not what the protocol allows. The connection is closed."""
 
 
-class DeadlineExceeded(UnisonoError, TimeoutError):
+class DeadlineExceeded(_AboutPeers, TimeoutError):
     """A wait took longer than its deadline."""

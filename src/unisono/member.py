@@ -2,8 +2,8 @@
 
 The thread sends heartbeats with the loop's progress, receives notices and wakes whoever waits for one. When the
 connection breaks, it connects again for `Door.head_away_s`, while training goes on in the generation that it has. What
-the head may have missed meanwhile is said again: the last `Ready`, `Holding` or `Finished`, and a `Suspect` without an
-answer.
+the head may have missed meanwhile is said again: the last `Ready`, `Holding`, `StepDone`, `Leaving` or `Finished`, and
+a `Suspect` without an answer.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from unisono.messages import (
     Finished,
     Hello,
     Holding,
+    Leaving,
     Left,
     MemberInfo,
     Message,
     Notice,
     Ready,
+    StepDone,
     StoreAnswer,
     StoreCall,
     Suspect,
@@ -59,6 +61,8 @@ __all__ = ["Member", "current", "told", "trimmed_traceback"]
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 LATE_S = 1.0  # a heartbeat that goes out so much late says that this whole process stood still
+LONG_S = 0.1  # after so long at a micro-batch, a heartbeat says which samples it has
+NUM_SHOWN = 9  # samples that a heartbeat names: one more than a message shows
 STORE_GRACE_S = 2.0  # beyond the call's own timeout, for the answer to arrive
 
 _current: Member | None = None
@@ -86,6 +90,31 @@ class _Call:
     def fail(self, error: Exception) -> None:
         self.error = error
         self.done.set()
+
+
+class _Place:
+    """Where the training loop is."""
+
+    def __init__(
+        self,
+        phase: int = -1,
+        step: int = -1,
+        microbatch: int = -1,
+        evaluates: bool = False,
+        samples: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self.phase = phase
+        self.step = step
+        self.microbatch = microbatch
+        self.evaluates = evaluates
+        self._samples = samples
+        self._shown: list[int] | None = None
+
+    def shown(self) -> list[int]:
+        """The first samples of the micro-batch; asked for once."""
+        if self._shown is None:
+            self._shown = list(self._samples())[:NUM_SHOWN] if self._samples is not None else []
+        return self._shown
 
 
 class Member:
@@ -117,7 +146,8 @@ class Member:
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
         self._generation = 0
-        self._place = (-1, -1, -1)
+        self._place = _Place()
+        self._loop: tuple[int, int] | None = None
         self._progress = 0
         self._num_steps = 0
         self._progress_at = time.monotonic()
@@ -199,11 +229,25 @@ class Member:
         self._generation = generation
         self._say(Holding(generation=generation))
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
-        """Progress; goes out with the next heartbeat. Cheap."""
-        if self._place[:2] != (phase, step):
+    def at(
+        self,
+        *,
+        phase: int,
+        step: int,
+        microbatch: int,
+        evaluates: bool = False,
+        samples: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        """Progress; goes out with the next heartbeat. Cheap.
+
+        Args:
+            evaluates: ``microbatch`` is a batch of an evaluation.
+            samples: gives the indices of the micro-batch's samples. Called in the connection's thread, when it takes
+                long: whoever hangs cannot say what it hangs in.
+        """
+        if (self._place.phase, self._place.step) != (phase, step):
             self._num_steps += 1
-        self._place = (phase, step, microbatch)
+        self._place = _Place(phase, step, microbatch, evaluates, samples)
         self._progress += 1
         self._progress_at = time.monotonic()
 
@@ -217,9 +261,25 @@ class Member:
         """The exchange of this generation broke, and maybe the head does not know."""
         self._say(Suspect(generation=generation, reason=reason, peers=list(peers)))
 
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        """The training loop is at this step (its phase and number); None: it has come to its end. Cheap."""
+        self._loop = place
+
+    def leaving(self, phase: int, step: int) -> None:
+        """The script is at the end of its ``with unisono.Run(...)``, and takes no part in this step."""
+        self._say(Leaving(phase=phase, step=step))
+
+    def step_done(self, done: StepDone) -> None:
+        """A step is committed, and this worker is the one that says so."""
+        self._say(done)
+
     def finished(self) -> None:
         """The script has returned."""
-        self._say(Finished())
+        if self._loop is None:
+            self._say(Finished())
+        else:  # from the middle of the loop
+            phase, step = self._loop
+            self._say(Finished(phase=phase, step=step + 1))
 
     def left(self) -> None:
         """Drained, and out at a step boundary."""
@@ -452,16 +512,18 @@ class Member:
                     self._hear(decode(data))
 
     def _beat(self, now: float) -> Beat:
-        phase, step, microbatch = self._place
+        place, seconds_at = self._place, now - self._progress_at
         return Beat(
             generation=self._generation,
-            phase=phase,
-            step=step,
-            microbatch=microbatch,
+            phase=place.phase,
+            step=place.step,
+            microbatch=place.microbatch,
             progress=self._progress,
             waiting=self._is_waiting,
             num_steps=self._num_steps,
-            seconds_at=now - self._progress_at,
+            seconds_at=seconds_at,
+            evaluates=place.evaluates,
+            samples=place.shown() if seconds_at > LONG_S else [],
         )
 
     def _hear(self, message: Message) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "Finished",
     "Hello",
     "Holding",
+    "Leaving",
     "Left",
     "Lost",
     "MemberInfo",
@@ -133,6 +134,10 @@ class Beat(Message):
     """In how many steps of the run it has been; in its first one a worker may be slow."""
     seconds_at: float = 0.0
     """How long the main thread has been at this progress value."""
+    evaluates: bool = False
+    """``microbatch`` is a batch of an evaluation."""
+    samples: list[int] = []
+    """The first ones of that micro-batch, when it has been there for a while."""
 
 
 class Suspect(Message):
@@ -177,8 +182,20 @@ class Failed(Message):
     """What the command shall exit with: the script's own where it called ``sys.exit``."""
 
 
+class Leaving(Message):
+    """The script is at the end of its ``with unisono.Run(...)``, and waits there for the others."""
+
+    phase: int
+    step: int
+    """The first step that it has no part in."""
+
+
 class Finished(Message):
     """The script has returned."""
+
+    phase: int = -1
+    step: int = -1
+    """The first step that it had no part in, where it left the training loop before its end. -1: it did not."""
 
 
 class Left(Message):
@@ -255,6 +272,8 @@ class Ended(Message):
     """Whose failure it was."""
     traceback: str = ""
     exit_code: int = 0
+    step: int = -1
+    """The last step that is done, counted over the whole run."""
 
 
 # -- agent and head ----------------------------------------------------------------------------------
@@ -345,7 +364,7 @@ class Lost(Message):
 
 
 _ALL = (
-    Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Finished | Left | RunDirectory | StoreCall
+    Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Leaving | Finished | Left | RunDirectory | StoreCall
     | Welcome | Notice | StoreAnswer | Ended
     | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Told | Snapshot
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-__all__ = ["count", "exit_words", "listed", "progress"]
+__all__ = ["count", "exit_words", "listed", "place_words", "progress"]
 
 
 def count(number: int, noun: str) -> str:
@@ -25,6 +25,18 @@ def progress(done: int, total: int) -> str:
     Steps by number (`Step.number`, the journal, errors) count from 0, so the screen says how many are done instead.
     """
     return f"{done} of {count(total, 'step')}" if total else count(done, "step")
+
+
+def place_words(step: int, microbatch: int, samples: Sequence[int] = (), *, evaluates: bool = False) -> str:
+    """``step 4, micro-batch 2 (samples 17, 3)``; what is -1 is not known. "" where nothing is."""
+    if step < 0:
+        return ""
+    if evaluates:
+        return f"step {step}, batch {microbatch} of an evaluation"
+    text = f"step {step}" + (f", micro-batch {microbatch}" if microbatch >= 0 else "")
+    if samples:
+        text += f" (samples {', '.join(map(str, samples[:8]))}{', ...' if len(samples) > 8 else ''})"
+    return text
 
 
 def exit_words(exit_code: int) -> str:

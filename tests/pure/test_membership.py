@@ -36,6 +36,7 @@ from unisono.messages import (
     Finished,
     Hello,
     Holding,
+    Leaving,
     Left,
     Lost,
     MemberInfo,
@@ -109,19 +110,31 @@ class Story:
         return self.says(AGENT, WorkerExit(worker_id=worker_id, exit_code=exit_code))
 
     def beat(
-        self, worker_id: str, *, seconds_at: float = 0.0, waiting: bool = False, progress: int = 1, num_steps: int = 5
+        self,
+        worker_id: str,
+        *,
+        seconds_at: float = 0.0,
+        waiting: bool = False,
+        progress: int = 1,
+        num_steps: int = 5,
+        step: int = 4,
+        microbatch: int = 2,
+        evaluates: bool = False,
+        samples: Sequence[int] = (),
     ) -> list[Action]:
         return self.says(
             worker_id,
             Beat(
                 generation=self.state.generation,
                 phase=0,
-                step=4,
-                microbatch=2,
+                step=step,
+                microbatch=microbatch,
                 progress=progress,
                 num_steps=num_steps,
                 waiting=waiting,
                 seconds_at=seconds_at,
+                evaluates=evaluates,
+                samples=list(samples),
             ),
         )
 
@@ -725,6 +738,14 @@ def test_the_run_ends_when_all_have_finished() -> None:
     assert story.sent("w0", Ended), "those who have finished wait for it"
 
 
+def test_the_end_says_how_far_the_run_has_come() -> None:
+    story = training(1)
+    for number in (0, 1, 1, 0):
+        story.says("w0", step_done(number))
+    story.says("w0", Finished())
+    assert story.ended == Ended(ok=True, reason="finished", step=1)
+
+
 def test_nobody_is_admitted_after_the_first_has_finished() -> None:
     story = training(2, maximum=4)
     story.says(AGENT, Scale(num_workers=4))
@@ -1178,8 +1199,20 @@ def test_a_late_worker_is_reported_once() -> None:
 
 def test_nobody_is_late_while_nobody_waits() -> None:
     story = training(2, late_s=3.0)
-    story.beat("w0", seconds_at=100.0)
-    assert story.beat("w1", seconds_at=100.0) == []
+    story.beat("w0", seconds_at=100.0, microbatch=1)
+    assert story.beat("w1", seconds_at=100.0, microbatch=2) == []
+
+
+def test_two_workers_that_hang_in_the_same_micro_batch_at_once_end_the_run() -> None:
+    """In a rehearsal two compute it, so nobody may be left who waits."""
+    story = training(2, hang_s=60.0)
+    story.beat("w0", seconds_at=59.0)
+    story.beat("w1", seconds_at=61.0)
+    assert story.ended is None
+    story.beat("w0", seconds_at=62.0, samples=[17])
+    assert story.ended is not None
+    assert "w0 (pid 1000) hangs" in story.ended.reason
+    assert "(samples 17), where worker w1" in story.ended.reason
 
 
 def test_slow_steps_are_not_late() -> None:
@@ -1237,6 +1270,101 @@ def test_nothing_that_a_worker_aside_says_counts() -> None:
     assert story.state.workers["w1"].state is WorkerState.ASIDE
 
 
+def left_alone_where_another_hung(**policy: float) -> Story:
+    """Of two workers, w0 was left aside at step 4, micro-batch 2; w1 computes that now, and nobody waits for it."""
+    story = training(2, aside_s=10.0, hang_s=60.0, **policy)
+    story.beat("w1", waiting=True)
+    story.beat("w0", seconds_at=11.0, samples=[17, 3])
+    story.hold("w1")
+    assert story.worker("w0").state is WorkerState.ASIDE
+    return story
+
+
+def test_a_micro_batch_that_hangs_on_a_second_worker_ends_the_run() -> None:
+    """It is the script or its data. Nobody else may be left who waits, or who could be lost before."""
+    story = left_alone_where_another_hung()
+    story.beat("w1", seconds_at=3.5, progress=7, samples=[17, 3])
+    assert story.sent("w1", WorkerLate), "its stack is shown"
+    story.beat("w1", seconds_at=59.0, samples=[17, 3])
+    assert story.ended is None
+    story.beat("w1", seconds_at=61.0, samples=[17, 3])
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert story.ended.worker_id == "w1"
+    assert (
+        "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2 (samples 17, 3), where "
+        "worker w0 (pid 1000) has hung as well (for 11 s)" in story.ended.reason
+    )
+
+
+def test_a_second_worker_that_hangs_at_the_same_micro_batch_is_not_left_aside_as_well() -> None:
+    """Else one after the other would be, until nobody holds the state."""
+    story = training(3, aside_s=10.0, hang_s=60.0)
+    story.beat("w2", waiting=True)
+    story.beat("w0", seconds_at=11.0)
+    story.hold("w1", "w2")
+    story.beat("w1", seconds_at=50.0)
+    assert story.state.members == ("w1", "w2")
+    story.beat("w1", seconds_at=61.0)
+    assert story.ended is not None
+
+
+def test_a_replacement_that_hangs_where_another_has_needs_no_patience_for_its_first_step() -> None:
+    story = left_alone_where_another_hung()
+    story.beat("w1", seconds_at=61.0, num_steps=1)
+    assert story.ended is not None
+
+
+@pytest.mark.parametrize("other", [{"step": 5}, {"microbatch": 3}, {"evaluates": True}], ids=str)
+def test_a_hang_at_another_place_is_another_case(other: dict[str, int | bool]) -> None:
+    story = left_alone_where_another_hung()
+    place: dict[str, int | bool] = {"step": 4, "microbatch": 2, **other}
+    assert story.beat("w1", seconds_at=61.0, **place) == []  # type: ignore[arg-type]
+    assert story.ended is None
+
+
+def test_a_micro_batch_that_has_passed_elsewhere_may_hang_again() -> None:
+    story = left_alone_where_another_hung()
+    story.beat("w1", step=5)
+    assert story.state.hangs == ()
+
+
+def test_a_worker_that_hangs_in_its_first_step_and_is_ended_is_remembered() -> None:
+    story = training(2, hang_s=60.0)
+    story.beat("w1", waiting=True, num_steps=1)
+    story.beat("w0", seconds_at=601.0, num_steps=1)
+    assert story.worker("w0").state is WorkerState.LOST
+    story.hold("w1")
+    story.beat("w1", seconds_at=61.0, num_steps=1)
+    assert story.ended is not None
+
+
+def last_holder_with_a_newcomer() -> Story:
+    """w0 holds the state, w5 is being admitted and waits for it."""
+    story = training(1, maximum=2, late_s=3.0, aside_s=10.0, hang_s=60.0)
+    story.arrive("w5")
+    story.beat("w5", waiting=True, num_steps=0, step=-1, microbatch=-1)
+    assert story.worker("w5").state is WorkerState.ADMITTED
+    return story
+
+
+def test_a_member_that_hangs_while_only_a_newcomer_waits_is_reported_and_ended_late() -> None:
+    """To leave it aside would be the end of the run: nobody else has the state."""
+    story = last_holder_with_a_newcomer()
+    story.beat("w0", seconds_at=3.5)
+    assert story.sent("w0", WorkerLate)
+    story.beat("w0", seconds_at=599.0)
+    assert story.worker("w0").state is WorkerState.HOLDING
+    story.beat("w0", seconds_at=601.0)
+    assert story.sent(AGENT, Evict)[0].worker_id == "w0"
+
+
+def test_between_two_steps_members_may_take_long_while_a_newcomer_waits() -> None:
+    """They all do the same, which may be a validation of an hour."""
+    story = last_holder_with_a_newcomer()
+    assert story.beat("w0", seconds_at=3600.0, microbatch=-1) == []
+
+
 def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:
     story = training(3)
     story.says("w1", Suspect(generation=1, reason="timed out"))
@@ -1282,6 +1410,65 @@ def test_after_three_broken_exchanges_the_one_to_blame_goes() -> None:
         story.hold()
     assert story.worker("w2").state is WorkerState.LOST
     assert story.state.members == ("w0", "w1")
+
+
+def hangs_while_it_says_that_it_waits(*, names: Sequence[str]) -> Story:
+    """w1 stands in a call that does not return and beats as one that waits; the others' exchanges break for it."""
+    story = training(3)
+    story.says("w0", step_done(0))
+    for _ in range(3):
+        generation = story.state.generation
+        for worker_id in ("w0", "w2"):
+            story.says(worker_id, Suspect(generation=generation, reason="waited 300 s", peers=list(names)))
+        for worker_id in ("w0", "w1", "w2"):
+            story.beat(worker_id, waiting=True)
+        story.tick(story.now + story.state.policy.suspect_s)
+    return story
+
+
+@pytest.mark.parametrize("names", [["w1"], []], ids=["named", "unknown"])
+def test_who_reports_a_broken_exchange_is_not_blamed_for_it(names: Sequence[str]) -> None:
+    """Whoever reports works. The one that goes is the one that they waited for, also where they cannot name it."""
+    story = hangs_while_it_says_that_it_waits(names=names)
+    assert story.worker("w1").state is WorkerState.LOST
+    assert story.sent(AGENT, Evict)[0].worker_id == "w1"
+    assert story.state.members == ("w0", "w2")
+
+
+def test_a_healthy_member_that_reports_later_than_another_does_not_go() -> None:
+    """The first report of an exchange interrupts the others in their waits: they come to say nothing."""
+    story = training(3)
+    story.says("w0", step_done(0))
+    for _ in range(3):
+        story.says("w0", Suspect(generation=story.state.generation, reason="waited 300 s", peers=["w1"]))
+        story.tick(story.now + story.state.policy.suspect_s)
+    assert story.worker("w1").state is WorkerState.LOST
+    assert story.state.members == ("w0", "w2")
+
+
+def test_of_members_that_name_each_other_the_one_goes_that_most_cannot_reach() -> None:
+    """Its own link is broken: it reports as well, and names one of the others each time."""
+    story = training(3)
+    story.says("w0", step_done(0))
+    for _ in range(3):
+        for worker_id, peer in (("w0", "w1"), ("w1", "w0"), ("w2", "w1")):
+            story.says(worker_id, Suspect(generation=story.state.generation, reason="timed out", peers=[peer]))
+        story.tick(story.now + story.state.policy.suspect_s)
+    assert story.worker("w1").state is WorkerState.LOST
+
+
+def test_an_exchange_that_breaks_on_every_member_by_itself_ends_the_run() -> None:
+    """No room for shared memory, say: to try for ever, or to throw workers out one by one, mends nothing."""
+    story = Story(2)
+    story.arrive(*story.agent(2))
+    for _ in range(3):
+        assert story.ended is None
+        for worker_id in ("w0", "w1"):
+            story.says(worker_id, Suspect(generation=story.state.generation, reason="File too large"))
+        story.tick(story.now + story.state.policy.suspect_s)
+    assert story.ended is not None
+    assert "3 exchanges in a row broke, and on every member by itself: " in story.ended.reason
+    assert "File too large" in story.ended.reason
 
 
 def cannot_exchange(story: Story, *, by: Sequence[str] = ("w0", "w1")) -> None:
@@ -1339,8 +1526,105 @@ def test_an_exchange_that_breaks_for_the_newcomer_alone_is_not_held_against_it()
     story.arrive(*story.agent(1, "agent1", primary=False))
     for _ in range(4):
         cannot_exchange(story, by=["w2"])
+        assert "the members have not come to a step boundary: trying again" in story.reason
         story.hold("w0", "w1")
+        assert story.state.members == ("w0", "w1", "w2"), "nor against the members"
         assert story.worker("w2").state is WorkerState.ADMITTED
+
+
+# -- who leaves the training loop --------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_the_loop_alone_ends_the_run() -> None:
+    """The number of steps is part of the result, and nobody can say which of the workers is right."""
+    story = training(3)
+    story.beat("w0", step=4)
+    story.says("w1", Leaving(phase=0, step=5))
+    assert story.ended is None, "perhaps the others are about to"
+    story.beat("w2", step=5)
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert story.ended.worker_id == "w1"
+    assert story.ended.reason.startswith(
+        "worker w1 (pid 1001) has left the training loop before step 5 (by a break or a return that only it reached?), "
+        "and worker w2 (pid 1002) has begun step 5. "
+    )
+
+
+def test_it_ends_as_well_when_the_others_had_gone_on_before() -> None:
+    story = training(2)
+    story.beat("w0", step=5)
+    story.says("w1", Leaving(phase=0, step=5))
+    assert story.ended is not None
+
+
+def test_all_may_leave_the_loop_at_the_same_step_at_different_times() -> None:
+    story = training(2)
+    story.beat("w0", step=4)
+    story.says("w1", Leaving(phase=0, step=5))
+    story.beat("w0", step=4)
+    story.beat("w0", step=5, evaluates=True)  # after the loop, or at the head of a step that it leaves
+    story.says("w0", Leaving(phase=0, step=5))
+    story.beat("w1", step=4)
+    story.says("w0", Finished())
+    story.says("w1", Finished())
+    assert story.ended == Ended(ok=True, reason="finished")
+
+
+def test_one_run_steps_after_another_is_no_leaving() -> None:
+    story = training(2)
+    story.says("w1", Leaving(phase=1, step=5))
+    story.beat("w0", step=100)
+    assert story.ended is None
+
+
+def test_a_script_that_ends_in_the_middle_is_a_loss_when_others_miss_it() -> None:
+    story = training(3)
+    story.says("w1", Finished(phase=0, step=5))
+    assert story.state.members == ("w0", "w1", "w2"), "perhaps the others are about to"
+    story.says("w0", Suspect(generation=1, reason="worker w1 has left", peers=["w1"]))
+    assert story.state.members == ("w0", "w2")
+    assert "w1 (pid 1001) has left the training loop at step 4 and ended with exit code 0" in story.reason
+    assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
+    story.hold()
+    story.arrive("w3")
+    assert story.state.members == ("w0", "w2", "w3"), "the door is open"
+
+
+def test_it_is_a_loss_as_well_when_they_missed_it_before_it_was_heard_of() -> None:
+    """Its exchange is closed before its script has ended."""
+    story = training(3)
+    story.says("w0", Suspect(generation=1, reason="worker w1 has left", peers=["w1"]))
+    story.says("w1", Finished(phase=0, step=5))
+    assert story.state.members == ("w0", "w2")
+    assert story.sent(AGENT, Start)
+
+
+def test_it_is_a_loss_as_well_when_a_member_is_seen_further_on() -> None:
+    story = training(3)
+    story.says("w1", Finished(phase=0, step=5))
+    story.beat("w0", step=5)
+    assert story.state.members == ("w0", "w2")
+
+
+def test_all_may_end_their_scripts_at_the_same_step() -> None:
+    story = training(3, maximum=4)
+    story.says(AGENT, Scale(num_workers=4))
+    story.says("w3", Hello(info=info("w3"), fingerprint={"torch": "2"}))
+    for worker_id in ("w0", "w1", "w2"):
+        assert story.ended is None
+        story.says(worker_id, Finished(phase=0, step=5))
+    assert story.ended == Ended(ok=True, reason="finished")
+    assert story.worker("w3").state is WorkerState.LEFT
+
+
+def test_a_loss_after_all_others_have_ended_their_scripts_ends_well() -> None:
+    story = training(2)
+    story.says("w0", step_done(4))
+    story.says("w0", Finished(phase=0, step=5))
+    story.exits("w1")
+    assert story.ended is not None
+    assert story.ended.ok
 
 
 # -- who computes otherwise --------------------------------------------------------------------------
@@ -1380,6 +1664,7 @@ SAID: Sequence[Message] = (
     Suspect(generation=1, reason="x"),
     step_done(0),
     failure(),
+    Leaving(phase=0, step=5),
     Finished(),
     Left(),
     Beat(generation=1, phase=0, step=0, microbatch=0, progress=1, waiting=False),
@@ -1609,7 +1894,7 @@ def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minim
         state = world.story.state
         if state.ended is None:
             there = [w for w in state.workers.values() if w.state in ALIVE and not w.draining]
-            if state.word == "paused":
+            if state.word in ("paused", "waiting"):  # the second where it has to begin again
                 assert len(there) < state.policy.minimum, "nothing keeps it from going on"
             else:
                 assert len(state.members) == min(len(there), state.policy.maximum)
@@ -1620,7 +1905,7 @@ def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minim
             for _ in range(1000):
                 rng.choice(moves)()
                 world.boundary()  # an immediate generation, if somebody was lost
-            assert world.story.ended is not None or world.story.state.word == "paused"
+            assert world.story.ended is not None or world.story.state.word in ("paused", "waiting")
 
 
 def test_64_members_form_a_generation_quickly() -> None:

@@ -415,6 +415,21 @@ def test_plain_lines_come_at_most_every_two_seconds_and_the_last_always() -> Non
     assert lines[-1] == "unisono: finished: 10 steps in 5.0 s on 4 workers"
 
 
+@pytest.mark.parametrize(
+    ("told", "last", "steps"),
+    [([0, 1, 1, 2], 2, 3), ([0, 1, 3], 3, 4), ([0, 1], 3, 4), ([100, 101], 101, 2), ([0, 2, 1], -1, 3)],
+    ids=["one told twice", "one not told", "the last not told", "resumed", "an old one told again"],
+)
+def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int], last: int, steps: int) -> None:
+    """Where a worker is killed, a step may be told twice, or not at all."""
+    out = io.StringIO()
+    screen = Plain(out, io.StringIO(), clock=lambda: 0.0)
+    for step in told:
+        screen.step(done(step))
+    screen.close(Ended(ok=True, reason="finished", step=last))
+    assert out.getvalue().splitlines()[-1] == f"unisono: finished: {steps} steps in 0.0 s on 4 workers"
+
+
 def test_launch_returns_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) -> None:
     def main(number: int) -> tuple[int, str]:
         from unisono import member

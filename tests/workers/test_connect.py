@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
-from unisono.errors import UsageError
+from unisono.errors import DeadlineExceeded, UsageError
+from unisono.exchange.host import Board
+from unisono.member import Door, Member
 from unisono.messages import MemberInfo, Notice
-from unisono.training.connect import choose_kind, hosts_of
+from unisono.training.connect import build_exchange, choose_kind, hosts_of
 
 
 def notice(*places: tuple[str, str]) -> Notice:
@@ -61,3 +65,31 @@ def test_the_fastest_kind_is_chosen(members: Notice, device: torch.device, kind:
 def test_what_cannot_be_connected_is_refused(members: Notice, device: torch.device, wanted: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         choose_kind(members, wanted, device)
+
+
+@pytest.mark.parametrize(("hosts", "wanted"), [("bb", "shared"), ("abb", "two-level")])
+def test_an_exchange_knows_its_members_by_their_workers_names(hosts: str, wanted: str) -> None:
+    """The error names the worker that does not come, for the head that decides whom to go on without."""
+    boards = [Board.create() for _ in hosts]
+    members = [
+        MemberInfo(worker_id=f"w{n + 4}", host=host, pid=n, device="cpu", board=board.address)
+        for n, (host, board) in enumerate(zip(hosts, boards, strict=True))
+    ]
+    there = Notice(generation=1, members=members, immediate=False, reason="")
+    rank = hosts.index("b")
+    door = Door(head="ws://nowhere:1", token="", worker_id=members[rank].worker_id, host="b")
+    member = Member(door, members[rank], {}, boards[rank])
+    exchange = build_exchange(there, rank, member=member, device=CPU, wanted=wanted, timeout_s=0.05)
+    absent = members[rank + 1].worker_id
+    try:
+        exchange.all_gather(b"")
+    except DeadlineExceeded as error:
+        told, peers = str(error), error.peers
+    exchange.close()
+    for board in boards:
+        board.close()
+    member.board = None  # a thread that looks for the other hosts holds the member for a moment
+    del exchange, member, board, boards
+    gc.collect()  # boards and members that did not connect refer to themselves, and hold their memory
+    assert peers == (absent,)
+    assert f"waited 0 s for worker {absent} in generation 1" in told

@@ -756,6 +756,23 @@ def test_who_is_there_and_cannot_be_connected_is_not_waited_for_as_long_as_for_a
     assert "look for a firewall" in told
 
 
+def _one_does_not_come(seat: Seat) -> tuple[str, tuple[str, ...]]:
+    wire = Wire(
+        dist.HashStore(), 0, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=0.2, names=["w4", "w7"]
+    )
+    with pytest.raises(PeerLost) as raised:
+        wire.all_gather_equal(b"x")
+    wire.close()
+    return str(raised.value), raised.value.peers
+
+
+def test_the_error_of_a_wire_names_who_did_not_come() -> None:
+    with Team(1, _one_does_not_come, deadline_s=30) as team:
+        ((told, peers),) = team.results()
+    assert peers == ("w7",)
+    assert "not there: w7" in told
+
+
 def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path) -> None:
     """Not when the waiting thread happens to look again."""
     with Team(2, _time_waits, str(tmp_path), deadline_s=30) as team:
@@ -823,6 +840,36 @@ def test_prepare_frees_what_is_not_kept(pair: Pair) -> None:
     with pytest.raises(ValueError, match="another layout"):
         exchange.prepare(layouts()[0], [exchange.slot()])
     exchange.close()
+
+
+def test_the_error_of_a_wait_names_the_worker_that_was_waited_for() -> None:
+    boards = [Board.create() for _ in range(2)]
+    addresses = [board.address for board in boards]
+    one, other = (
+        SharedMemory(boards[rank], addresses, rank, generation=1, timeout_s=0.05, names=["w4", "w7"])
+        for rank in range(2)
+    )
+    told = [(type(error), str(error), error.peers) for error in (error_of_gather(one), error_of_gather(other))]
+    for exchange in (one, other):
+        exchange.close()
+    for board in boards:
+        board.close()
+    del one, other, exchange, board, boards
+    gc.collect()  # a board refers to itself, and holds its memory
+    (late, waited, late_peers), (lost, left, lost_peers) = told
+    assert (late, late_peers) == (DeadlineExceeded, ("w7",))
+    assert "waited 0 s for worker w7 in generation 1" in waited
+    assert (lost, lost_peers) == (PeerLost, ("w4",))
+    assert "worker w4 has left generation 1" in left
+
+
+def error_of_gather(exchange: SharedMemory) -> DeadlineExceeded | PeerLost:
+    """Without its frames, which hold the memory of all members."""
+    try:
+        exchange.all_gather(b"")
+    except (DeadlineExceeded, PeerLost) as error:
+        return error.with_traceback(None)
+    raise AssertionError("it has met somebody")
 
 
 def test_limits_are_said(pair: Pair) -> None:

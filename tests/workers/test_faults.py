@@ -110,6 +110,15 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
     assert max(hurt.generations) > 1
 
 
+@pytest.mark.parametrize("step", [0, STEPS - 1], ids=["first", "last"])
+def test_a_step_whose_teller_is_killed_is_counted(step: int, calm: Outcome, tmp_path: Path) -> None:
+    """Rank 0 tells of a step after its commit, and may be lost in between."""
+    faults = Faults().kill("w0", at="after_step", step=step)
+    hurt = run_workers(SCRIPT, 2, directory=tmp_path / "run", faults=faults, timeout_s=60)
+    assert_same_bits(hurt, calm)
+    assert f"unisono: finished: {STEPS} steps in " in hurt.output
+
+
 def test_down_to_the_last_worker(calm: Outcome, tmp_path: Path) -> None:
     """One after the other is lost and not replaced; the last one finishes the training."""
     faults = (

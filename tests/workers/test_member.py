@@ -7,14 +7,19 @@ import queue
 import socket
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 import pytest
 
 from unisono import member as members
 from unisono.door import Door
+from unisono.errors import DeadlineExceeded
+from unisono.exchange import Exchange
 from unisono.member import Member
 from unisono.messages import Beat, Hello, Holding, MemberInfo, Message, Notice, Suspect, Welcome, decode, encode
+from unisono.training.team import HeadTeam
 
+M = TypeVar("M", bound=Message)
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")
 
 
@@ -32,7 +37,7 @@ class Connection:
         self.to_worker.put(message)
         self._bell.send(b"x")
 
-    def hears(self, kind: type[Message]) -> Message:
+    def hears(self, kind: type[M]) -> M:
         """The next message of this kind."""
         while not isinstance(found := self.said.get(timeout=10), kind):
             pass
@@ -108,6 +113,39 @@ def test_a_suspicion_is_said_again_until_there_is_an_answer(
     third = connections.get(timeout=10)
     assert third.hears(Holding) == Holding(generation=1)
     assert not isinstance(third.said.get(timeout=10), Suspect)
+
+
+def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Connection], member: Member) -> None:
+    def build(notice: Notice, rank: int) -> Exchange:
+        raise AssertionError("nobody has entered a generation")
+
+    team = HeadTeam(member, build)
+    team.suspect(DeadlineExceeded("waited 300 s for worker w1", ["w1"]))
+    heard = connections.get(timeout=10).hears(Suspect)
+    assert heard == Suspect(generation=0, reason="waited 300 s for worker w1", peers=["w1"])
+
+
+def test_a_heartbeat_names_the_samples_of_a_micro_batch_that_takes_long(
+    connections: queue.Queue[Connection], member: Member
+) -> None:
+    """Who hangs in them cannot say so. They are asked for once, and not for each heartbeat or micro-batch."""
+    asked: list[int] = []
+
+    def samples() -> list[int]:
+        asked.append(1)
+        return list(range(100, 200))
+
+    connection = connections.get(timeout=10)
+    member.at(phase=0, step=4, microbatch=2, samples=samples)
+    while not (beat := connection.hears(Beat)).samples:
+        assert beat.seconds_at < 10
+    assert (beat.step, beat.microbatch, beat.samples) == (4, 2, list(range(100, 109)))
+    connection.hears(Beat)
+    assert asked == [1]
+    member.at(phase=0, step=5, microbatch=-1)
+    while (beat := connection.hears(Beat)).step == 4:
+        pass
+    assert beat.samples == []
 
 
 def test_a_connection_that_is_closed_at_once_is_not_made_in_a_hot_loop(

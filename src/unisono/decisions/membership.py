@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from unisono.decisions.hangs import Hang, Limits, Verdict, Waiting, judge
 from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, number_of
+from unisono.decisions.suspicion import MAX_TRIES, Suspicions
 from unisono.errors import ProtocolError
 from unisono.messages import (
     PROTOCOL,
@@ -44,6 +46,7 @@ from unisono.messages import (
     Finished,
     Hello,
     Holding,
+    Leaving,
     Left,
     Lost,
     MemberInfo,
@@ -59,7 +62,7 @@ from unisono.messages import (
     WorkerExit,
     WorkerLate,
 )
-from unisono.words import count, exit_words, listed
+from unisono.words import count, exit_words, listed, place_words
 
 __all__ = [
     "TRANSITIONS",
@@ -99,6 +102,7 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Suspect: STAY,
         StepDone: STAY,
         Failed: STAY,
+        Leaving: STAY,
         Finished: _S.FINISHED,
         Left: _S.LEFT,
     },
@@ -110,6 +114,7 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Suspect: STAY,
         StepDone: STAY,
         Failed: STAY,
+        Leaving: STAY,
         Finished: _S.FINISHED,
         Left: _S.LEFT,
     },
@@ -121,22 +126,19 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Suspect: STAY,
         StepDone: STAY,
         Failed: STAY,
+        Leaving: STAY,
         Finished: _S.FINISHED,
         Left: _S.LEFT,
     },
     # Whatever it had under way when the others left it behind counts no more.
-    _S.ASIDE: dict.fromkeys((Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Finished, Left), STAY),
+    _S.ASIDE: dict.fromkeys((Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Leaving, Finished, Left), STAY),
     _S.FINISHED: {Hello: STAY},
     _S.LEFT: {},
     _S.LOST: {},
 }
 
 FORGIVE_STEPS: Final = 100
-FIRST_STEP: Final = 10
-"""So many times longer may the first step of a worker take before it counts as hanging."""
 MAX_DELAY_S: Final = 30.0
-MAX_SUSPICIONS: Final = 3
-"""So often in a row the same members try again before one of them has to go."""
 MAX_UNREACHED: Final = 2
 """So often a newcomer may be what the members cannot exchange with; they stand still meanwhile."""
 
@@ -265,7 +267,12 @@ class _Turn:
 
     def end(self, ok: bool, reason: str, worker_id: str = "", traceback: str = "", exit_code: int = 1) -> None:
         ended = Ended(
-            ok=ok, reason=reason, worker_id=worker_id, traceback=traceback, exit_code=0 if ok else max(exit_code, 1)
+            ok=ok,
+            reason=reason,
+            worker_id=worker_id,
+            traceback=traceback,
+            exit_code=0 if ok else max(exit_code, 1),
+            step=self.state.committed,
         )
         self.put(ended=ended)
         self.reasons.append(reason)
@@ -371,14 +378,20 @@ class _Turn:
             case Beat():
                 self.worker(worker_id, beat=message, phase=message.phase)
                 self.watch(self.state.workers[worker_id], message)
+                self.compare_ways(self.state.workers[worker_id], message)
             case Suspect():
                 self.suspect(worker, message)
             case StepDone():
                 self.step_done(message)
             case Failed():
                 self.failed(worker, message)
+            case Leaving():
+                self.put(leaving={**self.state.leaving, worker_id: (message.phase, message.step)})
+                for other in self.workers(_S.HOLDING):
+                    if other.beat is not None:
+                        self.compare_ways(other, other.beat)
             case Finished():
-                self.finished(worker)
+                self.finished(worker, message)
             case Left():
                 if worker_id in self.state.members:
                     self.broken.append(f"{worker.name} has left")
@@ -503,34 +516,70 @@ class _Turn:
             self.reasons.append(text)
 
     def watch(self, worker: Worker, beat: Beat) -> None:
-        """Is this worker late, or hanging? Only where others wait for it: a slow team has no one to blame."""
-        state, policy = self.state, self.state.policy
-        if worker.state is _S.ASIDE and beat.seconds_at > max(policy.hang_s, 10 * state.step_seconds):
+        """Is this worker late, or hanging? See `unisono.decisions.hangs`."""
+        state, limits = self.state, self.state.limits
+        if worker.state is _S.ASIDE and beat.seconds_at > limits.hang_s:
             why = f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended"
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
-        if worker.state is not _S.HOLDING or beat.waiting:
+        if worker.state is not _S.HOLDING:
             return
-        if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
+        if state.hangs:
+            self.put(hangs=tuple(hang for hang in state.hangs if not hang.is_passed(beat)))
+        if beat.waiting or beat.seconds_at <= limits.shortest_s:
             return
-        # The first step of its life may load and compile for a long time, on every worker.
-        settled = beat.num_steps > 1
-        hang_s = max(policy.hang_s, 10 * state.step_seconds) * (1 if settled else FIRST_STEP)
-        where = f"step {beat.step}" + (f", micro-batch {beat.microbatch}" if beat.microbatch >= 0 else "")
-        if beat.seconds_at > hang_s:
-            why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
-            self.evict(worker, why)
-            self.lose(worker.worker_id, why)
-        elif settled and beat.seconds_at > max(policy.aside_s, 10 * state.step_seconds):
-            self.worker(worker.worker_id, state=_S.ASIDE)
-            self.broken.append(f"{worker.name} gets nowhere for {beat.seconds_at:.0f} s at {where} and is left aside")
-        elif beat.seconds_at > max(policy.late_s, 5 * state.step_seconds) and worker.late_at != beat.progress:
-            self.worker(worker.worker_id, late_at=beat.progress)
-            self.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
-            late = WorkerLate(
-                worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
-            )
-            self.send(worker.worker_id, late)
+        known = next((h for h in self.hangs_of_others(worker, limits) if h.is_at(beat)), None)
+        where = place_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
+        match judge(beat, self.waiting_for(worker), is_known=known is not None, limits=limits):
+            case Verdict.HANGS_AGAIN:
+                assert known is not None
+                first = state.workers[known.worker_id].name
+                self.end(
+                    False,
+                    f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}, where {first} has hung "
+                    f"as well (for {known.beat.seconds_at:.0f} s). It is not a worker but what is computed or loaded "
+                    "there; its stack is shown above. Where that may take so long, say --hang-s",
+                    worker.worker_id,
+                )
+            case Verdict.HANGS:
+                why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
+                self.note_hang(worker, beat)
+                self.evict(worker, why)
+                self.lose(worker.worker_id, why)
+            case Verdict.ASIDE:
+                self.note_hang(worker, beat)
+                self.worker(worker.worker_id, state=_S.ASIDE)
+                self.broken.append(
+                    f"{worker.name} gets nowhere for {beat.seconds_at:.0f} s at {where} and is left aside"
+                )
+            case Verdict.LATE if worker.late_at != beat.progress:
+                self.worker(worker.worker_id, late_at=beat.progress)
+                self.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
+                late = WorkerLate(
+                    worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
+                )
+                self.send(worker.worker_id, late)
+
+    def hangs_of_others(self, worker: Worker, limits: Limits) -> Iterator[Hang]:
+        """Return where others have hung, and where others hang now: in a rehearsal two compute one micro-batch."""
+        yield from (hang for hang in self.state.hangs if hang.worker_id != worker.worker_id)
+        for other in self.workers(_S.HOLDING):
+            beat = other.beat
+            if other.worker_id == worker.worker_id or beat is None or beat.waiting or beat.microbatch < 0:
+                continue
+            if beat.seconds_at > limits.hang_s:
+                yield Hang(worker_id=other.worker_id, beat=beat)
+
+    def waiting_for(self, worker: Worker) -> Waiting:
+        """Who waits while this one computes."""
+        waiting = [w for w in self.workers(_S.ADMITTED, _S.HOLDING) if w.beat and w.beat.waiting]
+        others = [w for w in waiting if w.worker_id != worker.worker_id]
+        if any(w.state is _S.HOLDING for w in others):
+            return Waiting.MEMBERS
+        return Waiting.NEWCOMERS if others else Waiting.NOBODY
+
+    def note_hang(self, worker: Worker, beat: Beat) -> None:
+        self.put(hangs=(*self.state.hangs, Hang(worker_id=worker.worker_id, beat=beat)))
 
     def suspect(self, worker: Worker, message: Suspect) -> None:
         state = self.state
@@ -546,11 +595,8 @@ class _Turn:
             return  # the cause is known already
         if message.generation == state.generation and worker.worker_id in state.before:
             self.put(unreached=True)
-        blamed = message.peers or [worker.worker_id]
-        counts = {**state.suspicions}
-        for name in blamed:
-            counts[name] = counts.get(name, 0) + 1
-        self.put(suspicions=counts)
+        self.put(suspicions=state.suspicions.reported(worker.worker_id, message.peers))
+        self.go_on_without_deserters(worker)
         if state.suspected_at is None:  # told when nothing else explains it by then
             self.put(suspected_at=self.now, suspicion=f"{worker.name}: {message.reason}")
 
@@ -563,8 +609,7 @@ class _Turn:
             committed=message.step,
             step_seconds=message.seconds,
             used_restarts=max(0, state.used_restarts - forgiven),
-            suspicions={},
-            num_suspicions=0,
+            suspicions=Suspicions(),
         )
         passed = {key: value for key, value in state.tried.items() if key[0] <= message.step}
         if passed:
@@ -579,12 +624,8 @@ class _Turn:
 
     def failed(self, worker: Worker, message: Failed) -> None:
         key = (message.step, message.microbatch)
-        where = f" at step {message.step}" if message.step >= 0 else ""
-        where += f", micro-batch {message.microbatch}" if message.microbatch >= 0 else ""
-        if message.samples:
-            shown = ", ".join(map(str, message.samples[:8])) + (", ..." if len(message.samples) > 8 else "")
-            where += f" (samples {shown})"
-        words = f"{worker.name} failed{where}: {message.error}"
+        where = place_words(message.step, message.microbatch, message.samples)
+        words = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
         others = [w for w in self.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
         if message.retry and worker.state is _S.HOLDING and others:
             first = self.state.tried.get(key)
@@ -601,12 +642,60 @@ class _Turn:
             return
         self.end(False, words, worker.worker_id, message.traceback, message.exit_code)
 
-    def finished(self, worker: Worker) -> None:
-        """The first member that finishes closes the door behind it: newcomers have nothing left to do."""
+    def finished(self, worker: Worker, message: Finished) -> None:
+        """The first member that finishes closes the door behind it: newcomers have nothing left to do.
+
+        One that has left the training loop does not, as long as others may go on.
+        """
+        leaving = {i: place for i, place in self.state.leaving.items() if i != worker.worker_id}
+        if message.step >= 0:
+            leaving[worker.worker_id] = (message.phase, message.step)
+        self.put(leaving=leaving)
         state = self.state
-        if state.finishing or worker.worker_id not in {*state.members, *state.before} or not state.held:
+        if worker.worker_id not in {*state.members, *state.before} or not state.held:
+            return
+        members = [w for w in self.workers(_S.HOLDING) if w.worker_id in {*state.members, *state.before}]
+        if message.step >= 0 and members:
+            for other in members:
+                if other.worker_id in state.suspicions.reports:
+                    self.go_on_without_deserters(other)
             return
         self.put(finishing=True)
+
+    def compare_ways(self, worker: Worker, beat: Beat) -> None:
+        """A member is in a step: have others left the training loop before it?"""
+        if not self.state.leaving or worker.state is not _S.HOLDING or beat.evaluates or self.state.ended is not None:
+            return
+        for worker_id, (phase, number) in self.state.leaving.items():
+            other = self.state.workers[worker_id]
+            if worker_id == worker.worker_id or (beat.phase, beat.step) < (phase, number):
+                continue
+            if other.state is _S.FINISHED:
+                self.go_on_without_deserters(worker)
+            elif other.state is _S.HOLDING:
+                begun = f"step {beat.step}" + ("" if beat.phase == phase else " of another run.steps")
+                self.end(
+                    False,
+                    f"{other.name} has left the training loop before step {number} (by a break or a return that only "
+                    f"it reached?), and {worker.name} has begun {begun}. All workers must leave the loop at the same "
+                    "step: decide by step.loss or the totals of run.evaluate, which are the same on all workers, and "
+                    "not by run.rank, the time, or a number that was summed within `for batch in step`",
+                    worker_id,
+                )
+                return
+
+    def go_on_without_deserters(self, worker: Worker) -> None:
+        """A member goes on with the training: those whose script has ended in the middle of it are lost."""
+        if worker.worker_id in self.state.leaving:
+            return
+        for worker_id, (_, number) in self.state.leaving.items():
+            other = self.state.workers[worker_id]
+            if other.state is _S.FINISHED:
+                self.lose(
+                    worker_id,
+                    f"{other.name} has left the training loop at step {number - 1} and ended with exit code 0 (by "
+                    f"sys.exit, or the end of its script), and {worker.name} has not",
+                )
 
     def dismiss(self, worker: Worker, reason: str) -> None:
         """Send away somebody who is not needed and holds nothing."""
@@ -733,20 +822,34 @@ class _Turn:
         if state.unreached and newcomers and all(w.state is _S.ADMITTED for w in newcomers):
             for newcomer in newcomers:
                 self.worker(newcomer.worker_id, num_unreached=newcomer.num_unreached + 1)
-            self.put(suspicions={})
+            self.put(suspicions=dataclasses.replace(state.suspicions, reports={}))
             names = listed([newcomer.worker_id for newcomer in newcomers])
             self.broken.append(f"{state.suspicion}; the others go on without {names}")
             return
-        self.put(num_suspicions=state.num_suspicions + 1)
-        present = [w for w in self.workers(_S.HOLDING) if w.worker_id in state.members]
-        if state.num_suspicions + 1 < MAX_SUSPICIONS or len(present) < 2:
+        if (
+            state.before
+            and not state.unreached
+            and not self.moved()
+            and not state.suspicions.reports.keys() - {newcomer.worker_id for newcomer in newcomers}
+        ):
+            # The newcomers have waited for members that are still in a step. That may be long, and is no fault.
+            self.broken.append(f"{state.suspicion}; the members have not come to a step boundary: trying again")
+            return
+        present = [w.worker_id for w in self.workers(_S.ADMITTED, _S.HOLDING) if w.worker_id in state.members]
+        suspicions = state.suspicions.given_up(present)
+        self.put(suspicions=suspicions)
+        if suspicions.num_broken < MAX_TRIES or not present:
             self.broken.append(f"{state.suspicion}; everybody is there: trying again")
             return
-        worst = max(present, key=lambda w: (state.suspicions.get(w.worker_id, 0), w.number))
-        why = f"{worst.name} cannot be reached by the others ({MAX_SUSPICIONS} exchanges in a row broke)"
-        self.put(num_suspicions=0, suspicions={})
-        self.evict(worst, why)
-        self.lose(worst.worker_id, why)
+        worst, is_guilty = suspicions.worst(present)
+        if not is_guilty and (len(present) == 1 or not state.held):
+            self.end(False, f"{MAX_TRIES} exchanges in a row broke, and on every member by itself: {state.suspicion}")
+            return
+        name = state.workers[worst].name
+        why = f"{name} cannot be reached by the others ({MAX_TRIES} exchanges in a row broke): {state.suspicion}"
+        self.put(suspicions=Suspicions())
+        self.evict(state.workers[worst], why)
+        self.lose(worst, why)
 
     # -- what follows --------------------------------------------------------------------------------
 
@@ -771,7 +874,8 @@ class _Turn:
         if lost_all:
             if state.stopping:
                 return
-            if state.finishing:
+            if state.finishing or any(w.worker_id in state.leaving for w in self.workers(_S.FINISHED)):
+                self.put(finishing=True)
                 for newcomer in self.workers(_S.ADMITTED):
                     self.dismiss(newcomer, "the run has finished its training")
                 return
@@ -873,6 +977,7 @@ class _Turn:
             notice=notice,
             before=() if immediate else state.members,
             suspected_at=None,
+            suspicions=dataclasses.replace(state.suspicions, reports={}),
             unreached=False,
         )
         for info in infos:

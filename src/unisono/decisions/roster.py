@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.decisions.hangs import Hang, Limits
+from unisono.decisions.suspicion import Suspicions
 from unisono.errors import UsageError
 from unisono.messages import Beat, Ended, Failed, MemberInfo, Notice
 
@@ -180,11 +182,14 @@ class State:
     step_seconds: float = 0.0
     tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
     """By step and micro-batch: where its computation has raised."""
+    hangs: tuple[Hang, ...] = ()
+    """Where workers hung that the others went on without, in the step that is being done."""
+    leaving: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By worker that has left the training loop: the first step (phase and number) that it has no part in."""
     suspected_at: float | None = None
     suspicion: str = ""
     """Who found the exchange broken then, and how."""
-    suspicions: Mapping[str, int] = field(default_factory=dict)
-    num_suspicions: int = 0
+    suspicions: Suspicions = field(default_factory=Suspicions)
     unreached: bool = False
     """A member that stays could not exchange in the newest generation, a planned one."""
     finishing: bool = False
@@ -229,6 +234,16 @@ class State:
             at_least_s = policy.hang_s if is_patient or not is_alone else 0.0
             times[worker.worker_id] = worker.heard_at + max(policy.heartbeat_timeout_s, at_least_s)
         return times
+
+    @property
+    def limits(self) -> Limits:
+        """From when on a worker without progress is late, or hangs: where steps are slow, so is everything else."""
+        policy, step_s = self.policy, self.step_seconds
+        return Limits(
+            late_s=max(policy.late_s, 5 * step_s),
+            aside_s=max(policy.aside_s, 10 * step_s),
+            hang_s=max(policy.hang_s, 10 * step_s),
+        )
 
     @property
     def quiet_s(self) -> float:

@@ -189,9 +189,19 @@ class Host:
         rank: this member's local rank.
         generation: a number that all members agree on, and that grows from one to the next.
         timeout_s: how long any one wait may take.
+        names: the ids of the members' workers, by local rank, for errors; empty: they have none.
     """
 
-    def __init__(self, board: Board, addresses: Sequence[str], rank: int, *, generation: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        board: Board,
+        addresses: Sequence[str],
+        rank: int,
+        *,
+        generation: int,
+        timeout_s: float,
+        names: Sequence[str] = (),
+    ) -> None:
         self.rank = rank
         self.size = len(addresses)
         self.waiting_s = 0.0
@@ -199,6 +209,7 @@ class Host:
         self._addresses = list(addresses)
         self._generation = generation
         self._timeout_s = timeout_s
+        self._names = names
         self._error: Exception | None = None
         self._watched: ctypes.c_uint32 | None = None
         self._turn = 0
@@ -526,9 +537,12 @@ class Host:
 
     def _gone(self, rank: int) -> PeerLost:
         return PeerLost(
-            f"local rank {rank} of {self.size} has left generation {self._generation}; "
-            "nothing of it can be committed any more"
+            f"{self._name(rank)} has left generation {self._generation}; nothing of it can be committed any more",
+            self._names[rank : rank + 1],
         )
+
+    def _name(self, rank: int) -> str:
+        return f"worker {self._names[rank]}" if self._names else f"local rank {rank} of {self.size}"
 
     def _begin(self) -> None:
         """Before the first word of a move: whoever was interrupted, or has left, says nothing any more."""
@@ -597,8 +611,9 @@ class Host:
             remaining = deadline - time.perf_counter()
             if remaining <= 0:
                 raise DeadlineExceeded(
-                    f"waited {self._timeout_s:.0f} s for local rank {rank} of {self.size} "
-                    f"in generation {self._generation}: '{what}' is {seen}, needs {value}"
+                    f"waited {self._timeout_s:.0f} s for {self._name(rank)} "
+                    f"in generation {self._generation}: '{what}' is {seen}, needs {value}",
+                    self._names[rank : rank + 1],
                 )
             futex_wait(word, seen, min(remaining, SLICE_S))
 

@@ -21,10 +21,20 @@ class SharedMemory:
         board: this member's own board.
         addresses: the boards of all members, by rank.
         generation: grows from one exchange of the board to the next.
+        names: the ids of the workers, by rank, for errors.
     """
 
-    def __init__(self, board: Board, addresses: Sequence[str], rank: int, *, generation: int, timeout_s: float) -> None:
-        self._host = Host(board, addresses, rank, generation=generation, timeout_s=timeout_s)
+    def __init__(
+        self,
+        board: Board,
+        addresses: Sequence[str],
+        rank: int,
+        *,
+        generation: int,
+        timeout_s: float,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._host = Host(board, addresses, rank, generation=generation, timeout_s=timeout_s, names=names)
         self.rank = rank
         self.size = len(addresses)
 

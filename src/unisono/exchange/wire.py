@@ -9,11 +9,12 @@ operation has ended, at the latest by its timeout.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from unisono.errors import DeadlineExceeded, PeerLost
+from unisono.words import listed
 
 __all__ = ["Wire", "Work", "release_abandoned"]
 
@@ -31,6 +33,7 @@ POLL_S = 1e-4  # NCCL notifies nobody
 CONNECT_S = 20.0
 """From when all members are there until they are connected. One that others cannot reach, behind a firewall, shall not
 hold them up for as long as an exchange may take."""
+FORM_GRACE_S = 3.0  # beyond the timeout, until it is known who has not come to a group
 
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups that were closed in the middle of something, and what they were in the middle of."""
@@ -45,6 +48,7 @@ class Wire:
         backend: "gloo" or "nccl".
         address: the address that gloo listens on.
         timeout_s: how long any one wait may take.
+        names: the ids of the members' workers, by rank, for errors; empty: they have none.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Wire:
         backend: str,
         address: str,
         timeout_s: float,
+        names: Sequence[str] = (),
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
@@ -70,11 +75,13 @@ class Wire:
         self._pending: list[Any] = []
         self._group: Any = None
         self._failure: Exception | None = None
+        self._missing: list[str] = []
         self._all_here_at: float | None = None
         self._closed = False
 
         def connect() -> None:
             group, failure = None, None
+            missing: list[str] = []
             try:
                 # Others may come late, from what they do between two steps; that is no reason to give them up.
                 store.set(f"here-{rank}", "")
@@ -83,8 +90,10 @@ class Wire:
                 group = _make_group(store, rank, size, backend, address, timeout_s)
             except Exception as error:  # of many kinds; `_connected` raises it as one of ours
                 failure = error
+                if self._all_here_at is None:
+                    missing = _missing(store, names)
             with self._changed:
-                self._failure = failure
+                self._failure, self._missing = failure, missing
                 if not self._closed:
                     self._group = group
                 self._changed.notify_all()
@@ -145,9 +154,13 @@ class Wire:
         """The group, as soon as there is one. Whoever was interrupted starts nothing any more."""
         if self._error is not None:
             raise self._error
-        self._await(self._is_formed, "the group to form")
+        # A little later than the store's own limit, whose error says who was not there.
+        self._await(self._is_formed, "the group to form", grace_s=FORM_GRACE_S)
         if self._failure is not None:
-            raise PeerLost(f"no group of {self.size} members could be formed: {self._failure}") from self._failure
+            waited_for = f" (not there: {listed(self._missing)})" if self._missing else ""
+            raise PeerLost(
+                f"no group of {self.size} members could be formed: {self._failure}{waited_for}", self._missing
+            ) from self._failure
         return self._group
 
     def _is_formed(self) -> bool:
@@ -187,12 +200,12 @@ class Wire:
             raise PeerLost(f"a member left in the middle of a collective: {failure}") from failure
         self._pending.remove(work)
 
-    def _await(self, done: Callable[[], bool], what: str, slice_s: float = SLICE_S) -> None:
+    def _await(self, done: Callable[[], bool], what: str, slice_s: float = SLICE_S, grace_s: float = SLICE_S) -> None:
         if done():
             return
         started = time.perf_counter()
         # A little later than torch's own limit, whose error says who was late.
-        deadline = started + self._timeout_s + SLICE_S
+        deadline = started + self._timeout_s + grace_s
         with self._changed:
             while not done():
                 if self._error is not None:
@@ -233,6 +246,13 @@ def release_abandoned() -> bool:
     """
     _abandoned[:] = [(group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)]
     return bool(_abandoned)
+
+
+def _missing(store: dist.Store, names: Sequence[str]) -> list[str]:
+    """Who has not said that it is there, as far as the store can be asked."""
+    with contextlib.suppress(Exception):  # it may be what has failed
+        return [name for rank, name in enumerate(names) if not store.check([f"here-{rank}"])]
+    return []
 
 
 def _abort(group: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -73,33 +74,45 @@ def build_exchange(
     kind = choose_kind(notice, wanted, device)
     hosts = hosts_of(notice)
     me = notice.members[rank]
+    names = [info.worker_id for info in notice.members]
 
-    def wire(name: str, place: int, size: int) -> Wire:
+    def wire(name: str, place: int, names: Sequence[str]) -> Wire:
         prefix = f"generation-{notice.generation}/{name}/"
         store = HeadStore(member, prefix, generation=notice.generation, timeout_s=timeout_s)
         return Wire(
             store,
             place,
-            size,
+            len(names),
             device=device,
             backend="nccl" if device.type == "cuda" else "gloo",
             address=me.address,
             timeout_s=timeout_s,
+            names=names,
         )
 
     if kind == "gloo":
-        return Network(wire("all", rank, len(notice.members)))
+        return Network(wire("all", rank, names))
     place = next(place for place, ranks in enumerate(hosts) if rank in ranks)
     ranks = hosts[place]
     boards = [notice.members[peer].board for peer in ranks]
     assert member.board is not None
     try:
         if kind == "shared":
-            return SharedMemory(member.board, boards, rank, generation=notice.generation, timeout_s=timeout_s)
+            return SharedMemory(
+                member.board, boards, rank, generation=notice.generation, timeout_s=timeout_s, names=names
+            )
         local = rank - ranks.start
         num_lanes = min(len(each) for each in hosts)
-        host = Host(member.board, boards, local, generation=notice.generation, timeout_s=timeout_s)
-        lane = wire(f"lane-{local}", place, len(hosts)) if local < num_lanes else None
+        host = Host(
+            member.board,
+            boards,
+            local,
+            generation=notice.generation,
+            timeout_s=timeout_s,
+            names=names[ranks.start : ranks.stop],
+        )
+        carriers = [names[each[local]] for each in hosts] if local < num_lanes else []
+        lane = wire(f"lane-{local}", place, carriers) if carriers else None
         return TwoLevel(host, lane, num_lanes=num_lanes, hosts=hosts, rank=rank)
     except OSError as error:
         raise PeerLost(f"the shared memory of a member is gone: {error}") from error

@@ -102,7 +102,7 @@ def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, r
             for batch in todo.ranges[rounds.team.rank if rounds is not None else 0]:
                 if rounds is not None:
                     rounds.team.check()
-                    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=batch)
+                    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=batch, evaluates=True)
                 if batch not in have:
                     have[batch] = evaluator.totals(batch)
                     point("in_evaluation", batch)

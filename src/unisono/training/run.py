@@ -126,6 +126,8 @@ class Run:
         self._num_evaluations = 0
         self._steps_before = 0
         self._told_at = 0.0
+        self._tells = False
+        self._done: StepDone | None = None
         self._step: Step | None = None
         self._training: Generator[Step, None, None] | None = None
         self._inside = False
@@ -170,13 +172,15 @@ class Run:
                     self._note_where_it_was_left()
                     digests = self._tracked.digests()
                     if self._joined:
-                        self._end_together(digests)
+                        self._end_together(self._rounds, digests)
                 except UnisonoError as failure:
                     self._append_failure(failure)
                     raise
                 self._append(end_line(ok=True, digests=digests))
             else:
                 self._note_place(error)
+                if isinstance(error, SystemExit) and error.code in (None, 0) and self._is_step_complete():
+                    self._leave_step()
                 if self._joined and not self._is_others_affair(error):
                     self._append_failure(error)
         finally:
@@ -187,18 +191,22 @@ class Run:
             self._keeper.close()
             self._arithmetic.leave()
 
-    def _end_together(self, digests: dict[str, str]) -> None:
-        """Write the last checkpoint, and compare what the workers end with. Collective.
+    def _end_together(self, rounds: Rounds, digests: dict[str, str]) -> None:
+        """Write the last checkpoint, and compare what the members end with. Collective.
+
+        All members are at the end of the run, and have left the training loop at the same step.
 
         Raises:
-            DivergenceError: it is not the same.
+            DivergenceError: the members do not end with the same.
         """
-        assert self._rounds is not None
         assert self._team is not None
+        self._team.leaving(rounds.phase, rounds.step)
         own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
-        letters = self._keeper.save_together(self._rounds, msgspec.msgpack.encode(own))
+        letters = self._keeper.save_together(rounds, msgspec.msgpack.encode(own))
         told = [msgspec.msgpack.decode(letter, type=Digests) for letter in letters]
         check_digests(dict(zip(self._team.worker_ids, told, strict=False)))
+        self._tell_done(None)
+        self._team.in_loop(None)
 
     def _make_team(self, member: members.Member | None) -> Team:
         if member is None:
@@ -474,6 +482,7 @@ class Run:
                 for number in range(first, num_steps):
                     at_step(number)
                     self._note_position(number)
+                    self._team.in_loop((phase, number))
                     self._keeper.boundary(rounds)
                     seed_place(self.seed, "step", base + number)
                     step = self._step = Step(context, number, clock)
@@ -485,6 +494,7 @@ class Run:
             self._note_position(max(first, num_steps))
             self._keeper.save_last(rounds)
             self._step = None
+            self._team.in_loop(None)
         finally:
             self._inside = False
             for hook in hooks:
@@ -559,6 +569,9 @@ class Run:
         if self._inside or (self._step is not None and self._step.has_begun):
             end()
 
+    def _is_step_complete(self) -> bool:
+        return self._step is not None and self._step.is_complete
+
     def _finish(self, step: Step, clock: Clock, num_steps: int) -> None:
         """The step is over: its line, for the journal and for who watches."""
         assert self._team is not None
@@ -601,8 +614,8 @@ class Run:
         ):
             self._told_at = time.monotonic()
             member.send(Told(text=step.news))
-        if member is not None and self._team.rank == 0:
-            member.send(
+        if member is not None:
+            self._tell_done(
                 StepDone(
                     step=line["step"],
                     epoch=line["epoch"],
@@ -616,6 +629,23 @@ class Run:
                     logs=step.logs,
                 )
             )
+
+    def _tell_done(self, done: StepDone | None) -> None:
+        """Rank 0 tells the head of each step that is done.
+
+        A worker that has become rank 0 tells of its last step first: the rank 0 before it may have been lost between
+        that step and telling of it.
+
+        Args:
+            done: the step that has just been done; None: there is none.
+        """
+        assert self._team is not None
+        member, is_first = members.current(), self._team.rank == 0
+        if member is not None and is_first:
+            for each in (None if self._tells else self._done, done):
+                if each is not None:
+                    member.step_done(each)
+        self._tells, self._done = is_first, done or self._done
 
     def _append(self, line: dict[str, Any]) -> None:
         # In a team nobody has a rank before it has joined; the first writer writes what was said until then.

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,6 +165,11 @@ class Step:
     def has_begun(self) -> bool:
         """Whether its inner loop was entered."""
         return self._state != "new"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its inner loop has come to its end: it has its gradient."""
+        return self._state == "done"
 
     # -- the inner loop ------------------------------------------------------------------------------
 
@@ -348,7 +354,8 @@ class Step:
     def _fetch(self, leaf: int) -> Any:
         rounds = self._context.rounds
         rounds.team.check()
-        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf)
+        samples = partial(self.sample_indices, leaf)
+        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=leaf, samples=samples)
         self._leaf, self._calls, self._weight, self._weighted_loss = leaf, 0, 0.0, 0.0
         return self._context.fetcher.fetch(self.number, leaf)
 

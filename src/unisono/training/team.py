@@ -9,7 +9,7 @@ other which round they are in and which nodes of it they have; see `unisono.trai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -27,6 +27,8 @@ __all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Report", "Team"]
 
 LOST = (PeerLost, DeadlineExceeded)
 """What ends a generation for its members: they meet again in the next."""
+Samples = Callable[[], Sequence[int]]
+"""Gives the indices of a micro-batch's samples."""
 
 
 class LeftBehind(RunStopped):
@@ -121,8 +123,23 @@ class Team(Protocol):
         """Say that this worker has the run's state."""
         ...
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
-        """Note progress, for who asks."""
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        """Note progress, for who asks.
+
+        Args:
+            evaluates: ``microbatch`` is a batch of an evaluation.
+            samples: gives the samples of the micro-batch; called in another thread when it takes long.
+        """
+        ...
+
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        """The training loop is at this step (its phase and number); None: it has come to its end on all members."""
+        ...
+
+    def leaving(self, phase: int, step: int) -> None:
+        """Say that the script is at the end of its run, and takes no part in this step."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -180,7 +197,15 @@ class AloneTeam:
     def holding(self) -> None:
         pass
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        pass
+
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        pass
+
+    def leaving(self, phase: int, step: int) -> None:
         pass
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -249,7 +274,7 @@ class HeadTeam:
                 self._enter(notice)
                 return self.meet(report)
             except LOST as lost:
-                self._member.suspect(notice.generation, str(lost))
+                self.suspect(lost)
 
     def meet(self, report: Report) -> list[Report]:
         with self.waiting():
@@ -260,7 +285,7 @@ class HeadTeam:
         while True:
             self.check_ended()
             if self._newest_immediate() <= self.generation:
-                self._member.suspect(self.generation, str(lost))
+                self.suspect(lost)
             notice = self._await(lambda n: n.immediate)
             if self._place_in(notice) < 0:
                 raise LeftBehind(
@@ -278,7 +303,8 @@ class HeadTeam:
             return reports
 
     def suspect(self, lost: Exception) -> None:
-        self._member.suspect(self.generation, str(lost))
+        peers = lost.peers if isinstance(lost, LOST) else ()
+        self._member.suspect(self.generation, str(lost), [peer for peer in peers if peer != self._member.worker_id])
 
     def is_out(self) -> bool:
         with self._changed:
@@ -330,8 +356,16 @@ class HeadTeam:
     def holding(self) -> None:
         self._member.holding(self.generation)
 
-    def at(self, *, phase: int, step: int, microbatch: int) -> None:
-        self._member.at(phase=phase, step=step, microbatch=microbatch)
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        self._member.at(phase=phase, step=step, microbatch=microbatch, evaluates=evaluates, samples=samples)
+
+    def in_loop(self, place: tuple[int, int] | None) -> None:
+        self._member.in_loop(place)
+
+    def leaving(self, phase: int, step: int) -> None:
+        self._member.leaving(phase, step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

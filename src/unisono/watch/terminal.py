@@ -42,14 +42,27 @@ class _Pace:
         self._seconds = self._samples = 0.0  # of a step; smoothed alike, so that a short last batch shows no slump
         self.started = clock()
         self.last: StepDone | None = None
-        self.num_steps = 0
+        self._first = 0
 
-    def add(self, done: StepDone) -> None:
+    def add(self, done: StepDone) -> bool:
+        """Whether it is a new one: after a loss, a step may be told twice."""
+        if self.last is None:
+            self._first = done.step
+        elif done.step <= self.last.step:
+            return False
         weight = 1.0 if self.last is None else 0.1
         self._seconds += weight * (done.seconds - self._seconds)
         self._samples += weight * (done.samples - self._samples)
         self.last = done
-        self.num_steps += 1
+        return True
+
+    def num_steps(self, last: int) -> int:
+        """How many steps were done, by their numbers: not all of them may have been told here.
+
+        Args:
+            last: the number of the last one, where that is known; else -1.
+        """
+        return 0 if self.last is None else max(self.last.step, last) + 1 - self._first
 
     @property
     def elapsed_s(self) -> float:
@@ -80,7 +93,8 @@ def summary(pace: _Pace, ended: Ended) -> str:
     if last is None:
         return f"{ended.reason} in {pace.elapsed_s:.1f} s"
     done = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
-    return f"{done}: {count(pace.num_steps, 'step')} in {pace.elapsed_s:.1f} s on {count(last.num_workers, 'worker')}"
+    steps = count(pace.num_steps(ended.step), "step")
+    return f"{done}: {steps} in {pace.elapsed_s:.1f} s on {count(last.num_workers, 'worker')}"
 
 
 class Plain:
@@ -109,7 +123,8 @@ class Plain:
             self._write(self._err, f"unisono: {line}")
 
     def step(self, done: StepDone) -> None:
-        self._pace.add(done)
+        if not self._pace.add(done):
+            return
         self._is_shown = False
         if self._clock() - self._shown_at >= PLAIN_EVERY_S:
             self._show()
@@ -200,7 +215,8 @@ class Rich:
             self._print(Text(f"unisono: {line}", style="dim"))
 
     def step(self, done: StepDone) -> None:
-        self._pace.add(done)
+        if not self._pace.add(done):
+            return
         fields: dict[str, Any] = {
             "done": progress(done.step + 1, done.num_steps),
             "loss": f"{done.loss:.4f}",

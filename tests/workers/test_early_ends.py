@@ -1,0 +1,96 @@
+"""A script that leaves its training loop before the end: all workers at the same step, or one of them alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.workers.conftest import Command, Unisono
+from unisono.journal import read, summary
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nursery")]
+Script = Callable[..., str]
+
+TRAINING = """
+    import os
+    import sys
+    import time
+    import torch
+    import unisono
+    from unisono import member
+    from torch import nn
+
+    how, who = sys.argv[1:3]
+    me = member.current().worker_id
+
+    def train():
+        with unisono.Run("run", seed=3) as run:
+            data = torch.arange(48.0)
+            model = nn.Linear(1, 1)
+            run.track(model=model)
+            for step in run.steps(data, batch_size=24, microbatches=4, epochs=5):
+                if step.number == 3 and how == "break before" and who in (me, "all"):
+                    break
+                for inputs in step:
+                    step.backward(model(inputs[:, None]).mean())
+                if step.number != 2 or who not in (me, "all"):
+                    continue
+                print("leaves the loop", flush=True)
+                while me == "w1" and who == "all" and not os.path.exists("go"):
+                    time.sleep(0.01)
+                if how == "break after":
+                    break
+                if how == "return":
+                    return
+                if how == "sys.exit":
+                    sys.exit(0)
+
+    train()
+    """
+
+
+def start(unisono: Unisono, script: Script, how: str, who: str) -> Command:
+    return unisono("run", script(TRAINING), "--workers", 3, "--heartbeat-s", 0.1, "--", how, who)
+
+
+@pytest.mark.parametrize("how", ["break after", "break before", "return"])
+def test_a_break_of_one_worker_ends_the_run_in_a_sentence_about_the_script(
+    how: str, unisono: Unisono, script: Script
+) -> None:
+    """How many steps a training has is part of its result: nobody can say which of the workers is right."""
+    command = start(unisono, script, how, "w1")
+    assert command.wait() == 1
+    pattern = (
+        r"unisono: failed: worker w1 \(pid \d+\) has left the training loop before step 3 \(by a break or a return "
+        r"that only it reached\?\), and worker w[02] \(pid \d+\) has begun step 3\. All workers must leave"
+    )
+    assert re.match(pattern, command.err[-1]), command.err
+    assert not [line for line in command.err if "trying again" in line]
+
+
+@pytest.mark.parametrize("how", ["break after", "break before", "return", "sys.exit"])
+def test_all_workers_may_leave_at_the_same_step_and_one_of_them_later(
+    how: str, unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    command = start(unisono, script, how, "all")
+    for worker_id in ("w0", "w1", "w2"):
+        command.line(f"[{worker_id}] leaves the loop")
+    (tmp_path / "go").touch()
+    assert command.wait() == 0, command.err
+    assert command.out[-1].startswith("unisono: finished: 3 steps in ")
+    assert [line["step"] for line in read(tmp_path / "run") if line["kind"] == "step"] == [0, 1, 2]
+
+
+def test_a_worker_whose_script_exits_in_the_middle_is_reported_and_replaced(
+    unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    """As one whose process ends without a word: an exit code of 0 says nothing about the others."""
+    command = start(unisono, script, "sys.exit", "w1")
+    assert command.wait() == 0, command.err
+    told = command.line("has left the training loop at step 2 and ended with exit code 0")
+    assert "worker w3 replaces it now (restart 1 of 10)" in told
+    assert not [line for line in command.err if "trying again" in line]
+    assert summary(tmp_path / "run")["state"] == "finished"

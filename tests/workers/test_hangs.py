@@ -1,0 +1,54 @@
+"""A worker that computes for ever: who is told, who is ended, and what becomes of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.workers.conftest import Unisono
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nursery")]
+Script = Callable[..., str]
+
+ONE_SAMPLE_NEVER_COMES = """
+    import threading
+    import torch
+    import unisono
+    from torch import nn
+
+    class Data:
+        def __len__(self):
+            return 48
+
+        def __getitem__(self, index):
+            if index == 31:  # of step 1: in its first step a worker may take its time
+                threading.Event().wait()
+            return torch.full((3,), index / 48)
+
+    with unisono.Run(seed=3) as run:
+        model = nn.Linear(3, 1)
+        run.track(model=model)
+        for step in run.steps(Data(), batch_size=24, microbatches=8, shuffle=False):
+            for inputs in step:
+                step.backward(model(inputs).mean())
+    """
+
+
+def test_a_sample_that_never_comes_ends_the_run_by_name(unisono: Unisono, script: Script) -> None:
+    """The first worker is left aside, the second gets its micro-batch and hangs as well; nobody else holds the state,
+    and only a newcomer waits.
+    """
+    name = script(ONE_SAMPLE_NEVER_COMES)
+    limits = ("--late-s", 0.4, "--aside-s", 1.5, "--hang-s", 4, "--heartbeat-s", 0.1)
+    command = unisono("run", name, "--workers", 2, *limits)
+    assert command.wait(60) == 1
+    told = command.err
+    place = "step 1, micro-batch 2 (samples 30, 31, 32)"
+    assert len([line for line in told if "is late: no progress" in line and place in line]) == 2, told
+    assert {line.partition(" ")[0] for line in told if "in __getitem__" in line and "train.py" in line} == {
+        "[w0]",
+        "[w1]",
+    }, "their stacks"
+    assert told[-1].startswith("unisono: failed: worker w")
+    assert f"at {place}, where worker w" in told[-1]
