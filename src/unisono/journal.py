@@ -16,6 +16,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +29,8 @@ KEPT_LINES = 4
 """So many are kept in any case."""
 MOST_KEPT_LINES = 1000
 """So many are kept of those that are not known to be in the file."""
+LINES_AT_ONCE = 32
+"""As long as there is no room, each step tries with so many, and not with all that are kept."""
 BLOCK_BYTES = 1 << 16
 
 Line = dict[str, Any]
@@ -119,17 +122,21 @@ class Journal:
             if lines[0]["line"] > self._last + 1:
                 lines = [_gap(self._last + 1, lines[0]["line"] - 1), *lines]
             with self._path.open("ab", buffering=0) as file:
-                if self._failed_at is not None:  # what follows half a line would be none either
-                    file.truncate(self._failed_at)
-                self._failed_at = os.fstat(file.fileno()).st_size
-                data = memoryview("".join(f"{_text(line)}\n" for line in lines).encode())
-                while data:
-                    data = data[file.write(data) :]
-            self._last, self._failed_at = lines[-1]["line"], None
-            self._in_file = self._last + 1
+                for start in range(0, len(lines), LINES_AT_ONCE):
+                    self._put(file, lines[start : start + LINES_AT_ONCE])
         except OSError as error:
             # Training is worth more than its diary.
             self._say(error)
+
+    def _put(self, file: FileIO, lines: list[Line]) -> None:
+        if self._failed_at is not None:  # what follows half a line would be none either
+            file.truncate(self._failed_at)
+        self._failed_at = os.fstat(file.fileno()).st_size
+        data = memoryview("".join(f"{_text(line)}\n" for line in lines).encode())
+        while data:
+            data = data[file.write(data) :]
+        self._last, self._failed_at = lines[-1]["line"], None
+        self._in_file = self._last + 1
 
     def _say(self, error: OSError) -> None:
         if not self._warned:

@@ -18,6 +18,7 @@ from unisono.journal import (
     BLOCK_BYTES,
     JOURNAL,
     KEPT_LINES,
+    LINES_AT_ONCE,
     Difference,
     Journal,
     compare,
@@ -167,7 +168,7 @@ def write_without_room(folder: Path, num_failed: int, fits: int) -> Journal:
 
 
 @pytest.mark.parametrize("fits", [0, 20, 300])
-@pytest.mark.parametrize("num_failed", [1, 2, KEPT_LINES, KEPT_LINES + 1, 30])
+@pytest.mark.parametrize("num_failed", [1, 2, KEPT_LINES, KEPT_LINES + 1, 100])
 def test_a_full_disk_costs_no_line(num_failed: int, fits: int, tmp_path: Path) -> None:
     """The half line that it leaves is gone when there is room again, and nothing is twice."""
     journal = write_without_room(tmp_path, num_failed, fits)
@@ -179,6 +180,19 @@ def test_a_full_disk_costs_no_line(num_failed: int, fits: int, tmp_path: Path) -
     other.start(writer=True)
     other.append(step(total), writer=True)
     assert numbers(tmp_path) == list(range(total + 1))
+
+
+def test_a_step_does_not_pay_for_all_lines_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[int] = []
+
+    def note(line: Line) -> str:
+        texts.append(line["line"])
+        return json.dumps(line)
+
+    monkeypatch.setattr("unisono.journal._text", note)
+    write_without_room(tmp_path, num_failed=200, fits=20)
+    assert len(texts) <= 1 + 200 * LINES_AT_ONCE
+    assert max(texts) <= LINES_AT_ONCE, "those that come next, again and again"
 
 
 def test_what_a_disk_had_no_room_for_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

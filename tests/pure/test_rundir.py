@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,28 @@ def test_a_description_is_replaced_whole(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="cannot be written: Is a directory"):
         describe(tmp_path, {"run_id": "r2"})
     assert holder(tmp_path) == "r1"
+
+
+def test_who_holds_a_directory_knows_whether_it_is_still_there(tmp_path: Path) -> None:
+    """By the file that it has open, or by the run's name: a copy that was put back is the run's as well."""
+    here, moved = tmp_path / "run", tmp_path / "moved"
+    claim(here, "r1", overwrite=False)
+    lock = Lock()
+    assert not lock.is_in(here, "r1"), "it is not held"
+    lock.take(here, "r1")
+    try:
+        assert lock.is_in(here, "r1")
+        here.rename(moved)
+        assert not lock.is_in(here, "r1")
+        claim(here, "r2", overwrite=False)
+        assert not lock.is_in(here, "r1"), "another run's"
+        shutil.rmtree(here)
+        here.mkdir()
+        assert not lock.is_in(here, "r1"), "nobody's"
+        shutil.copytree(moved, here, dirs_exist_ok=True)
+        assert lock.is_in(here, "r1")
+        shutil.rmtree(here)
+        moved.rename(here)
+        assert lock.is_in(here, "r1")
+    finally:
+        lock.release()

@@ -152,6 +152,10 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
             assert json.loads((directory / "head.json").read_text())["run_id"] == "second"
             assert head.status()["run_dir"] == str(directory)
         assert list(directory.iterdir()) == []
+        directory.rmdir()  # or moved: what is made in its place would look like a run, and be none
+        async with serving(run_id="third", snapshot=snapshot):
+            pass
+        assert not directory.exists()
 
     asyncio.run(asyncio.wait_for(story(), 30))
 

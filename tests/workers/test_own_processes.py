@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import unisono
 from tests.workers.conftest import Command, Unisono
 from unisono.checkpoint import files
 from unisono.journal import compare, summary
@@ -106,6 +110,21 @@ def test_the_token_does_not_reach_a_script_s_children(start: str, unisono: Uniso
     command = unisono("run", script(READS_TOKEN), "-n", 1, "--run-dir", "run", "--start", start)
     assert command.wait() == 0, command.err
     assert int(command.line("said").split()[-1]) > 0
+
+
+def test_a_child_of_a_script_that_runs_alone_ends_at_sigterm(tmp_path: Path) -> None:
+    """It has inherited the handler of the run, which finishes the step, and has no step to finish."""
+    with unisono.Run(tmp_path / "run", checkpoint=unisono.Checkpoints(every_steps=1, on_signal=75)) as run:
+        model = torch.nn.Linear(2, 1)
+        run.track(model=model)
+        for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4):
+            for batch in step:
+                step.backward(model(batch).mean())
+            child = multiprocessing.get_context("fork").Process(target=signal.pause)
+            child.start()
+            child.terminate()
+            child.join(20)
+            assert child.exitcode == -signal.SIGTERM
 
 
 FORKS = """

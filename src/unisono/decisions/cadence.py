@@ -16,7 +16,9 @@ they are not at the same              all drop it, and want it again
 ====================================  ==========================================================
 
 The last row, and a change of the members, is what a loss leaves behind: a member that is ahead by a step has not
-begun what the others have. What was dropped is garbage without a manifest.
+begun what the others have. Of what was dropped each member removes its part.
+
+The words also say who sees the run's directory, and how far the journal is written: the first that sees it writes it.
 
 The others forget a checkpoint only when nobody says any more that it is publishing one. When the members have changed
 by then, those who see the directory look whether it is there, and want it again if it is not.

@@ -141,6 +141,7 @@ class Head:
         self._due = math.inf
         self._listens_until = 0.0
         self._written: dict[Path, str] = {}
+        self._made = memory.run_dir if snapshot else ""  # if it is gone, somebody has taken it away
         # Pids and start times of workers of this machine whose end nobody has reported. The report may have been lost
         # with the head before this one.
         self._here: dict[str, tuple[int, str]] = {}
@@ -412,7 +413,9 @@ class Head:
         if is_there or is_taken(folder, self._run_id):
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if run_dir != self._made:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._made = run_dir
             token_file = folder / "token"
             token_file.unlink(missing_ok=True)
             descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
