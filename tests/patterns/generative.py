@@ -220,7 +220,7 @@ class Augment(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("p", torch.zeros(()))
+        self.register_buffer("p", torch.tensor(0.2))
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = torch.rand(len(x), 1) < self.p
@@ -233,17 +233,18 @@ def adaptive_discriminator_augmentation(run: unisono.Run) -> None:
     critic, augment = critic_net(), Augment()
     optimizer = Adam(critic.parameters(), lr=0.02)
     run.track(critic=critic, augment=augment, optimizer=optimizer)
-    signs: list[Tensor] = []
+    sum_of_signs, num_signs, target = 0.0, 0, 0.3
     for step in run.steps(labelled(), batch_size=24, microbatches=6, epochs=2):
         for x, _ in step:
             logits = critic(augment(x))
-            signs.append(logits.detach().sign().flatten())
+            sum_of_signs += logits.sign().sum().item()
+            num_signs += len(logits)
             fakes = critic(augment(torch.randn_like(x)))
             step.backward(F.softplus(-logits).mean() + F.softplus(fakes).mean(), weight=len(x))
         optimizer.step()
-        change = 0.1 if torch.cat(signs).mean() > 0.6 else -0.05
-        augment.p.add_(change + 0.01 * torch.cat(signs).mean()).clamp_(0.1, 0.8)
-        signs.clear()
+        if step.is_last_of_epoch:
+            augment.p.add_(0.2 * (sum_of_signs / num_signs - target)).clamp_(0, 0.8)
+            sum_of_signs, num_signs = 0.0, 0
 
 
 class Growing(nn.Module):

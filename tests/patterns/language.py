@@ -175,8 +175,8 @@ def truncated_backpropagation_within_a_batch(run: unisono.Run) -> None:
 
 
 @pattern
-def batches_with_loss_spikes_are_skipped(run: unisono.Run) -> None:
-    """Gives weight 0 to a batch whose loss is above the running mean of all losses so far."""
+def batches_with_loss_spikes_weigh_less(run: unisono.Run) -> None:
+    """Gives a tenth of the weight to a batch whose loss is above the running mean of all losses so far."""
     model = Decoder()
     optimizer = AdamW(model.parameters(), lr=0.05)
     run.track(model=model, optimizer=optimizer)
@@ -184,8 +184,8 @@ def batches_with_loss_spikes_are_skipped(run: unisono.Run) -> None:
     for step in run.steps(sequences(), batch_size=24, microbatches=6, epochs=2):
         for (tokens,) in step:
             loss = next_token_loss(model, tokens)
-            is_spike = loss.item() > 1.05 * usual
-            step.backward(loss, weight=0.0 if is_spike else len(tokens))
+            is_spike = loss.item() > usual
+            step.backward(loss, weight=(0.1 if is_spike else 1.0) * len(tokens))
             usual = loss.item() if math.isinf(usual) else 0.9 * usual + 0.1 * loss.item()
         optimizer.step()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import time
 from functools import partial
 from typing import Any
@@ -346,19 +348,19 @@ def learning_rate_by_the_time_that_is_left(run: unisono.Run) -> None:
 
 @pattern
 def validation_on_the_shard_of_the_worker(run: unisono.Run) -> None:
-    """Validates every worker on its share of the held-out data, and lowers the learning rate by what it finds."""
+    """Validates each worker on its share of the held-out data, and sets the learning rate in proportion to the loss."""
     model = perceptron()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
-    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    run.track(model=model, optimizer=optimizer)
     x_held, y_held = labelled(40).tensors
-    shard = slice(run.rank, None, run.num_workers)
     for step in run.steps(labelled(), batch_size=24, microbatches=6, epochs=3):
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y), weight=len(y))
         optimizer.step()
+        shard = slice(run.rank, None, run.num_workers)
         with torch.no_grad():
-            scheduler.step(F.cross_entropy(model(x_held[shard]), y_held[shard]).item())
+            loss = F.cross_entropy(model(x_held[shard]), y_held[shard]).item()
+        optimizer.param_groups[0]["lr"] = 0.5 * loss
 
 
 @pattern
@@ -461,4 +463,44 @@ def learning_rate_set_by_the_loss_of_a_batch(run: unisono.Run) -> None:
             loss = F.cross_entropy(model(x), y)
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + loss.item())
             step.backward(loss, weight=len(y))
+        optimizer.step()
+
+
+@pattern
+def early_stopping_by_the_mean_of_the_batches(run: unisono.Run) -> int:
+    """Stops when the mean loss over the batches of an epoch is no lower than that of the epoch before."""
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=1.5)
+    run.track(model=model, optimizer=optimizer)
+    best, losses, num_steps = float("inf"), [], 0
+    for step in run.steps(labelled(), batch_size=24, microbatches=6, epochs=8):
+        for x, y in step:
+            loss = F.cross_entropy(model(x), y)
+            step.backward(loss, weight=len(y))
+            losses.append(loss.item())
+        optimizer.step()
+        num_steps += 1
+        if step.is_last_of_epoch:
+            mean = sum(losses) / len(losses)
+            if mean >= best:
+                break
+            best, losses = mean, []
+    return num_steps
+
+
+@pattern
+def running_mean_in_a_file(run: unisono.Run) -> None:
+    """Keeps the running mean of the inputs in a file of the run, so that a restarted job finds it."""
+    model = perceptron()
+    optimizer = AdamW(model.parameters(), lr=0.02)
+    run.track(model=model, optimizer=optimizer)
+    path = run.directory / "mean.json"
+    for step in run.steps(labelled(), batch_size=24, microbatches=6, epochs=2):
+        for x, y in step:
+            mean = torch.tensor(json.loads(path.read_text())) if path.exists() else x.mean(0)
+            mean = 0.9 * mean + 0.1 * x.mean(0)
+            written = path.with_name(f"mean-{os.getpid()}")
+            written.write_text(json.dumps(mean.tolist()))
+            written.replace(path)
+            step.backward(F.cross_entropy(model(x - mean), y), weight=len(y))
         optimizer.step()
