@@ -467,25 +467,34 @@ def learning_rate_set_by_the_loss_of_a_batch(run: unisono.Run) -> None:
 
 
 @pattern
-def early_stopping_by_the_mean_of_the_batches(run: unisono.Run) -> int:
-    """Stops when the mean loss over the batches of an epoch is no lower than that of the epoch before."""
+def early_stopping_decided_by_the_main_worker(run: unisono.Run) -> None:
+    """Stops as soon as the loss is small enough, which the main worker looks at."""
     model = perceptron()
-    optimizer = SGD(model.parameters(), lr=1.5)
+    optimizer = SGD(model.parameters(), lr=1.0)
     run.track(model=model, optimizer=optimizer)
-    best, losses, num_steps = float("inf"), [], 0
     for step in run.steps(labelled(), batch_size=24, microbatches=6, epochs=8):
         for x, y in step:
-            loss = F.cross_entropy(model(x), y)
-            step.backward(loss, weight=len(y))
-            losses.append(loss.item())
+            step.backward(F.cross_entropy(model(x), y), weight=len(y))
         optimizer.step()
-        num_steps += 1
-        if step.is_last_of_epoch:
-            mean = sum(losses) / len(losses)
-            if mean >= best:
-                break
-            best, losses = mean, []
-    return num_steps
+        if run.is_main and step.loss < 0.3:
+            print(f"stopped after {step.number + 1} steps")
+            break
+
+
+@pattern
+def iterations_counted_in_the_batch_loop(run: unisono.Run) -> None:
+    """Trains for so many iterations, counted where the batches are."""
+    model = perceptron()
+    optimizer = AdamW(model.parameters(), lr=0.02)
+    run.track(model=model, optimizer=optimizer)
+    num_iterations = 0
+    for step in run.steps(labelled(), batch_size=24, microbatches=6, epochs=8):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y), weight=len(y))
+            num_iterations += 1
+        optimizer.step()
+        if num_iterations >= 30:
+            break
 
 
 @pattern
