@@ -103,6 +103,5 @@ EXPECTED = {
     "standardised_weights_with_a_cache": "identical",
     "learning_rate_set_by_the_loss_of_a_batch": "refused",
     "early_stopping_decided_by_the_main_worker": "refused",
-    "iterations_counted_in_the_batch_loop": "different",
     "running_mean_in_a_file": "different",
 }

@@ -482,22 +482,6 @@ def early_stopping_decided_by_the_main_worker(run: unisono.Run) -> None:
 
 
 @pattern
-def iterations_counted_in_the_batch_loop(run: unisono.Run) -> None:
-    """Trains for so many iterations, counted where the batches are."""
-    model = perceptron()
-    optimizer = AdamW(model.parameters(), lr=0.02)
-    run.track(model=model, optimizer=optimizer)
-    num_iterations = 0
-    for step in run.steps(labelled(), batch_size=24, microbatches=6, epochs=8):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y), weight=len(y))
-            num_iterations += 1
-        optimizer.step()
-        if num_iterations >= 30:
-            break
-
-
-@pattern
 def running_mean_in_a_file(run: unisono.Run) -> None:
     """Keeps the running mean of the inputs in a file of the run, so that a restarted job finds it."""
     model = perceptron()
