@@ -152,6 +152,7 @@ class Member:
         self._standing: dict[str, Message] = {}  # what is said again to a head that may not have heard it
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
+        self._num_heard = 0
         self._generation = 0
         self._place = (-1, -1, -1)
         self._progress = 0
@@ -420,11 +421,14 @@ class Member:
                 except OSError as error:
                     self._look_around(away_since, error)
                     continue
+                num_heard = self._num_heard
                 try:
                     self._speak(link)
                 except (OSError, ProtocolError) as error:
-                    away_since = time.monotonic()
+                    if self._num_heard > num_heard:  # what takes connections and says nothing is no head
+                        away_since = time.monotonic()
                     self._drop_calls(PeerLost(f"the connection to the head broke: {error}"))
+                    self._look_around(away_since, error)
                 finally:
                     self._link = None
                     link.close()
@@ -495,6 +499,7 @@ class Member:
         )
 
     def _hear(self, message: Message) -> None:
+        self._num_heard += 1
         match message:
             case Notice():
                 self._notify(message)

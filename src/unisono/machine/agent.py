@@ -180,6 +180,7 @@ class _Agent:
         self._ordered: set[str] = set()
         self._evicted: set[str] = set()
         self._agent_id = ""
+        self._away_since: float | None = None
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._unsent: Message | None = None
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -240,12 +241,10 @@ class _Agent:
     # -- the head ------------------------------------------------------------------------------------
 
     async def _talk(self) -> None:
-        """The connection to the head; made again while the head is away."""
-        away_since = None
+        """The connection to the head; made again while the head is away. Each absence has its own time."""
         while not self._over.done():
             try:
                 why = await self._connect()
-                away_since = None
             except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
                 why = f"the connection to the head at {self._url} broke: {error}"
                 if isinstance(error, InvalidStatus) and is_refusal(status := error.response.status_code):
@@ -255,11 +254,11 @@ class _Agent:
                 self._finish(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
                 raise
             now = time.monotonic()
-            if away_since is None:
-                away_since = now
+            if self._away_since is None:
+                self._away_since = now
                 if not self._over.done() and self._head is None:
                     self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
-            if now - away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
+            if now - self._away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
                 self._finish(Ended(ok=False, reason=why, exit_code=1))
             await asyncio.sleep(RETRY_S)
             if self._head_is_done:
@@ -337,6 +336,7 @@ class _Agent:
                 self._run_dir = message.path
             case Welcome():
                 self._agent_id = message.agent_id
+                self._away_since = None
             case Snapshot():
                 if self._head is not None:
                     self._head.snapshot = message.state
