@@ -134,14 +134,18 @@ class Member:
         info: of this worker; its ``address`` is filled in with the interface that reaches the head.
         fingerprint: what equal bits depend on.
         board: its page in shared memory (`unisono.exchange.host.Board`), kept for the library.
+        script: checksum of its script's text.
     """
 
-    def __init__(self, door: Door, info: MemberInfo, fingerprint: dict[str, str], board: Any = None) -> None:
+    def __init__(
+        self, door: Door, info: MemberInfo, fingerprint: dict[str, str], board: Any = None, *, script: str = ""
+    ) -> None:
         self.door = door
         self.info = info
         self.worker_id = info.worker_id
         self.board = board
         self._fingerprint = fingerprint
+        self._script = script
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._notice: Notice | None = None
@@ -451,7 +455,7 @@ class Member:
         """Talk over one connection until it ends."""
         if self.info.address != link.address:
             self.info = msgspec.structs.replace(self.info, address=link.address)
-        hello = Hello(info=self.info, fingerprint=self._fingerprint, generation=self._generation)
+        hello = Hello(info=self.info, fingerprint=self._fingerprint, script=self._script, generation=self._generation)
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection
             for message in list(self._standing.values()):

@@ -99,6 +99,8 @@ class Hello(Message):
     info: MemberInfo
     fingerprint: dict[str, str]
     """What equal bits depend on: instruction set, torch, threads ... (`unisono.fingerprint`)."""
+    script: str = ""
+    """Checksum of the text of its script; empty where that is not one file."""
     generation: int = 0
     """The newest generation that it holds: not 0 when it comes back after its connection broke."""
     protocol: int = PROTOCOL
@@ -235,6 +237,8 @@ class Notice(Message):
     paused: bool = False
     """Finish the step, then wait for another notice before the next."""
     reason: str = ""
+    warnings: list[str] = []
+    """Of those who are new in it and may compute differently; the journal says so."""
 
 
 class StoreAnswer(Message):

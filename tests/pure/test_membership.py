@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.decisions.likeness import differences
 from unisono.decisions.membership import (
     TRANSITIONS,
     Action,
@@ -20,7 +21,6 @@ from unisono.decisions.membership import (
     Send,
     Tick,
     agent_name,
-    differences,
     next_deadline,
     step,
 )
@@ -445,9 +445,9 @@ def test_progress_forgives_restarts() -> None:
     story = training(2, max_restarts=1)
     story.says("w0", step_done(0))
     story.exits("w1")
-    assert story.state.used_restarts == 1
+    assert story.state.agents[AGENT].used_restarts == 1
     story.says("w0", step_done(100))
-    assert story.state.used_restarts == 0
+    assert story.state.agents[AGENT].used_restarts == 0
 
 
 # -- joining, leaving, scaling -----------------------------------------------------------------------
@@ -1365,6 +1365,124 @@ def test_a_different_fingerprint_is_refused_where_strict() -> None:
     assert story.ended is None
 
 
+def says_hello(story: Story, worker_id: str, script: str) -> None:
+    story.says(worker_id, Hello(info=info(worker_id), fingerprint={"torch": "2"}, script=script))
+
+
+def test_another_text_of_the_script_is_refused() -> None:
+    story = training(1)
+    story.agent(1, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    says_hello(story, "w1", "bbbb")
+    assert story.worker("w1").state is WorkerState.LEFT
+    assert "has another text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
+    assert "--allow-different-script" in story.reason
+    assert story.ended is None
+    assert story.state.members == ("w0",)
+
+
+def test_a_replacement_whose_script_was_edited_is_not_replaced_again() -> None:
+    """The next one would read the same text."""
+    story = training(2)
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.exits("w1")
+    story.hold()
+    says_hello(story, "w2", "bbbb")
+    assert story.sent(AGENT, Start) == []
+    assert story.state.agents[AGENT].used_restarts == 1
+    assert [evict.worker_id for evict in story.sent(AGENT, Evict)] == ["w2"]
+    assert "was the script edited" in story.reason
+
+
+def test_the_text_that_counts_is_that_of_the_command_whoever_comes_first() -> None:
+    story = Story(1)
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.agent(1)
+    story.agent(1, "agent1", primary=False, host="office")
+    says_hello(story, "w1", "bbbb")
+    says_hello(story, "w0", "aaaa")
+    assert story.worker("w1").state is WorkerState.LEFT
+    assert story.worker("w0").state is WorkerState.STARTING
+
+
+def test_a_text_that_nobody_knows_is_no_other_text() -> None:
+    story = Story(2)
+    story.agent(2)
+    says_hello(story, "w0", "")
+    says_hello(story, "w1", "aaaa")
+    assert story.state.script == "aaaa"
+    assert story.worker("w1").state is WorkerState.STARTING
+
+
+def test_who_is_admitted_with_a_warning_is_named_once_in_its_first_generation() -> None:
+    story = training(1, allow_different_script=True)
+    story.agent(1, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    says_hello(story, "w1", "bbbb")
+    assert "no longer hold" in story.reason
+    story.says("w1", Ready(phase=0))
+    assert story.notices()["w0"].warnings == [story.worker("w1").warning]
+    assert "has another text of the script" in story.worker("w1").warning
+    story.hold()
+    story.says("", Scale(num_workers=3))
+    story.arrive("w2")
+    assert story.notices()["w0"].warnings == []
+
+
+def test_a_machine_none_of_whose_workers_can_take_part_is_sent_away_with_their_reason() -> None:
+    """And costs nobody a restart."""
+    story = training(1)
+    story.agent(2, "agent1", primary=False, host="office")
+    for worker_id in ("w1", "w2"):
+        assert story.sent("agent1", Ended) == []
+        story.says(worker_id, Hello(info=info(worker_id, "office"), fingerprint={"torch": "2"}))
+        story.says(worker_id, Failed(error="FileNotFoundError: data", traceback="Traceback ..."))
+        assert story.sent("agent1", Start) == []
+    (told,) = story.sent("agent1", Ended)
+    assert (told.ok, told.exit_code) == (False, 1)
+    assert told.reason.endswith("the last: worker w2 (pid 1002) failed: FileNotFoundError: data")
+    assert [agent.used_restarts for agent in story.state.agents.values()] == [0, 0]
+    story.says("agent1", AgentHello(host="office", pid=1, num_workers=2, agent_id="agent1"))
+    assert story.sent("agent1", Ended) == [told], "it may not have heard it"
+    story.says("agent1", Lost())
+    assert story.ended is None
+
+
+def test_a_machine_one_of_whose_workers_takes_part_stays() -> None:
+    story = training(1)
+    story.agent(2, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    story.arrive("w1", host="office")
+    story.hold()
+    story.says("w2", Hello(info=info("w2", "office"), fingerprint={"torch": "2"}))
+    story.says("w2", Failed(error="E", traceback="T"))
+    assert story.sent("agent1", Ended) == []
+    story.says("agent1", WorkerExit(worker_id="w1", exit_code=1))
+    assert story.sent("agent1", Ended) == []
+    assert story.state.agents["agent1"].used_restarts == 2
+
+
+def test_a_machine_uses_up_its_own_restarts_only() -> None:
+    story = training(1, max_restarts=1)
+    story.agent(1, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    said = []
+    for number in (1, 2):
+        story.arrive(f"w{number}", host="office")
+        story.hold()
+        story.says("agent1", WorkerExit(worker_id=f"w{number}", exit_code=-9))
+        said.append(story.reason)
+        story.hold()
+    assert "worker w2 replaces it" in said[0]
+    assert "on office all 1 restarts are used" in said[1]
+    story.says("", Scale(num_workers=2))
+    story.arrive("w3")
+    story.hold()
+    story.exits("w3")
+    assert [start.worker_ids for start in story.sent(AGENT, Start)] == [["w4"]]
+
+
 def test_differences_are_said_in_words() -> None:
     assert differences({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == [
         "b is 'unknown' and not '2'",
@@ -1527,7 +1645,7 @@ class World:
             assert told & survivors >= set(before.members) & survivors, "who is left out hears of it as well"
         numbers = [w.number for w in state.workers.values()]
         assert len(set(numbers)) == len(numbers)
-        assert state.used_restarts <= state.policy.max_restarts
+        assert all(agent.used_restarts <= state.policy.max_restarts for agent in state.agents.values())
 
     def says(self, source: str, message: Message | Tick) -> None:
         self.perform(lambda: self.story.says(source, message))

@@ -52,9 +52,11 @@ class Policy:
     grows: bool = True
     """A machine that joins raises ``maximum`` by its workers as long as it is there."""
     max_restarts: int = 10
-    """How many lost workers are replaced; every `FORGIVE_STEPS` steps forgive one."""
+    """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
     """Refuse a worker whose arithmetic may differ."""
+    allow_different_script: bool = False
+    """Admit, with a warning, a worker whose script has another text than the run's."""
     heartbeat_s: float = 0.5
     """How often a member says something."""
     heartbeat_timeout_s: float = 5.0
@@ -131,6 +133,8 @@ class Worker:
     draining: bool = False
     num_unreached: int = 0
     """How often in a row the others could not exchange with the newcomers of which it was one."""
+    warning: str = ""
+    """With which it was admitted."""
 
     @property
     def number(self) -> int:
@@ -153,6 +157,13 @@ class Agent:
     """Since when a head that has taken over waits for it."""
     num_unborn: int = 0
     """How many of its workers had not come when its connection broke."""
+    used_restarts: int = 0
+    has_served: bool = False
+    """One of its workers has held the run's state."""
+    failure: str = ""
+    """Why the last of its workers was lost, while none had served yet."""
+    refused: str = ""
+    """Why it has to go: none of its workers could take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +185,8 @@ class State:
     held: bool = False
     """Somebody has held the run's state: there is something to lose."""
     fingerprint: Mapping[str, str] | None = None
-    used_restarts: int = 0
+    script: str = ""
+    """The checksum of the script's text, as the command that started the run has read it; "": unknown."""
     committed: int = -1
     """The last step that is done."""
     step_seconds: float = 0.0

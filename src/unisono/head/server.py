@@ -22,7 +22,8 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, differences, next_deadline, step
+from unisono.decisions.likeness import differences
+from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, next_deadline, step
 from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
@@ -124,7 +125,7 @@ class Head:
         job: dict[str, Any] | None = None,
         snapshot: bytes = b"",
     ) -> None:
-        memory = _Memory.decode(snapshot) if snapshot else _Memory(State(policy=policy), time.time(), "starting")
+        memory = _Memory.decode(snapshot) if snapshot else _first(policy, job)
         state = resumed(memory.state, time.monotonic()) if snapshot else memory.state
         self._state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, heartbeat_s=heartbeat_s))
         self._token = token
@@ -436,6 +437,11 @@ class Head:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
         self._written.clear()
+
+
+def _first(policy: Policy, job: dict[str, Any] | None) -> _Memory:
+    """What the first head of a run knows."""
+    return _Memory(State(policy=policy, script=(job or {}).get("script", "")), time.time(), "starting")
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -32,6 +32,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from unisono.checkpoint import files
 from unisono.errors import UsageError
+from unisono.fingerprint import script_checksum
 from unisono.journal import conclude
 from unisono.lifetime import PARENT, Memory, bind_to_parent, end_when_silent, fill_standard_streams
 from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
@@ -122,7 +123,13 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
         "heartbeat_s": service.heartbeat_s,
         "options": dict(service.options),
         "run_dir": job.run_dir,
-        "job": {"arguments": job.arguments, "threads": job.threads, "folder": os.getcwd(), "run_dir": job.run_dir},
+        "job": {
+            "arguments": job.arguments,
+            "threads": job.threads,
+            "folder": os.getcwd(),
+            "run_dir": job.run_dir,
+            "script": script_checksum(job.arguments),
+        },
     }
     head = HeadProcess(settings, listener, secret)
     agent = _Agent(job, url, token, secret, terminal(), head)
