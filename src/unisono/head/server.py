@@ -340,7 +340,8 @@ class Head:
         if isinstance(message, Tick) and now < self._listens_until:
             self._set_timer()
             return
-        self._state, actions, reason = step(self._state, Event(source, message), now)
+        before = self._state
+        self._state, actions, reason = step(before, Event(source, message), now)
         if isinstance(message, Hello):
             self._note_place(self._state.workers[source])
         elif isinstance(message, WorkerExit):
@@ -351,7 +352,9 @@ class Head:
         if reason:
             self._reason = reason
         # Before anybody acts on it: whoever follows this head must not decide otherwise.
-        if actions or not isinstance(message, Beat | StepDone):
+        # Of the steps the first: from then on there is something to lose, and nobody may begin again.
+        is_first_step = before.committed < 0 <= self._state.committed
+        if actions or is_first_step or not isinstance(message, Beat | StepDone):
             self._remember()
         for action in actions:
             line = self._lines.get(action.to if isinstance(action, Send) else action.worker_id)
