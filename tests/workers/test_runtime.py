@@ -696,8 +696,13 @@ def test_nothing_outlives_the_command(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_heads_that_die_one_after_the_other_end_the_run(unisono: Unisono, script: Script, mark: str) -> None:
-    """One head follows another; but when each of them dies, it is what they have been told that kills them."""
+def test_heads_that_die_one_after_the_other_end_the_run(
+    unisono: Unisono, script: Script, mark: str, tmp_path: Path
+) -> None:
+    """One head follows another; but when each of them dies, it is what they have been told that kills them.
+
+    Their address and token, which the last one could not take away, do not stay in the directory.
+    """
     command = unisono("run", script(FOLLOW), "--workers", 1, "--run-dir", "run")
     command.line("[w0] generation 1 w0")
     for _ in range(MAX_HEADS):
@@ -710,6 +715,7 @@ def test_heads_that_die_one_after_the_other_end_the_run(unisono: Unisono, script
         wait_until_gone(heads, deadline)
     assert command.wait() == 1
     assert f"{MAX_HEADS} heads in a row have ended" in command.err[-1]
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_token_is_nowhere_to_be_seen(unisono: Unisono, script: Script, mark: str, tmp_path: Path) -> None:

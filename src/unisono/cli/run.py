@@ -304,7 +304,7 @@ def _recorded_threads(facts: dict[str, Any]) -> int:
 
 def _check_directory(folder: Path) -> None:
     """The run directory can be written, and no run is going in it."""
-    from unisono.rundir import going
+    from unisono.rundir import ADDRESS_FILE, going
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--run-dir {folder} is not a directory")
@@ -314,7 +314,7 @@ def _check_directory(folder: Path) -> None:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
     try:
-        pid = int(json.loads((folder / "head.json").read_text())["pid"])
+        pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
         os.kill(pid, 0)
         is_head = b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes() if Path("/proc/self").exists() else True
     except (OSError, ValueError, KeyError, TypeError):

@@ -48,7 +48,7 @@ from unisono.messages import (
     decode,
     encode,
 )
-from unisono.rundir import is_taken
+from unisono.rundir import ADDRESS_FILE, TOKEN_FILE, is_taken
 
 __all__ = ["Head"]
 
@@ -417,15 +417,15 @@ class Head:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            token_file = folder / "token"
+            token_file = folder / TOKEN_FILE
             token_file.unlink(missing_ok=True)
             descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(self._token)
             self._written[token_file] = self._token
-            address = folder / "head.json"
+            address = folder / ADDRESS_FILE
             known = {"url": self._url, "pid": os.getpid(), "token_file": str(token_file), "run_id": self._run_id}
-            part = folder / "head.json.part"
+            part = folder / f"{ADDRESS_FILE}.part"
             text = json.dumps(known) + "\n"
             part.write_text(text)
             part.rename(address)

@@ -56,6 +56,7 @@ from unisono.messages import (
     encode,
     is_refusal,
 )
+from unisono.rundir import forget_head
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
@@ -118,7 +119,7 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
     settings = {
         "policy": service.policy,
         "listener": listener.fileno(),
-        "run_id": secrets.token_hex(4),
+        "run_id": (run_id := secrets.token_hex(4)),
         "url": url,
         "heartbeat_s": service.heartbeat_s,
         "options": dict(service.options),
@@ -137,6 +138,8 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
         return await agent.run()
     finally:
         await head.end()
+        for run_dir in filter(None, {job.run_dir, agent.run_dir}):
+            forget_head(Path(run_dir), run_id, token)  # where the last head was killed
 
 
 def join(job: Job, url: str, token: str) -> int:
@@ -195,7 +198,8 @@ class _Agent:
         self._is_leaving = False
         self._num_signals = 0
         self._on_signal = -1
-        self._run_dir = ""
+        self.run_dir = ""
+        """Where the script wants the run to be, when it has said so."""
         self._stops_for = ""
         self._stop_code = 0
 
@@ -229,9 +233,9 @@ class _Agent:
                     await self._outbox.join()  # the head hears of every end that this agent has seen
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
-        if not ended.ok and self._head is not None and self._run_dir:
+        if not ended.ok and self._head is not None and self.run_dir:
             with contextlib.suppress(OSError):  # a directory that this machine may not write to
-                conclude(Path(self._run_dir), ended.reason)
+                conclude(Path(self.run_dir), ended.reason)
         self._show(ended)
         return ended.exit_code
 
@@ -340,7 +344,7 @@ class _Agent:
                 self._finish(self._left_by_signal(message))
             case RunDirectory():
                 self._on_signal = message.on_signal
-                self._run_dir = message.path
+                self.run_dir = message.path
             case Welcome():
                 self._agent_id = message.agent_id
                 self._away_since = None
@@ -521,12 +525,12 @@ class _Agent:
 
     def _how_to_go_on(self, ended: Ended) -> str:
         """For a run that this machine has started and that ended before its time."""
-        if self._head is None or not self._run_dir or (ended.ok and not self._stops_for):
+        if self._head is None or not self.run_dir or (ended.ok and not self._stops_for):
             return ""
         done = []
         with contextlib.suppress(OSError):  # a directory that has gone meanwhile
-            done = files.complete(Path(self._run_dir) / files.FOLDER)
+            done = files.complete(Path(self.run_dir) / files.FOLDER)
         if not done:
             return ""
-        again = shlex.join(["unisono", "run", "--resume", self._run_dir])
+        again = shlex.join(["unisono", "run", "--resume", self.run_dir])
         return f"the newest checkpoint is {done[-1].name}; to go on from it: {again}"
