@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import hmac
 import http
 import json
+import logging
 import math
 import os
 import signal
 import socket
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,8 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_QUEUED = 10_000
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # how many heartbeats a head that was held up waits for, before it calls anybody silent
+FULL_EVERY_S = 60.0  # how often it is said that there is no room for another connection
+FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
 
 
@@ -141,6 +146,7 @@ class Head:
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._listens_until = 0.0
+        self._full_at = -math.inf
         self._written: dict[Path, str] = {}
         # Pids and start times of workers of this machine whose end nobody has reported. The report may have been lost
         # with the head before this one.
@@ -153,6 +159,7 @@ class Head:
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until the run is over and everybody has heard it, or `over` is set."""
+        asyncio.get_running_loop().set_exception_handler(self._trouble)
         server: Server = await serve(
             self._serve,
             sock=listener,
@@ -161,6 +168,7 @@ class Head:
             ping_interval=None,
             max_size=MAX_MESSAGE_BYTES,
             close_timeout=1.0,
+            logger=_SILENT,
         )
         try:
             if self._run_dir:
@@ -188,8 +196,9 @@ class Head:
         path = request.path.partition("?")[0]
         if path == "/health":
             return connection.respond(http.HTTPStatus.OK, "ok\n")
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        given = request.headers.get_all("Authorization")
+        bearer = given[0].removeprefix("Bearer ").encode(errors="surrogateescape") if len(given) == 1 else b""
+        if not hmac.compare_digest(bearer, self._token.encode()):
             return connection.respond(http.HTTPStatus.UNAUTHORIZED, "the run's token is needed\n")
         if path == "/status":
             body = json.dumps(self.status()).encode()
@@ -238,6 +247,21 @@ class Head:
 
     # -- connections ---------------------------------------------------------------------------------
 
+    def _trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What the event loop has to report: where there is no room for a connection, once a minute in one line."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in FULL and "socket" in context):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._full_at > FULL_EVERY_S:
+            self._full_at = time.monotonic()
+            self._tell_agents(
+                Told(
+                    text=f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of "
+                    "workers and machines. Does a program flood its port? The limit of open files is that of `ulimit "
+                    "-n`"
+                )
+            )
+
     async def _serve(self, connection: ServerConnection) -> None:
         line = _Line(connection)
         name = ""
@@ -270,6 +294,9 @@ class Head:
             line.put(encode(Told(text=why)))
         except ConnectionClosed:
             pass
+        except Exception:  # of this library, not of a stranger: only who has the token comes so far
+            traceback.print_exc()
+            why = "the head could not deal with what it said"
         finally:
             line.put(None)
             if name and self._lines.get(name) is line:
@@ -445,6 +472,17 @@ class Head:
 def _first(policy: Policy, job: dict[str, Any] | None) -> _Memory:
     """What the first head of a run knows."""
     return _Memory(State(policy=policy, script=(job or {}).get("script", "")), time.time(), "starting")
+
+
+def _silent() -> logging.Logger:
+    """For websockets, which logs with a traceback whatever somebody without the token may say."""
+    logger = logging.getLogger("unisono.head.websockets")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger
+
+
+_SILENT = _silent()
 
 
 def _holds(path: Path, text: str) -> bool:
