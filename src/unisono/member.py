@@ -369,6 +369,7 @@ class Member:
                 values=list(values),
                 amount=amount,
                 timeout_s=timeout_s,
+                generation=generation or 0,
             )
             self.send(request)
         try:

@@ -206,6 +206,8 @@ class StoreCall(Message):
     values: list[bytes] = []
     amount: int = 0
     timeout_s: float = 60.0
+    generation: int = 0
+    """For whose sake: its keys go when it is over. 0: they stay."""
 
 
 # -- head to worker ----------------------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.decisions import membership
 from unisono.decisions.likeness import differences
 from unisono.decisions.membership import (
     TRANSITIONS,
@@ -1004,6 +1007,9 @@ def test_silence_of_all_is_no_loss_of_anybody() -> None:
 def test_silence_of_all_for_very_long_is_the_end() -> None:
     story = training(2, heartbeat_timeout_s=5.0, hang_s=60.0)
     story.says("w0", step_done(0))
+    assert next_deadline(story.state) == 5.0, "one of them may be heard until then"
+    story.tick(5.0)
+    assert story.state.generation == 1
     assert next_deadline(story.state) == 60.0
     story.tick(60.0)
     assert story.ended is not None
@@ -1341,6 +1347,147 @@ def test_an_exchange_that_breaks_for_the_newcomer_alone_is_not_held_against_it()
         cannot_exchange(story, by=["w2"])
         story.hold("w0", "w1")
         assert story.worker("w2").state is WorkerState.ADMITTED
+
+
+# -- heartbeats --------------------------------------------------------------------------------------
+
+
+def beat(seconds_at: float = 0.0, *, waiting: bool = False) -> Beat:
+    return Beat(
+        generation=1, phase=0, step=4, microbatch=2, progress=1, num_steps=5, waiting=waiting, seconds_at=seconds_at
+    )
+
+
+@pytest.mark.parametrize("kind", [WorkerState.STARTING, WorkerState.READY, WorkerState.ADMITTED, WorkerState.HOLDING])
+def test_a_heartbeat_costs_the_same_however_many_workers_there_are(kind: WorkerState) -> None:
+    counts = []
+    for num_workers in (16, 256):
+        story = Story(num_workers)
+        *ids, last = story.agent(num_workers)
+        for worker_id in (*ids, last):
+            story.says(worker_id, Hello(info=info(worker_id), fingerprint={}))
+        if kind is not WorkerState.STARTING:
+            story.arrive(*ids)
+        if kind in (WorkerState.ADMITTED, WorkerState.HOLDING):
+            story.arrive(last)
+        if kind is WorkerState.HOLDING:
+            story.hold()
+        assert {story.worker(worker_id).state for worker_id in ids} == {kind}
+        story.now = 0.4
+        story.state = dataclasses.replace(story.state, workers=Unvisited(story.state.workers))
+        with counting() as calls:
+            story.state, _, _ = step(story.state, Event("w7", beat()), story.now)
+            next_deadline(story.state)
+        assert story.worker("w7").beat == beat()
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
+class Unvisited(dict[str, Worker]):
+    """Workers of whom one is looked up, and not all are looked at."""
+
+    def values(self) -> NoReturn:
+        raise AssertionError("all workers are looked at")
+
+    items = keys = values
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[str]]:
+    """The functions that are called meanwhile."""
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_heartbeat_from_which_nothing_follows_changes_what_any_other_would(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short way and the long way come to the same decisions at the same times, whoever falls silent or hangs."""
+    ends = []
+    for takes_short_way in (True, False):
+        with monkeypatch.context() as patch:
+            if not takes_short_way:
+                patch.setattr(membership, "routine", lambda *_: None)
+            ends.append(decisions_of_a_run(random.Random(seed)))
+    assert ends[0] == ends[1]
+
+
+def decisions_of_a_run(rng: random.Random) -> list[tuple[float, str, tuple[Action, ...]]]:
+    """What is decided when, about workers that beat, are silent for a while, stand still and come."""
+    story = Story(3, maximum=5, heartbeat_timeout_s=5.0, hang_s=20.0, aside_s=10.0)
+    story.arrive(*story.agent(3))
+    story.hold(*rng.choice([("w0", "w1", "w2"), ("w0",), ()]))
+    found: list[tuple[float, str, tuple[Action, ...]]] = []
+    silent_until = dict.fromkeys(("w0", "w1", "w2", "w3", "w4", "w5"), 0.0)
+    for _ in range(300):
+        now = story.now + rng.choice([0.01, 0.3, 0.5])
+        if rng.random() < 0.02:
+            now += rng.choice([2.0, 2.5, 3.0, 8.0])  # all are silent
+        while (due := next_deadline(story.state)) is not None and due <= now:
+            story.tick(max(due, story.now))
+            if story.actions:
+                found.append((story.now, story.reason, tuple(story.actions)))
+        story.now = now
+        who = rng.choice(list(silent_until))
+        if rng.random() < 0.05:
+            silent_until[who] = now + rng.choice([1.0, 4.0, 7.0, 30.0])
+        if who not in story.state.workers or story.worker(who).state is WorkerState.ORDERED:
+            if rng.random() < 0.2:
+                story.says(who, Hello(info=info(who), fingerprint={"torch": "2"}))
+                story.says(who, Ready(phase=0))
+        elif now >= silent_until[who]:
+            if rng.random() < 0.2 and story.worker(who).state is WorkerState.ADMITTED:
+                story.says(who, Holding(generation=story.state.generation))
+            seconds_at = rng.choice([0.0, 0.0, 0.0, 2.9, 3.5, 11.0]) if rng.random() < 0.1 else 0.0
+            story.says(who, beat(seconds_at, waiting=rng.random() < 0.5))
+            if story.actions:
+                found.append((story.now, story.reason, tuple(story.actions)))
+        found.append((story.now, str({i: w.heard_at for i, w in story.state.workers.items()}), ()))
+    return found
+
+
+# -- a head whose memory is old ----------------------------------------------------------------------
+
+
+def test_the_number_of_a_generation_is_not_used_again_by_a_head_that_has_not_known_it() -> None:
+    """Members listen to newer ones only."""
+    story = training(3)
+    story.state = resumed(story.state, story.now)
+    story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=4))
+    assert "worker w0 (pid 1000) holds generation 4, which this head does not know" in story.reason
+    assert {to: notice.generation for to, notice in story.notices().items()} == {"w0": 5, "w1": 5, "w2": 5}
+    assert story.notices()["w0"].immediate
+    story.says("w0", Holding(generation=4))
+    story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "2"}, generation=4))
+    assert story.notices()["w1"].generation == 5
+    story.hold()
+    assert story.state.generation == 5
+
+
+def test_before_the_first_generation_that_it_knows_only_the_number_counts() -> None:
+    story = Story(2)
+    story.agent(2)
+    story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=3))
+    story.says("w0", Ready(phase=0))
+    story.says("w0", Holding(generation=3))
+    story.arrive("w1")
+    assert story.state.generation == 4
+    assert story.state.members == ("w0", "w1")
+
+
+def test_who_was_in_a_generation_that_the_head_has_not_known_hears_that_it_is_out() -> None:
+    story = training(2, maximum=3)
+    story.says("", Scale(num_workers=3))
+    story.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}))
+    story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=2))
+    story.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}, generation=2))
+    assert story.notices()["w2"].generation == 3
+    assert story.state.members == ("w0", "w1")
 
 
 # -- who computes otherwise --------------------------------------------------------------------------

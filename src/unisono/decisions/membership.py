@@ -31,8 +31,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from unisono.decisions.heartbeat import routine
 from unisono.decisions.likeness import objection, refusal
-from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, number_of
+from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, noted, number_of
 from unisono.errors import ProtocolError
 from unisono.messages import (
     PROTOCOL,
@@ -182,22 +183,18 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     """
     if state.ended is not None:
         return state, (), ""
+    if isinstance(event.message, Beat) and (found := routine(state, event.source, event.message, now)) is not None:
+        return found, (), ""
     turn = _Turn(state, now)
     turn.take(event)
     if turn.actions or turn.broken or not isinstance(event.message, Beat):  # most events are heartbeats
         turn.settle()
-    return turn.state, tuple(turn.actions), "; ".join(dict.fromkeys(turn.reasons))
+    return noted(turn.state, now), tuple(turn.actions), "; ".join(dict.fromkeys(turn.reasons))
 
 
 def next_deadline(state: State) -> float | None:
     """When the table wants to see a `Tick`; None: only when something happens."""
-    if state.ended is not None:
-        return None
-    times = list(state.silent_at().values())
-    times += [agent.away_at + state.policy.away_s for agent in state.agents.values() if agent.away_at is not None]
-    if state.suspected_at is not None:
-        times.append(state.suspected_at + state.policy.suspect_s)
-    return min(times, default=None)
+    return state.due_at
 
 
 def agent_name(state: State, hello: AgentHello) -> str:
@@ -253,9 +250,9 @@ class _Turn:
 
     def taken(self) -> bool:
         """Everybody has taken the newest generation."""
-        state = self.state
+        state, generation = self.state, self.state.generation
         return all(
-            worker.state in GONE or (worker.state is _S.HOLDING and worker.generation == state.generation)
+            worker.state in GONE or (worker.state is _S.HOLDING and worker.generation == generation)
             for worker in (state.workers[m] for m in state.members)
         )
 
@@ -336,15 +333,14 @@ class _Turn:
         table = TRANSITIONS[worker.state]
         if type(message) not in table:
             raise ProtocolError(f"{worker.name} is {worker.state.value} and may not say {type(message).__name__}")
-        if isinstance(message, Holding) and not 0 < message.generation <= self.state.generation:
-            raise ProtocolError(
-                f"{worker.name} holds generation {message.generation}, the newest is {self.state.generation}"
-            )
+        newest = max(self.state.generation, self.state.unknown)
+        if isinstance(message, Holding) and not 0 < message.generation <= newest:
+            raise ProtocolError(f"{worker.name} holds generation {message.generation}, the newest is {newest}")
         following = table[type(message)]
         if isinstance(message, Holding) and message.generation != self.state.generation and worker.state is _S.ADMITTED:
             following = STAY  # of a generation that was overtaken; it is in the next one as a newcomer
         gap = self.now - self.state.witnessed_at
-        if gap > self.state.quiet_s and worker in self.state.witnesses:
+        if gap > self.state.quiet_s and worker.state is self.state.witness_state:
             self.state = excused(self.state, gap, self.now)
         worker = self.worker(worker_id, state=following or worker.state, heard_at=self.now)
         self.heard(worker, message)
@@ -497,8 +493,20 @@ class _Turn:
 
     # -- a worker's life -----------------------------------------------------------------------------
 
+    def catch_up(self, worker: Worker, generation: int) -> None:
+        """A head before this one has announced a generation, and its memory of that is lost.
+
+        Its number is not used again: members would not listen. Those who hold the state go on in the next one.
+        """
+        if generation <= max(self.state.generation, self.state.unknown):
+            return
+        self.put(unknown=generation)
+        if self.state.members:
+            self.broken.append(f"{worker.name} holds generation {generation}, which this head does not know")
+
     def hello(self, worker: Worker, message: Hello) -> None:
         worker_id = worker.worker_id
+        self.catch_up(worker, message.generation)
         if worker.info is not None:
             if worker.info.pid != message.info.pid:
                 raise ProtocolError(f"{worker.name} is here already; pid {message.info.pid} has taken its name")
@@ -506,6 +514,7 @@ class _Turn:
             notice = self.state.notice
             # Also who was left out meanwhile: it hears that the others have gone on.
             concerned = worker_id in {*self.state.members, *self.state.before}
+            concerned = concerned or message.generation > 0  # perhaps in one that this head has not known
             if notice is not None and (concerned or worker.state in (_S.ADMITTED, _S.HOLDING, _S.ASIDE)):
                 self.send(worker_id, notice)
             return
@@ -538,6 +547,8 @@ class _Turn:
             self.evict(worker, why)
             self.lose(worker.worker_id, why)
         if worker.state is not _S.HOLDING or beat.waiting:
+            return
+        if beat.seconds_at <= state.patience_s:
             return
         if not any(w.beat and w.beat.waiting for w in self.workers(_S.HOLDING) if w is not worker):
             return
@@ -843,7 +854,7 @@ class _Turn:
     def finish(self) -> bool:
         """End the run if there is nothing left to do."""
         state = self.state
-        alive = self.workers(*ALIVE)
+        alive = any(worker.state in ALIVE for worker in state.workers.values())
         if state.stopping and not (state.held and self.workers(_S.HOLDING)):
             self.end(True, state.stopping)
         elif alive:
@@ -900,7 +911,7 @@ class _Turn:
         state = self.state
         infos = _in_order(state.workers[i].info for i in worker_ids)
         fewer = 0 < len(infos) < state.policy.minimum
-        generation = state.generation + 1
+        generation = max(state.generation, state.unknown) + 1
         if fewer:
             reason = f"{why}; paused: {len(infos)} of at least {count(state.policy.minimum, 'worker')}"
         elif not infos:

@@ -37,8 +37,10 @@ from unisono.messages import (
     Ended,
     Failed,
     Hello,
+    Holding,
     Lost,
     Message,
+    Ready,
     RunDirectory,
     Scale,
     Snapshot,
@@ -144,6 +146,8 @@ class Head:
         self._started = memory.started
         self._last: StepDone | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._deadline: float | None = None
+        self._remembering: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._listens_until = 0.0
         self._full_at = -math.inf
@@ -361,6 +365,8 @@ class Head:
     def _happens(self, source: str, message: Message | Tick) -> None:
         """One event through the table, and what follows from it."""
         now = time.monotonic()
+        if isinstance(message, Tick):
+            self._timer = None
         if now > self._due + self._heartbeat_s:
             # It was stopped, or swapped out. What the others have said meanwhile lies there and has not been heard.
             self._listens_until = now + CATCH_UP_BEATS * self._heartbeat_s
@@ -381,8 +387,13 @@ class Head:
         # Before anybody acts on it: whoever follows this head must not decide otherwise.
         # Of the steps the first: from then on there is something to lose, and nobody may begin again.
         is_first_step = before.committed < 0 <= self._state.committed
-        if actions or is_first_step or not isinstance(message, Beat | StepDone):
+        if actions or is_first_step or not isinstance(message, Beat | StepDone | Hello | Ready | Holding):
             self._remember()
+        elif not isinstance(message, Beat | StepDone):
+            self._remember_soon()
+        if self._state.generation > before.generation:
+            # Two live at any time: this one, and the one before, which not all have left.
+            self._keys.end_generations(self._state.generation - 1)
         for action in actions:
             line = self._lines.get(action.to if isinstance(action, Send) else action.worker_id)
             if line is None:
@@ -401,8 +412,20 @@ class Head:
         if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
             self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
+    def _remember_soon(self) -> None:
+        """`_remember` what nobody acts on, and what a member says again to a head that follows.
+
+        All members say such a thing at the same time, and what is remembered is as long as there are members.
+        """
+        if self._remembering is None:
+            loop = asyncio.get_running_loop()
+            self._remembering = loop.call_later(self._heartbeat_s / 4, self._remember)
+
     def _remember(self) -> None:
         """Give the agent that would start another head what that head has to know."""
+        if self._remembering is not None:
+            self._remembering.cancel()
+            self._remembering = None
         keepers = [i for i, agent in self._state.agents.items() if agent.primary and i in self._lines]
         if keepers:
             memory = _Memory(self._state, self._started, self._reason, self._run_dir)
@@ -419,13 +442,15 @@ class Head:
                 line.put(data)
 
     def _set_timer(self) -> None:
+        now = time.monotonic()
+        deadline = next_deadline(self._state)
         if self._timer is not None:
+            if deadline == self._deadline and now <= self._due:
+                return
             self._timer.cancel()
             self._timer = None
-        self._due = math.inf
-        deadline = next_deadline(self._state)
+        self._due, self._deadline = math.inf, deadline
         if deadline is not None:
-            now = time.monotonic()
             self._due = max(now, deadline, self._listens_until)
             delay = self._due - now
             self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
