@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-from collections.abc import Mapping
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "script_checksum"]
 
 _SWITCHES: Final = (
     "ATEN_CPU_CAPABILITY",
@@ -43,6 +47,42 @@ def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> di
         facts["cudnn"] = str(torch.backends.cudnn.version())
     facts.update({name: found[name] for name in _SWITCHES if name in found})
     return facts
+
+
+def script_checksum(arguments: Sequence[str]) -> str:
+    """Checksum of the text of what a worker runs: of that one file, not of what it imports.
+
+    Args:
+        arguments: ``SCRIPT ...``, ``-m MODULE ...``, or ``--callable FILE ...`` with a pickled function.
+
+    Returns:
+        Eight hexadecimal digits; "" where there is no file that can be read.
+    """
+    match arguments:
+        case ["-m", module, *_]:
+            path = _file_of(module)
+        case ["--callable", path, *_] | [path, *_]:
+            pass
+        case _:
+            return ""
+    with contextlib.suppress(OSError, ValueError):
+        return f"{zlib.crc32(Path(path).read_bytes()):08x}" if path else ""
+    return ""
+
+
+def _file_of(module: str) -> str:
+    """Where `runpy` finds a module, without importing the packages that it lies in; "" where it finds none."""
+    path: Sequence[str] | None = [os.getcwd(), *sys.path]
+    parts = module.split(".")
+    spec = None
+    for number in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:number]), path)
+        if spec is None:
+            return ""
+        path = spec.submodule_search_locations
+    if path is not None:  # a package, of which its `__main__` is run
+        spec = PathFinder.find_spec(f"{module}.__main__", path)
+    return (spec.origin or "") if spec is not None else ""
 
 
 def _processor() -> str:

@@ -22,7 +22,18 @@ from typing import Any, BinaryIO
 
 from unisono.words import count
 
-__all__ = ["JOURNAL", "Difference", "Journal", "compare", "conclude", "end_line", "read", "summary", "truncate"]
+__all__ = [
+    "JOURNAL",
+    "Difference",
+    "Journal",
+    "compare",
+    "conclude",
+    "end_line",
+    "has_steps",
+    "read",
+    "summary",
+    "truncate",
+]
 
 JOURNAL = "journal.jsonl"
 KEPT_LINES = 4
@@ -238,6 +249,14 @@ def _parse(path: Path, text: bytes, where: str = "a line") -> Line:
         raise ValueError(f"{where} of {path} is not one of a journal: {shown!r}")
     found: Line = line
     return found
+
+
+def has_steps(directory: Path) -> bool:
+    """Whether the journal in ``directory`` has the line of a step. One that cannot be read has none."""
+    try:
+        return any(line["kind"] == "step" for line in read(directory / JOURNAL))
+    except (OSError, ValueError):
+        return False
 
 
 def truncate(path: Path, number: int) -> None:

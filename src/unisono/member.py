@@ -127,14 +127,18 @@ class Member:
         info: of this worker; its ``address`` is filled in with the interface that reaches the head.
         fingerprint: what equal bits depend on.
         board: its page in shared memory (`unisono.exchange.host.Board`), kept for the library.
+        script: checksum of its script's text.
     """
 
-    def __init__(self, door: Door, info: MemberInfo, fingerprint: dict[str, str], board: Any = None) -> None:
+    def __init__(
+        self, door: Door, info: MemberInfo, fingerprint: dict[str, str], board: Any = None, *, script: str = ""
+    ) -> None:
         self.door = door
         self.info = info
         self.worker_id = info.worker_id
         self.board = board
         self._fingerprint = fingerprint
+        self._script = script
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._notice: Notice | None = None
@@ -145,6 +149,7 @@ class Member:
         self._standing: dict[str, Message] = {}  # what is said again to a head that may not have heard it
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
+        self._num_heard = 0
         self._generation = 0
         self._place = _Place()
         self._loop: tuple[int, int] | None = None
@@ -394,6 +399,7 @@ class Member:
                 values=list(values),
                 amount=amount,
                 timeout_s=timeout_s,
+                generation=generation or 0,
             )
             self.send(request)
         try:
@@ -450,11 +456,14 @@ class Member:
                 except OSError as error:
                     self._look_around(away_since, error)
                     continue
+                num_heard = self._num_heard
                 try:
                     self._speak(link)
                 except (OSError, ProtocolError) as error:
-                    away_since = time.monotonic()
+                    if self._num_heard > num_heard:  # what takes connections and says nothing is no head
+                        away_since = time.monotonic()
                     self._drop_calls(PeerLost(f"the connection to the head broke: {error}"))
+                    self._look_around(away_since, error)
                 finally:
                     self._link = None
                     link.close()
@@ -477,7 +486,7 @@ class Member:
         """Talk over one connection until it ends."""
         if self.info.address != link.address:
             self.info = msgspec.structs.replace(self.info, address=link.address)
-        hello = Hello(info=self.info, fingerprint=self._fingerprint, generation=self._generation)
+        hello = Hello(info=self.info, fingerprint=self._fingerprint, script=self._script, generation=self._generation)
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection
             for message in list(self._standing.values()):
@@ -527,6 +536,7 @@ class Member:
         )
 
     def _hear(self, message: Message) -> None:
+        self._num_heard += 1
         match message:
             case Notice():
                 self._notify(message)

@@ -100,6 +100,8 @@ class Hello(Message):
     info: MemberInfo
     fingerprint: dict[str, str]
     """What equal bits depend on: instruction set, torch, threads ... (`unisono.fingerprint`)."""
+    script: str = ""
+    """Checksum of the text of its script; empty where that is not one file."""
     generation: int = 0
     """The newest generation that it holds: not 0 when it comes back after its connection broke."""
     protocol: int = PROTOCOL
@@ -221,6 +223,8 @@ class StoreCall(Message):
     values: list[bytes] = []
     amount: int = 0
     timeout_s: float = 60.0
+    generation: int = 0
+    """For whose sake: its keys go when it is over. 0: they stay."""
 
 
 # -- head to worker ----------------------------------------------------------------------------------
@@ -252,6 +256,8 @@ class Notice(Message):
     paused: bool = False
     """Finish the step, then wait for another notice before the next."""
     reason: str = ""
+    warnings: list[str] = []
+    """Of those who are new in it and may compute differently; the journal says so."""
 
 
 class StoreAnswer(Message):

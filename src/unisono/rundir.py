@@ -16,9 +16,24 @@ from typing import Any
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL
 
-__all__ = ["RUN_FILE", "Lock", "claim", "describe", "going", "holder", "is_taken", "make", "read_facts"]
+__all__ = [
+    "ADDRESS_FILE",
+    "RUN_FILE",
+    "TOKEN_FILE",
+    "Lock",
+    "claim",
+    "describe",
+    "forget_head",
+    "going",
+    "holder",
+    "is_taken",
+    "make",
+    "read_facts",
+]
 
 RUN_FILE = "run.json"
+ADDRESS_FILE = "head.json"
+TOKEN_FILE = "token"
 LOCK_FILE = ".lock"
 LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05
@@ -146,6 +161,17 @@ def going(directory: Path, user: str) -> str:
         f"a run is going in {directory} ({user}); wait for its end, stop it (unisono stop {directory}), or choose "
         "another directory"
     )
+
+
+def forget_head(directory: Path, run_id: str, token: str) -> None:
+    """Remove the address and the token of the head of run ``run_id``, where they are that run's and still there."""
+    for name in (ADDRESS_FILE, f"{ADDRESS_FILE}.part"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((directory / name).read_text())["run_id"] == run_id:
+                (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError, ValueError):
+        if (directory / TOKEN_FILE).read_text() == token:
+            (directory / TOKEN_FILE).unlink(missing_ok=True)
 
 
 def is_taken(directory: Path, run_id: str) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.decisions import membership
+from unisono.decisions.likeness import differences
 from unisono.decisions.membership import (
     TRANSITIONS,
     Action,
@@ -20,7 +24,6 @@ from unisono.decisions.membership import (
     Send,
     Tick,
     agent_name,
-    differences,
     next_deadline,
     step,
 )
@@ -458,9 +461,9 @@ def test_progress_forgives_restarts() -> None:
     story = training(2, max_restarts=1)
     story.says("w0", step_done(0))
     story.exits("w1")
-    assert story.state.used_restarts == 1
+    assert story.state.agents[AGENT].used_restarts == 1
     story.says("w0", step_done(100))
-    assert story.state.used_restarts == 0
+    assert story.state.agents[AGENT].used_restarts == 0
 
 
 # -- joining, leaving, scaling -----------------------------------------------------------------------
@@ -1025,6 +1028,9 @@ def test_silence_of_all_is_no_loss_of_anybody() -> None:
 def test_silence_of_all_for_very_long_is_the_end() -> None:
     story = training(2, heartbeat_timeout_s=5.0, hang_s=60.0)
     story.says("w0", step_done(0))
+    assert next_deadline(story.state) == 5.0, "one of them may be heard until then"
+    story.tick(5.0)
+    assert story.state.generation == 1
     assert next_deadline(story.state) == 60.0
     story.tick(60.0)
     assert story.ended is not None
@@ -1627,6 +1633,147 @@ def test_a_loss_after_all_others_have_ended_their_scripts_ends_well() -> None:
     assert story.ended.ok
 
 
+# -- heartbeats --------------------------------------------------------------------------------------
+
+
+def beat(seconds_at: float = 0.0, *, waiting: bool = False) -> Beat:
+    return Beat(
+        generation=1, phase=0, step=4, microbatch=2, progress=1, num_steps=5, waiting=waiting, seconds_at=seconds_at
+    )
+
+
+@pytest.mark.parametrize("kind", [WorkerState.STARTING, WorkerState.READY, WorkerState.ADMITTED, WorkerState.HOLDING])
+def test_a_heartbeat_costs_the_same_however_many_workers_there_are(kind: WorkerState) -> None:
+    counts = []
+    for num_workers in (16, 256):
+        story = Story(num_workers)
+        *ids, last = story.agent(num_workers)
+        for worker_id in (*ids, last):
+            story.says(worker_id, Hello(info=info(worker_id), fingerprint={}))
+        if kind is not WorkerState.STARTING:
+            story.arrive(*ids)
+        if kind in (WorkerState.ADMITTED, WorkerState.HOLDING):
+            story.arrive(last)
+        if kind is WorkerState.HOLDING:
+            story.hold()
+        assert {story.worker(worker_id).state for worker_id in ids} == {kind}
+        story.now = 0.4
+        story.state = dataclasses.replace(story.state, workers=Unvisited(story.state.workers))
+        with counting() as calls:
+            story.state, _, _ = step(story.state, Event("w7", beat()), story.now)
+            next_deadline(story.state)
+        assert story.worker("w7").beat == beat()
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
+class Unvisited(dict[str, Worker]):
+    """Workers of whom one is looked up, and not all are looked at."""
+
+    def values(self) -> NoReturn:
+        raise AssertionError("all workers are looked at")
+
+    items = keys = values
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[str]]:
+    """The functions that are called meanwhile."""
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_heartbeat_from_which_nothing_follows_changes_what_any_other_would(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short way and the long way come to the same decisions at the same times, whoever falls silent or hangs."""
+    ends = []
+    for takes_short_way in (True, False):
+        with monkeypatch.context() as patch:
+            if not takes_short_way:
+                patch.setattr(membership, "routine", lambda *_: None)
+            ends.append(decisions_of_a_run(random.Random(seed)))
+    assert ends[0] == ends[1]
+
+
+def decisions_of_a_run(rng: random.Random) -> list[tuple[float, str, tuple[Action, ...]]]:
+    """What is decided when, about workers that beat, are silent for a while, stand still and come."""
+    story = Story(3, maximum=5, heartbeat_timeout_s=5.0, hang_s=20.0, aside_s=10.0)
+    story.arrive(*story.agent(3))
+    story.hold(*rng.choice([("w0", "w1", "w2"), ("w0",), ()]))
+    found: list[tuple[float, str, tuple[Action, ...]]] = []
+    silent_until = dict.fromkeys(("w0", "w1", "w2", "w3", "w4", "w5"), 0.0)
+    for _ in range(300):
+        now = story.now + rng.choice([0.01, 0.3, 0.5])
+        if rng.random() < 0.02:
+            now += rng.choice([2.0, 2.5, 3.0, 8.0])  # all are silent
+        while (due := next_deadline(story.state)) is not None and due <= now:
+            story.tick(max(due, story.now))
+            if story.actions:
+                found.append((story.now, story.reason, tuple(story.actions)))
+        story.now = now
+        who = rng.choice(list(silent_until))
+        if rng.random() < 0.05:
+            silent_until[who] = now + rng.choice([1.0, 4.0, 7.0, 30.0])
+        if who not in story.state.workers or story.worker(who).state is WorkerState.ORDERED:
+            if rng.random() < 0.2:
+                story.says(who, Hello(info=info(who), fingerprint={"torch": "2"}))
+                story.says(who, Ready(phase=0))
+        elif now >= silent_until[who]:
+            if rng.random() < 0.2 and story.worker(who).state is WorkerState.ADMITTED:
+                story.says(who, Holding(generation=story.state.generation))
+            seconds_at = rng.choice([0.0, 0.0, 0.0, 2.9, 3.5, 11.0]) if rng.random() < 0.1 else 0.0
+            story.says(who, beat(seconds_at, waiting=rng.random() < 0.5))
+            if story.actions:
+                found.append((story.now, story.reason, tuple(story.actions)))
+        found.append((story.now, str({i: w.heard_at for i, w in story.state.workers.items()}), ()))
+    return found
+
+
+# -- a head whose memory is old ----------------------------------------------------------------------
+
+
+def test_the_number_of_a_generation_is_not_used_again_by_a_head_that_has_not_known_it() -> None:
+    """Members listen to newer ones only."""
+    story = training(3)
+    story.state = resumed(story.state, story.now)
+    story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=4))
+    assert "worker w0 (pid 1000) holds generation 4, which this head does not know" in story.reason
+    assert {to: notice.generation for to, notice in story.notices().items()} == {"w0": 5, "w1": 5, "w2": 5}
+    assert story.notices()["w0"].immediate
+    story.says("w0", Holding(generation=4))
+    story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "2"}, generation=4))
+    assert story.notices()["w1"].generation == 5
+    story.hold()
+    assert story.state.generation == 5
+
+
+def test_before_the_first_generation_that_it_knows_only_the_number_counts() -> None:
+    story = Story(2)
+    story.agent(2)
+    story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=3))
+    story.says("w0", Ready(phase=0))
+    story.says("w0", Holding(generation=3))
+    story.arrive("w1")
+    assert story.state.generation == 4
+    assert story.state.members == ("w0", "w1")
+
+
+def test_who_was_in_a_generation_that_the_head_has_not_known_hears_that_it_is_out() -> None:
+    story = training(2, maximum=3)
+    story.says("", Scale(num_workers=3))
+    story.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}))
+    story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=2))
+    story.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}, generation=2))
+    assert story.notices()["w2"].generation == 3
+    assert story.state.members == ("w0", "w1")
+
+
 # -- who computes otherwise --------------------------------------------------------------------------
 
 
@@ -1647,6 +1794,124 @@ def test_a_different_fingerprint_is_refused_where_strict() -> None:
     assert story.worker("w1").state is WorkerState.LEFT
     assert not story.sent("w1", Ended)[0].ok
     assert story.ended is None
+
+
+def says_hello(story: Story, worker_id: str, script: str) -> None:
+    story.says(worker_id, Hello(info=info(worker_id), fingerprint={"torch": "2"}, script=script))
+
+
+def test_another_text_of_the_script_is_refused() -> None:
+    story = training(1)
+    story.agent(1, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    says_hello(story, "w1", "bbbb")
+    assert story.worker("w1").state is WorkerState.LEFT
+    assert "has another text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
+    assert "--allow-different-script" in story.reason
+    assert story.ended is None
+    assert story.state.members == ("w0",)
+
+
+def test_a_replacement_whose_script_was_edited_is_not_replaced_again() -> None:
+    """The next one would read the same text."""
+    story = training(2)
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.exits("w1")
+    story.hold()
+    says_hello(story, "w2", "bbbb")
+    assert story.sent(AGENT, Start) == []
+    assert story.state.agents[AGENT].used_restarts == 1
+    assert [evict.worker_id for evict in story.sent(AGENT, Evict)] == ["w2"]
+    assert "was the script edited" in story.reason
+
+
+def test_the_text_that_counts_is_that_of_the_command_whoever_comes_first() -> None:
+    story = Story(1)
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.agent(1)
+    story.agent(1, "agent1", primary=False, host="office")
+    says_hello(story, "w1", "bbbb")
+    says_hello(story, "w0", "aaaa")
+    assert story.worker("w1").state is WorkerState.LEFT
+    assert story.worker("w0").state is WorkerState.STARTING
+
+
+def test_a_text_that_nobody_knows_is_no_other_text() -> None:
+    story = Story(2)
+    story.agent(2)
+    says_hello(story, "w0", "")
+    says_hello(story, "w1", "aaaa")
+    assert story.state.script == "aaaa"
+    assert story.worker("w1").state is WorkerState.STARTING
+
+
+def test_who_is_admitted_with_a_warning_is_named_once_in_its_first_generation() -> None:
+    story = training(1, allow_different_script=True)
+    story.agent(1, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    story.state = dataclasses.replace(story.state, script="aaaa")
+    says_hello(story, "w1", "bbbb")
+    assert "no longer hold" in story.reason
+    story.says("w1", Ready(phase=0))
+    assert story.notices()["w0"].warnings == [story.worker("w1").warning]
+    assert "has another text of the script" in story.worker("w1").warning
+    story.hold()
+    story.says("", Scale(num_workers=3))
+    story.arrive("w2")
+    assert story.notices()["w0"].warnings == []
+
+
+def test_a_machine_none_of_whose_workers_can_take_part_is_sent_away_with_their_reason() -> None:
+    """And costs nobody a restart."""
+    story = training(1)
+    story.agent(2, "agent1", primary=False, host="office")
+    for worker_id in ("w1", "w2"):
+        assert story.sent("agent1", Ended) == []
+        story.says(worker_id, Hello(info=info(worker_id, "office"), fingerprint={"torch": "2"}))
+        story.says(worker_id, Failed(error="FileNotFoundError: data", traceback="Traceback ..."))
+        assert story.sent("agent1", Start) == []
+    (told,) = story.sent("agent1", Ended)
+    assert (told.ok, told.exit_code) == (False, 1)
+    assert told.reason.endswith("the last: worker w2 (pid 1002) failed: FileNotFoundError: data")
+    assert [agent.used_restarts for agent in story.state.agents.values()] == [0, 0]
+    story.says("agent1", AgentHello(host="office", pid=1, num_workers=2, agent_id="agent1"))
+    assert story.sent("agent1", Ended) == [told], "it may not have heard it"
+    story.says("agent1", Lost())
+    assert story.ended is None
+
+
+def test_a_machine_one_of_whose_workers_takes_part_stays() -> None:
+    story = training(1)
+    story.agent(2, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    story.arrive("w1", host="office")
+    story.hold()
+    story.says("w2", Hello(info=info("w2", "office"), fingerprint={"torch": "2"}))
+    story.says("w2", Failed(error="E", traceback="T"))
+    assert story.sent("agent1", Ended) == []
+    story.says("agent1", WorkerExit(worker_id="w1", exit_code=1))
+    assert story.sent("agent1", Ended) == []
+    assert story.state.agents["agent1"].used_restarts == 2
+
+
+def test_a_machine_uses_up_its_own_restarts_only() -> None:
+    story = training(1, max_restarts=1)
+    story.agent(1, "agent1", primary=False, host="office")
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    said = []
+    for number in (1, 2):
+        story.arrive(f"w{number}", host="office")
+        story.hold()
+        story.says("agent1", WorkerExit(worker_id=f"w{number}", exit_code=-9))
+        said.append(story.reason)
+        story.hold()
+    assert "worker w2 replaces it" in said[0]
+    assert "on office all 1 restarts are used" in said[1]
+    story.says("", Scale(num_workers=2))
+    story.arrive("w3")
+    story.hold()
+    story.exits("w3")
+    assert [start.worker_ids for start in story.sent(AGENT, Start)] == [["w4"]]
 
 
 def test_differences_are_said_in_words() -> None:
@@ -1812,7 +2077,7 @@ class World:
             assert told & survivors >= set(before.members) & survivors, "who is left out hears of it as well"
         numbers = [w.number for w in state.workers.values()]
         assert len(set(numbers)) == len(numbers)
-        assert state.used_restarts <= state.policy.max_restarts
+        assert all(agent.used_restarts <= state.policy.max_restarts for agent in state.agents.values())
 
     def says(self, source: str, message: Message | Tick) -> None:
         self.perform(lambda: self.story.says(source, message))

@@ -12,7 +12,7 @@ import pytest
 
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL
-from unisono.rundir import RUN_FILE, Lock, claim, describe, holder
+from unisono.rundir import RUN_FILE, Lock, claim, describe, forget_head, holder
 
 
 def test_a_directory_is_made_and_claimed(tmp_path: Path) -> None:
@@ -30,6 +30,16 @@ def test_the_same_run_may_claim_again(tmp_path: Path) -> None:
         claim(tmp_path, "r1", overwrite=overwrite)
     assert json.loads((tmp_path / RUN_FILE).read_text())["recipe"] == {"seed": 3}
     assert (tmp_path / JOURNAL).read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(("run_id", "left"), [("r1", []), ("r2", ["head.json", "head.json.part", "token"])])
+def test_only_the_own_address_is_removed(run_id: str, left: list[str], tmp_path: Path) -> None:
+    for name in ("head.json", "head.json.part"):
+        (tmp_path / name).write_text(json.dumps({"run_id": "r1"}))
+    (tmp_path / "token").write_text("secret of r1")
+    forget_head(tmp_path, run_id, f"secret of {run_id}")
+    forget_head(tmp_path / "gone", run_id, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_files_of_others_do_not_disturb(tmp_path: Path) -> None:

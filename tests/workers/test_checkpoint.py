@@ -39,10 +39,11 @@ from unisono.decisions.cadence import Place
 from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
-from unisono.journal import compare, read
+from unisono.journal import JOURNAL, Journal, compare, read
 from unisono.rundir import describe
 from unisono.testing import Faults, Outcome, run_workers
 from unisono.training.keeping import Keeper
+from unisono.training.tracked import Tracked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -468,6 +469,41 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
     train(tmp_path / "a", num_steps=5, resume="auto")
     train(tmp_path / "b", num_steps=5, resume="auto")
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 5 steps")
+
+
+@pytest.mark.parametrize("kind", ["step", "evaluation"])
+def test_a_run_that_has_lost_all_its_workers_does_not_begin_again_after_a_step(kind: str, tmp_path: Path) -> None:
+    """Also where the head had not heard of the step: the journal has it."""
+
+    def begin() -> Place | None:
+        keeper = Keeper(
+            tmp_path,
+            tracked=Tracked(),
+            policy=None,
+            resume="",
+            anyway=(),
+            also_anyway=(),
+            command="",
+            overwrite=False,
+            device=torch.device("cpu"),
+            threads=1,
+        )
+        keeper.enter("r1", alone=False)
+        try:
+            return keeper.begin(0, Cursor(num_samples=8, batch_size=4, microbatches=2, seed=0))
+        finally:
+            keeper.close()
+
+    assert begin() is None
+    assert begin() is None
+    journal = Journal(tmp_path / JOURNAL)
+    journal.start(writer=True)
+    journal.append({"kind": kind, "step": 0}, writer=True)
+    if kind == "evaluation":
+        assert begin() is None
+    else:
+        with pytest.raises(CheckpointError, match=f"does not begin again; .*--resume {tmp_path}"):
+            begin()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from tests.workers.conftest import Command, Unisono, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.journal import compare, read
+from unisono.journal import JOURNAL, compare, read
 from unisono.testing import Faults, run_workers
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nursery")]
@@ -297,6 +297,71 @@ def test_a_loss_at_the_end_of_an_admission_finds_some_in_the_step_already(
     hurt.line("paused: 3 of at least 4 workers")
     assert hurt.wait() == 0, hurt.err
     assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 8 steps")
+
+
+TRAINS = """
+    import torch, unisono
+
+    with unisono.Run(seed=3) as run:
+        model = torch.nn.Linear(12, 1)
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+        data = torch.ones(48, int(open("width").read()))
+        for step in run.steps(data, batch_size=24, microbatches=4, epochs=10**9):
+            for x in step:
+                step.backward(model(x).square().mean())
+"""
+
+
+def test_a_machine_none_of_whose_workers_can_take_part_is_told_why_and_the_run_goes_on(
+    unisono: Unisono, script: Callable[[str], str], run_dir: Path, tmp_path: Path
+) -> None:
+    """One has another text of the script, one lacks a file: neither has computed anything, and both have failed."""
+    name = script(TRAINS)
+    (tmp_path / "width").write_text("12")
+    command = unisono("run", name, "-n", 1, "--run-dir", run_dir)
+    command.line("generation 1 with 1 worker")
+    said = {}
+    for place, text in (("edited", "# One more line.\n"), ("lacking", "")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / name).write_text((tmp_path / name).read_text() + text)
+        url = json.loads((run_dir / "head.json").read_text())["url"]
+        guest = unisono(
+            *("join", url, "--token-file", run_dir / "token", "-n", 2),
+            *("--folder", tmp_path / place, "--run-dir", run_dir),
+        )
+        assert guest.wait() == 1, guest.err
+        said[place] = guest.line("none of its workers could take part")
+    assert "has another text of the script" in said["edited"]
+    assert "FileNotFoundError" in said["lacking"]
+    assert unisono("stop", run_dir).wait() == 0
+    assert command.wait() == 0, command.err
+    assert not any("replaces it" in line for line in command.err)
+
+
+def test_the_journal_names_who_was_admitted_with_a_warning(
+    unisono: Unisono, script: Callable[[str], str], run_dir: Path, tmp_path: Path
+) -> None:
+    """In the line of the first step that it takes part in, and a comparison of two runs does not look at it."""
+    name = script(TRAINS)
+    (tmp_path / "width").write_text("12")
+    command = unisono("run", name, "-n", 2, "--allow-different-script", "--run-dir", run_dir)
+    command.line("generation 1 with 2 workers")
+    (tmp_path / name).write_text((tmp_path / name).read_text() + "# edited\n")
+    os.kill(pid_of("w1", run_dir), signal.SIGKILL)
+    command.line("generation 3 with 2 workers")
+    before = sum(1 for _ in read(run_dir))
+    while sum(1 for _ in read(run_dir)) < before + 50:
+        ask_status(find(str(run_dir)))
+    assert unisono("stop", run_dir).wait() == 0
+    assert command.wait() == 0, command.err
+    noted = [line for line in steps_of(run_dir) if "warnings" in line]
+    assert [line["generation"] for line in noted] == [3]
+    assert "has another text of the script" in noted[0]["warnings"][0]
+    without = tmp_path / "without"
+    without.mkdir()
+    lines = [{key: line[key] for key in line if key != "warnings"} for line in read(run_dir)]
+    (without / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare(run_dir, without).startswith("identical")
 
 
 EDITED = """

@@ -31,6 +31,7 @@ from unisono.messages import (
     Hello,
     MemberInfo,
     Message,
+    Ready,
     RunDirectory,
     Snapshot,
     StepDone,
@@ -65,6 +66,17 @@ with unisono.Run(seed=3) as run:
             step.backward(F.cross_entropy(model(x), y))
         optimizer.step()
 """
+
+
+# The same after a short phase, at whose end there is a checkpoint.
+SAVES = SCRIPT.replace(
+    "    for step in run.steps(",
+    """    for step in run.steps(data, batch_size=24, microbatches=4, max_steps=2):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+    run.save()
+    for step in run.steps(""",
+)
 
 
 @pytest.mark.parametrize("also_a_worker", [False, True], ids=["head", "head-and-worker"])
@@ -110,6 +122,52 @@ def test_another_head_takes_over_and_no_worker_restarts(
     assert compare(tmp_path / "one", directory).startswith("identical: 12 steps")
     generations = {line["generation"] for line in read(directory / JOURNAL) if line["kind"] == "step"}
     assert (generations == {1}) is not also_a_worker, output
+
+
+def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp_path: Path) -> None:
+    """The head that follows knows that steps were done; the run ends, and names the checkpoint to go on from."""
+    script, gate, directory = tmp_path / "train.py", tmp_path / "gate", tmp_path / "run"
+    script.write_text(SAVES)
+    gate.mkdir()
+    for name in ("reached", "go"):
+        os.mkfifo(gate / name)
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--run-dir", directory, script, "--", gate]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            (gate / "reached").read_text()
+            workers = [worker["pid"] for worker in ask_status(find(str(directory)))["workers"]]
+            for pid in (json.loads((directory / "head.json").read_text())["pid"], *workers):
+                os.kill(pid, signal.SIGKILL)
+            output, _ = process.communicate(timeout=90)
+        except BaseException:
+            process.terminate()
+            raise
+    assert process.returncode == 1, output
+    assert "another one takes over" in output
+    assert "begins again" not in output
+    assert "no worker that holds the run's state is left" in output
+    assert "the newest checkpoint is step-0000000002; to go on from it: unisono run --resume" in output
+
+
+def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: Path) -> None:
+    """From then on there is something to lose. Not each of them: a snapshot has all that the head knows."""
+
+    async def story() -> None:
+        async with serving(run_id="first") as (_, url):
+            agent, worker = await dial(url), await dial(url)
+            await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=0, primary=True)))
+            info = MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu")
+            await worker.send(encode(Hello(info=info, fingerprint={})))
+            for message in (Ready(phase=0), *map(step_done, range(3)), Told(text="the last")):
+                await worker.send(encode(message))
+            committed = []
+            while not isinstance(heard := decode(await agent.recv(decode=False)), Told) or heard.text != "the last":
+                if isinstance(heard, Snapshot):
+                    committed.append(_Memory.decode(heard.state).state.committed)
+            assert committed[-1] == 0
+            assert committed.count(0) == 1
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> None:

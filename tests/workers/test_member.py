@@ -68,15 +68,21 @@ class Connection:
         self._bell.close()
 
 
-@pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Connection]:
+class Connections(queue.Queue[Connection]):
     """The connections that are made, one after the other."""
-    made: queue.Queue[Connection] = queue.Queue()
+
+    answer: Message | None = Welcome(run_id="x", heartbeat_s=0.01)
+    """What the next ones begin with."""
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
+    made = Connections()
 
     def connect(url: str, token: str) -> Connection:
         connection = Connection()
         made.put(connection)
-        connection.tell(Welcome(run_id="x", heartbeat_s=0.01))
+        connection.tell(made.answer)
         return connection
 
     monkeypatch.setattr("unisono.link.Link", connect)
@@ -171,3 +177,16 @@ def test_a_process_that_stood_still_did_not_hang(
         beat = connection.hears(Beat)
     assert isinstance(beat, Beat)
     assert beat.seconds_at < 50.0
+
+
+def test_what_takes_connections_and_says_nothing_is_no_head(
+    connections: Connections,
+) -> None:
+    """A relay, for example, that is still there when the machine behind it is not."""
+    door = Door(head="ws://nowhere:1", token="", worker_id="w0", host="lab", head_away_s=0.3)
+    with contextlib.closing(Member(door, INFO, {}).connect()) as member:
+        connections.answer = None
+        connections.get(timeout=10).tell(None)
+        stopped = member.wait_ended(30)
+        assert stopped is not None
+        assert "has been away" in str(stopped)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import http.server
+import io
 import json
+import logging
 import os
 import signal
 import socket
 import stat
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +186,63 @@ def test_the_health_page_needs_no_token_and_nothing_else_goes_without(serve: Cal
     assert served.get("/nowhere", served.token)[0] == 404
     with pytest.raises(InvalidStatus, match="401"):
         connect(served.url, additional_headers={"Authorization": "Bearer wrong"}, proxy=None)
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b"GET /status HTTP/1.1\r\nAuthorization: Bearer secret\r\nAuthorization: Bearer secret\r\n\r\n", b"401"),
+        (b"GET /status HTTP/1.1\r\nAuthorization: Bearer \xff\r\n\r\n", b"401"),
+        (b"GET /status HTTP/1.1\r\nAuthorization: Basic secret\r\n\r\n", b"401"),
+        (b"POST / HTTP/1.1\r\n\r\n", b""),
+        (b"\x16\x03\x01 no HTTP at all\r\n\r\n", b""),
+        (b"", b""),
+    ],
+    ids=["two tokens", "no text", "another scheme", "another method", "another protocol", "nothing"],
+)
+def test_what_a_stranger_says_leaves_no_trace(
+    said: bytes, status: bytes, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the terminal of the user, who has not asked for it."""
+    written = io.StringIO()
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler(written))  # standard error, where nobody logs
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(sys, "stderr", written)
+    served = serve()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as stranger:
+        stranger.sendall(said)
+        if not status:  # nothing that could be answered
+            stranger.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: stranger.recv(4096), b""))
+    assert status in answer.partition(b"\r\n")[0]
+    assert b"500" not in answer.partition(b"\r\n")[0]
+    served.close()
+    assert written.getvalue() == ""
+
+
+def test_that_there_is_no_room_for_a_connection_is_one_line(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The event loop reports each attempt, with a traceback."""
+    served = serve()
+    agent = served.dial()
+    agent.send(encode(AgentHello(host="lab", pid=os.getpid(), num_workers=0, primary=True)))
+    assert isinstance(decode(agent.recv(10, decode=False)), Welcome)
+    full = {
+        "message": "socket.accept() out of system resource",
+        "exception": OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+        "socket": served.listener,
+    }
+    for context in (*[full] * 100, {"message": "something else"}):
+        served.loop.call_soon_threadsafe(served.loop.call_exception_handler, context)
+    served.loop.call_soon_threadsafe(served.head._tell_agents, Told(text="the last"))
+    told = []
+    while not told or told[-1] != "the last":
+        if isinstance(heard := decode(agent.recv(10, decode=False)), Told):
+            told.append(heard.text)
+    assert len(told) == 2
+    assert "cannot take another connection (Too many open files)" in told[0]
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]
 
 
 def test_status_says_who_is_there(serve: Callable[..., Served]) -> None:
@@ -563,15 +624,17 @@ def test_a_killed_worker_is_seen_at_once_and_replaced(unisono: Unisono, script: 
 
 
 @pytest.mark.usefixtures("nursery")
-def test_a_worker_whose_script_was_edited_meanwhile_is_named(unisono: Unisono, script: Script, tmp_path: Path) -> None:
+def test_a_worker_whose_script_was_edited_meanwhile_is_refused(
+    unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
     name = script(FOLLOW)
     command = unisono("run", name, "--workers", 2, "--run-dir", "run")
     command.line("[w0] generation 1 w0,w1")
     with (tmp_path / name).open("a") as file:
         file.write("# edited\n")
     os.kill(pids(tmp_path / "run")["w1"], signal.SIGKILL)
-    command.line("computes differently: checksum of the script is '")
-    command.line("[w2] generation 3 w0,w2")
+    command.line("has another text of the script")
+    command.line("[w0] generation 2 w0")
     assert unisono("stop", "run").wait() == 0
     assert command.wait() == 0
 
@@ -718,8 +781,13 @@ def test_nothing_outlives_the_command(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_heads_that_die_one_after_the_other_end_the_run(unisono: Unisono, script: Script, mark: str) -> None:
-    """One head follows another; but when each of them dies, it is what they have been told that kills them."""
+def test_heads_that_die_one_after_the_other_end_the_run(
+    unisono: Unisono, script: Script, mark: str, tmp_path: Path
+) -> None:
+    """One head follows another; but when each of them dies, it is what they have been told that kills them.
+
+    Their address and token, which the last one could not take away, do not stay in the directory.
+    """
     command = unisono("run", script(FOLLOW), "--workers", 1, "--run-dir", "run")
     command.line("[w0] generation 1 w0")
     for _ in range(MAX_HEADS):
@@ -732,6 +800,7 @@ def test_heads_that_die_one_after_the_other_end_the_run(unisono: Unisono, script
         wait_until_gone(heads, deadline)
     assert command.wait() == 1
     assert f"{MAX_HEADS} heads in a row have ended" in command.err[-1]
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_token_is_nowhere_to_be_seen(unisono: Unisono, script: Script, mark: str, tmp_path: Path) -> None:

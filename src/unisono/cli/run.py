@@ -43,8 +43,10 @@ __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script
 @click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
               "machines need one that they can reach.")  # fmt: skip
 @click.option("--port", default=0, show_default="any", help="The head's port.")
-@click.option("--max-restarts", default=10, show_default=True, help="How many lost workers are replaced.")
+@click.option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced.")
 @click.option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ.")
+@click.option("--allow-different-script", is_flag=True, help="Admit workers whose script has another text than the "
+              "run's, with a warning. It may change the result.")  # fmt: skip
 @seconds("--heartbeat-s", 0.5, "Time between a worker's heartbeats.")
 @seconds("--heartbeat-timeout-s", 5.0, "Silent for this long, a worker is lost.")
 @seconds("--timeout-s", 300.0, "How long one exchange may take.")
@@ -89,6 +91,7 @@ class Options:
     port: int
     max_restarts: int
     strict: bool
+    allow_different_script: bool
     heartbeat_s: float
     heartbeat_timeout_s: float
     timeout_s: float
@@ -156,6 +159,7 @@ def render(options: Options) -> tuple[Job, Service]:
         grows=grows,
         max_restarts=options.max_restarts,
         strict=options.strict,
+        allow_different_script=options.allow_different_script,
         heartbeat_timeout_s=options.heartbeat_timeout_s,
         late_s=options.late_s,
         aside_s=options.aside_s,
@@ -300,7 +304,7 @@ def _recorded_threads(facts: dict[str, Any]) -> int:
 
 def _check_directory(folder: Path) -> None:
     """The run directory can be written, and no run is going in it."""
-    from unisono.rundir import going
+    from unisono.rundir import ADDRESS_FILE, going
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--run-dir {folder} is not a directory")
@@ -310,7 +314,7 @@ def _check_directory(folder: Path) -> None:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
     try:
-        pid = int(json.loads((folder / "head.json").read_text())["pid"])
+        pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
         os.kill(pid, 0)
         is_head = b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes() if Path("/proc/self").exists() else True
     except (OSError, ValueError, KeyError, TypeError):

@@ -32,7 +32,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unisono.decisions.hangs import Hang, Limits, Verdict, Waiting, judge
-from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, number_of
+from unisono.decisions.heartbeat import routine
+from unisono.decisions.likeness import objection, refusal
+from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, noted, number_of
 from unisono.decisions.suspicion import MAX_TRIES, Suspicions
 from unisono.errors import ProtocolError
 from unisono.messages import (
@@ -72,7 +74,6 @@ __all__ = [
     "Send",
     "Tick",
     "agent_name",
-    "differences",
     "next_deadline",
     "step",
 ]
@@ -184,22 +185,18 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     """
     if state.ended is not None:
         return state, (), ""
+    if isinstance(event.message, Beat) and (found := routine(state, event.source, event.message, now)) is not None:
+        return found, (), ""
     turn = _Turn(state, now)
     turn.take(event)
     if turn.actions or turn.broken or not isinstance(event.message, Beat):  # most events are heartbeats
         turn.settle()
-    return turn.state, tuple(turn.actions), "; ".join(dict.fromkeys(turn.reasons))
+    return noted(turn.state, now), tuple(turn.actions), "; ".join(dict.fromkeys(turn.reasons))
 
 
 def next_deadline(state: State) -> float | None:
     """When the table wants to see a `Tick`; None: only when something happens."""
-    if state.ended is not None:
-        return None
-    times = list(state.silent_at().values())
-    times += [agent.away_at + state.policy.away_s for agent in state.agents.values() if agent.away_at is not None]
-    if state.suspected_at is not None:
-        times.append(state.suspected_at + state.policy.suspect_s)
-    return min(times, default=None)
+    return state.due_at
 
 
 def agent_name(state: State, hello: AgentHello) -> str:
@@ -207,15 +204,6 @@ def agent_name(state: State, hello: AgentHello) -> str:
     known = {**state.absent, **state.agents}.get(hello.agent_id)
     is_back = known is not None and (known.host, known.pid) == (hello.host, hello.pid)
     return hello.agent_id if is_back else f"agent{state.num_agents}"
-
-
-def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """What in two fingerprints is not the same, in words."""
-    return [
-        f"{key} is {other.get(key, 'unknown')!r} and not {first.get(key, 'unknown')!r}"
-        for key in sorted({*first, *other})
-        if first.get(key) != other.get(key)
-    ]
 
 
 class _Turn:
@@ -239,6 +227,11 @@ class _Turn:
         self.put(workers={**self.state.workers, worker_id: worker})
         return worker
 
+    def agent(self, agent_id: str, **changes: Any) -> Agent:
+        agent = dataclasses.replace(self.state.agents[agent_id], **changes)
+        self.put(agents={**self.state.agents, agent_id: agent})
+        return agent
+
     def send(self, to: str, message: Message) -> None:
         self.actions.append(Send(to, message))
 
@@ -259,9 +252,9 @@ class _Turn:
 
     def taken(self) -> bool:
         """Everybody has taken the newest generation."""
-        state = self.state
+        state, generation = self.state, self.state.generation
         return all(
-            worker.state in GONE or (worker.state is _S.HOLDING and worker.generation == state.generation)
+            worker.state in GONE or (worker.state is _S.HOLDING and worker.generation == generation)
             for worker in (state.workers[m] for m in state.members)
         )
 
@@ -347,15 +340,14 @@ class _Turn:
         table = TRANSITIONS[worker.state]
         if type(message) not in table:
             raise ProtocolError(f"{worker.name} is {worker.state.value} and may not say {type(message).__name__}")
-        if isinstance(message, Holding) and not 0 < message.generation <= self.state.generation:
-            raise ProtocolError(
-                f"{worker.name} holds generation {message.generation}, the newest is {self.state.generation}"
-            )
+        newest = max(self.state.generation, self.state.unknown)
+        if isinstance(message, Holding) and not 0 < message.generation <= newest:
+            raise ProtocolError(f"{worker.name} holds generation {message.generation}, the newest is {newest}")
         following = table[type(message)]
         if isinstance(message, Holding) and message.generation != self.state.generation and worker.state is _S.ADMITTED:
             following = STAY  # of a generation that was overtaken; it is in the next one as a newcomer
         gap = self.now - self.state.witnessed_at
-        if gap > self.state.quiet_s and worker in self.state.witnesses:
+        if gap > self.state.quiet_s and worker.state is self.state.witness_state:
             self.state = excused(self.state, gap, self.now)
         worker = self.worker(worker_id, state=following or worker.state, heard_at=self.now)
         self.heard(worker, message)
@@ -375,6 +367,8 @@ class _Turn:
                     generation = max(worker.generation, message.generation)
                     self.worker(worker_id, generation=generation, num_unreached=0)
                     self.put(held=True)
+                    if worker.agent in self.state.agents and not self.state.agents[worker.agent].has_served:
+                        self.agent(worker.agent, has_served=True, failure="")
             case Beat():
                 self.worker(worker_id, beat=message, phase=message.phase)
                 self.watch(self.state.workers[worker_id], message)
@@ -407,12 +401,13 @@ class _Turn:
         if known is not None and hello.agent_id != agent_id:
             raise ProtocolError(f"agent {agent_id} has said hello twice")
         if known is not None:
-            self.put(agents={**state.agents, agent_id: dataclasses.replace(known, away_at=None)})
+            self.agent(agent_id, away_at=None)
             self.repeat_start(agent_id)
             return
         known = state.absent.get(hello.agent_id)
         adds = hello.num_workers if state.policy.grows and not hello.primary else 0
-        agent = Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, adds=adds, pid=hello.pid)
+        fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
+        agent = dataclasses.replace(fresh, adds=adds, pid=hello.pid, away_at=None, num_unborn=0)
         self.put(
             agents={**state.agents, agent_id: agent},
             absent={i: absent for i, absent in state.absent.items() if i != agent_id},
@@ -423,10 +418,13 @@ class _Turn:
             self.reasons.append(f"the agent of {hello.host} is back")
         elif not hello.primary:
             self.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
+        self.repeat_start(agent_id)
         self.order(agent_id, hello.num_workers if known is None else known.num_unborn)
 
     def repeat_start(self, agent_id: str) -> None:
         """For an agent that comes back: what the head had said last may be lost. It starts nobody twice."""
+        if refused := self.state.agents[agent_id].refused:
+            self.send(agent_id, Ended(ok=False, reason=refused, exit_code=1))
         for worker in self.workers(_S.ORDERED):
             if worker.agent == agent_id:
                 delay_s = max(0.0, worker.heard_at - self.now)
@@ -470,7 +468,8 @@ class _Turn:
             # Nothing has been trained, and most likely no other process would fare better.
             self.end(False, words, worker.worker_id, message.last_words, message.exit_code)
             return
-        self.lose(worker.worker_id, words, replace=killed or not is_guest or self.state.held)
+        is_tried = self.is_tried(worker)
+        self.lose(worker.worker_id, words, replace=killed or ((not is_guest or self.state.held) and is_tried))
         if message.last_words:
             self.tell(worker, f"the last words of {worker.name}:\n{message.last_words}")
 
@@ -480,14 +479,47 @@ class _Turn:
         own = [w for w in self.workers(*ALIVE) if w.agent in agents and agents[w.agent].primary]
         return worker.agent in agents and not agents[worker.agent].primary and bool(own)
 
+    def is_tried(self, worker: Worker) -> bool:
+        """Whether a failure of this worker is not what all workers of its machine would meet."""
+        agent = self.state.agents.get(worker.agent)
+        return agent is None or agent.primary or agent.has_served
+
+    def fails(self, worker: Worker, why: str) -> None:
+        """Note why a worker could not take part, of a machine of which none has taken part yet."""
+        if not self.is_tried(worker):
+            self.agent(worker.agent, failure=why)
+
+    def turn_away(self) -> None:
+        """Send away a machine that has joined, and of whose workers none could take part."""
+        if self.state.finishing or self.state.stopping:
+            return
+        for agent_id, agent in self.state.agents.items():
+            if agent.failure and not agent.refused and not any(w.agent == agent_id for w in self.workers(*ALIVE)):
+                why = f"{agent.host} is sent away: none of its workers could take part; the last: {agent.failure}"
+                self.agent(agent_id, refused=why)
+                self.reasons.append(why)
+                self.send(agent_id, Ended(ok=False, reason=why, exit_code=1))
+
     def tell(self, worker: Worker, text: str) -> None:
         if worker.agent in self.state.agents:
             self.send(worker.agent, Told(text=text))
 
     # -- a worker's life -----------------------------------------------------------------------------
 
+    def catch_up(self, worker: Worker, generation: int) -> None:
+        """A head before this one has announced a generation, and its memory of that is lost.
+
+        Its number is not used again: members would not listen. Those who hold the state go on in the next one.
+        """
+        if generation <= max(self.state.generation, self.state.unknown):
+            return
+        self.put(unknown=generation)
+        if self.state.members:
+            self.broken.append(f"{worker.name} holds generation {generation}, which this head does not know")
+
     def hello(self, worker: Worker, message: Hello) -> None:
         worker_id = worker.worker_id
+        self.catch_up(worker, message.generation)
         if worker.info is not None:
             if worker.info.pid != message.info.pid:
                 raise ProtocolError(f"{worker.name} is here already; pid {message.info.pid} has taken its name")
@@ -495,25 +527,30 @@ class _Turn:
             notice = self.state.notice
             # Also who was left out meanwhile: it hears that the others have gone on.
             concerned = worker_id in {*self.state.members, *self.state.before}
+            concerned = concerned or message.generation > 0  # perhaps in one that this head has not known
             if notice is not None and (concerned or worker.state in (_S.ADMITTED, _S.HOLDING, _S.ASIDE)):
                 self.send(worker_id, notice)
             return
         if message.info.worker_id != worker_id:
             raise ProtocolError(f"worker {worker_id} gives itself the name {message.info.worker_id}")
         worker = self.worker(worker_id, info=message.info)
-        first = self.state.fingerprint
-        if first is None:
-            self.put(fingerprint=dict(message.fingerprint))
-        elif found := differences(first, message.fingerprint):
-            text = f"{worker.name} on {message.info.host} computes differently: {', '.join(found)}"
-            if self.state.policy.strict:
-                self.worker(worker_id, state=_S.LEFT)
-                text += "; refused (--strict)"
-                self.send(worker_id, Ended(ok=False, reason=text, worker_id=worker_id, exit_code=1))
-                self.evict(worker, text)
-            else:
-                text += "; the same bits at any number of workers no longer hold while it takes part"
-            self.reasons.append(text)
+        if text := refusal(self.state, message):
+            self.refuse(worker, f"{worker.name} on {message.info.host} {text}")
+            return
+        known = self.state.fingerprint or dict(message.fingerprint)
+        self.put(fingerprint=known, script=self.state.script or message.script)
+        if text := objection(self.state, message):
+            text = f"{worker.name} on {message.info.host} {text}"
+            self.worker(worker_id, warning=text)
+            self.reasons.append(f"{text}; the same bits at any number of workers no longer hold while it takes part")
+
+    def refuse(self, worker: Worker, why: str) -> None:
+        """Send away somebody who would compute something else; another process there would fare no better."""
+        self.worker(worker.worker_id, state=_S.LEFT)
+        self.send(worker.worker_id, Ended(ok=False, reason=why, worker_id=worker.worker_id, exit_code=1))
+        self.evict(worker, why)
+        self.fails(worker, why)
+        self.reasons.append(why)
 
     def watch(self, worker: Worker, beat: Beat) -> None:
         """Is this worker late, or hanging? See `unisono.decisions.hangs`."""
@@ -605,10 +642,11 @@ class _Turn:
         if message.step <= state.committed:
             return
         forgiven = message.step // FORGIVE_STEPS - state.committed // FORGIVE_STEPS if state.committed >= 0 else 0
+        for agent_id, agent in state.agents.items() if forgiven else ():
+            self.agent(agent_id, used_restarts=max(0, agent.used_restarts - forgiven))
         self.put(
             committed=message.step,
             step_seconds=message.seconds,
-            used_restarts=max(0, state.used_restarts - forgiven),
             suspicions=Suspicions(),
         )
         passed = {key: value for key, value in state.tried.items() if key[0] <= message.step}
@@ -637,7 +675,7 @@ class _Turn:
         is_new = not message.retry and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED)
         if is_new and ((self.state.held and others) or self.is_guest(worker)):
             # It has never been a member: what it lacks (a package, a file) the members have.
-            self.lose(worker.worker_id, words, replace=self.state.held)
+            self.lose(worker.worker_id, words, replace=self.state.held and self.is_tried(worker))
             self.tell(worker, message.traceback)
             return
         self.end(False, words, worker.worker_id, message.traceback, message.exit_code)
@@ -713,6 +751,7 @@ class _Turn:
             "machines keep that from them?"
         )
         self.dismiss(worker, why)
+        self.fails(worker, why)
         self.reasons.append(why)
 
     def evict(self, worker: Worker, reason: str) -> None:
@@ -728,6 +767,7 @@ class _Turn:
         else:
             self.reasons.append(why)
         self.worker(worker_id, state=_S.LOST)
+        self.fails(worker, why)
         self.actions.append(Hangup(worker_id, why))
         if replace:
             self.replace(worker)
@@ -739,14 +779,17 @@ class _Turn:
         alive = [w for w in self.workers(*ALIVE) if not w.draining]
         if len(alive) >= policy.maximum:
             return
-        if worker.agent not in state.agents:
+        agent = state.agents.get(worker.agent)
+        if agent is None or agent.refused:
             self.reasons.append("nobody is there to start another one")
-        elif state.used_restarts >= policy.max_restarts:
-            self.reasons.append(f"it is not replaced: all {policy.max_restarts} restarts are used (--max-restarts)")
+        elif agent.used_restarts >= policy.max_restarts:
+            place = f"on {agent.host} " if len(state.agents) > 1 else ""
+            number = policy.max_restarts
+            self.reasons.append(f"it is not replaced: {place}all {number} restarts are used (--max-restarts)")
         else:
-            used = state.used_restarts
+            used = agent.used_restarts
             delay_s = 0.0 if used == 0 else min(MAX_DELAY_S, 2.0 ** (used - 1))
-            self.put(used_restarts=used + 1)
+            self.agent(worker.agent, used_restarts=used + 1)
             soon = "now" if delay_s == 0 else f"in {delay_s:.0f} s"
             reason = f"worker w{state.next_number} replaces it {soon} (restart {used + 1} of {policy.max_restarts})"
             self.reasons.append(reason)
@@ -782,7 +825,10 @@ class _Turn:
         if missing < 0:
             self.drain([w.worker_id for w in staying[missing:]], why)
         elif missing > 0:
-            agents = sorted(self.state.agents.values(), key=lambda agent: not agent.primary)
+            agents = sorted(
+                (agent for agent in self.state.agents.values() if not agent.refused),
+                key=lambda agent: not agent.primary,
+            )
             if agents:
                 self.order(agents[0].agent_id, missing, reason="scaled up")
             else:
@@ -861,6 +907,8 @@ class _Turn:
             self.keep_the_door_closed()
         if self.state.ended is None and not self.finish():
             self.plan()
+        if self.state.ended is None:
+            self.turn_away()
         if self.state.ended is None and self.drained:
             self.reasons.append(f"{listed(self.drained)} will leave")
 
@@ -907,7 +955,7 @@ class _Turn:
     def finish(self) -> bool:
         """End the run if there is nothing left to do."""
         state = self.state
-        alive = self.workers(*ALIVE)
+        alive = any(worker.state in ALIVE for worker in state.workers.values())
         if state.stopping and not (state.held and self.workers(_S.HOLDING)):
             self.end(True, state.stopping)
         elif alive:
@@ -964,14 +1012,22 @@ class _Turn:
         state = self.state
         infos = _in_order(state.workers[i].info for i in worker_ids)
         fewer = 0 < len(infos) < state.policy.minimum
-        generation = state.generation + 1
+        generation = max(state.generation, state.unknown) + 1
         if fewer:
             reason = f"{why}; paused: {len(infos)} of at least {count(state.policy.minimum, 'worker')}"
         elif not infos:
             reason = why
         else:
             reason = f"{why}; generation {generation} with {count(len(infos), 'worker')}"
-        notice = Notice(generation=generation, members=infos, immediate=immediate, paused=fewer, reason=reason)
+        new = [state.workers[info.worker_id] for info in infos if info.worker_id not in state.members]
+        notice = Notice(
+            generation=generation,
+            members=infos,
+            immediate=immediate,
+            paused=fewer,
+            reason=reason,
+            warnings=[worker.warning for worker in new if worker.warning],
+        )
         concerned = {*state.members, *state.before, *(info.worker_id for info in infos)}
         self.put(
             notice=notice,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,6 +33,7 @@ __all__ = [
     "Worker",
     "WorkerState",
     "excused",
+    "noted",
     "number_of",
     "resumed",
 ]
@@ -54,9 +56,11 @@ class Policy:
     grows: bool = True
     """A machine that joins raises ``maximum`` by its workers as long as it is there."""
     max_restarts: int = 10
-    """How many lost workers are replaced; every `FORGIVE_STEPS` steps forgive one."""
+    """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
     """Refuse a worker whose arithmetic may differ."""
+    allow_different_script: bool = False
+    """Admit, with a warning, a worker whose script has another text than the run's."""
     heartbeat_s: float = 0.5
     """How often a member says something."""
     heartbeat_timeout_s: float = 5.0
@@ -108,6 +112,8 @@ class WorkerState(enum.Enum):
     LEFT = "left"
     LOST = "lost"
 
+    __hash__ = object.__hash__  # a set of states is asked for every worker: that of Enum is a function of Python
+
 
 GONE: Final = frozenset({WorkerState.FINISHED, WorkerState.LEFT, WorkerState.LOST})
 ALIVE: Final = frozenset(WorkerState) - GONE
@@ -133,6 +139,8 @@ class Worker:
     draining: bool = False
     num_unreached: int = 0
     """How often in a row the others could not exchange with the newcomers of which it was one."""
+    warning: str = ""
+    """With which it was admitted."""
 
     @property
     def number(self) -> int:
@@ -155,6 +163,13 @@ class Agent:
     """Since when a head that has taken over waits for it."""
     num_unborn: int = 0
     """How many of its workers had not come when its connection broke."""
+    used_restarts: int = 0
+    has_served: bool = False
+    """One of its workers has held the run's state."""
+    failure: str = ""
+    """Why the last of its workers was lost, while none had served yet."""
+    refused: str = ""
+    """Why it has to go: none of its workers could take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +186,15 @@ class State:
     next_number: int = 0
     notice: Notice | None = None
     """The newest."""
+    unknown: int = 0
+    """The newest generation that a member held and this head had never heard of; 0: none."""
     before: tuple[str, ...] = ()
     """The members of the generation before a planned one."""
     held: bool = False
     """Somebody has held the run's state: there is something to lose."""
     fingerprint: Mapping[str, str] | None = None
-    used_restarts: int = 0
+    script: str = ""
+    """The checksum of the script's text, as the command that started the run has read it; "": unknown."""
     committed: int = -1
     """The last step that is done."""
     step_seconds: float = 0.0
@@ -195,6 +213,13 @@ class State:
     finishing: bool = False
     stopping: str = ""
     ended: Ended | None = None
+    witness_state: WorkerState = WorkerState.ADMITTED
+    """Whose beats show that silence is not everybody's: who holds the run's state, or who shall as the first. (This and
+    the next two are found by `noted`.)"""
+    witnessed_at: float = 0.0
+    """When one of them was heard last."""
+    due_at: float | None = None
+    """When the table wants to see time pass."""
 
     @property
     def generation(self) -> int:
@@ -213,26 +238,31 @@ class State:
             return "waiting"
         return "paused" if self.notice.paused else "training"
 
-    def silent_at(self) -> dict[str, float]:
-        """When each worker that is waited for counts as lost if nothing more is heard."""
+    def silent_at(self, now: float = math.inf) -> dict[str, float]:
+        """When each worker that is waited for counts as lost if nothing more is heard.
+
+        Args:
+            now: or if nothing more is heard of it while others are heard, where that comes to lie after ``now``.
+        """
         policy, agents = self.policy, self.agents
-        witnessed_at, quiet_s = self.witnessed_at, self.quiet_s
+        alone_at = self.witnessed_at - self.quiet_s  # who was heard last until then was silent while others were heard
+        alone_s, together_s = policy.heartbeat_timeout_s, max(policy.heartbeat_timeout_s, policy.hang_s)
         times = {}
         for worker in self.workers.values():
             if worker.state not in ALIVE:
                 continue
             if worker.state is WorkerState.ORDERED:
-                times[worker.worker_id] = worker.heard_at + START_HANGS * policy.hang_s
-                continue
-            if worker.closed_at is not None:
-                wait_s = policy.reconnect_s if worker.agent in agents else policy.grace_s
-                times[worker.worker_id] = worker.closed_at + wait_s
-                continue
+                time = worker.heard_at + START_HANGS * policy.hang_s
+            elif worker.closed_at is not None:
+                time = worker.closed_at + (policy.reconnect_s if worker.agent in agents else policy.grace_s)
             # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
-            is_patient = worker.state in (WorkerState.STARTING, WorkerState.READY)
-            is_alone = witnessed_at - worker.heard_at >= quiet_s
-            at_least_s = policy.hang_s if is_patient or not is_alone else 0.0
-            times[worker.worker_id] = worker.heard_at + max(policy.heartbeat_timeout_s, at_least_s)
+            elif worker.state is WorkerState.STARTING or worker.state is WorkerState.READY:
+                time = worker.heard_at + together_s
+            elif worker.heard_at <= alone_at or worker.heard_at + alone_s > now:
+                time = worker.heard_at + alone_s
+            else:
+                time = worker.heard_at + together_s
+            times[worker.worker_id] = time
         return times
 
     @property
@@ -249,17 +279,6 @@ class State:
     def quiet_s(self) -> float:
         """When nothing was heard of any witness for this long, all are silent together; one beat does not do it."""
         return (self.policy.heartbeat_s + self.policy.heartbeat_timeout_s) / 2
-
-    @property
-    def witnesses(self) -> list[Worker]:
-        """Whose beats show that silence is not everybody's: who holds the run's state, or who shall as the first."""
-        found = [worker for worker in self.workers.values() if worker.state is WorkerState.HOLDING]
-        return found or [worker for worker in self.workers.values() if worker.state is WorkerState.ADMITTED]
-
-    @property
-    def witnessed_at(self) -> float:
-        """When one of them was heard last."""
-        return max((worker.heard_at for worker in self.witnesses), default=0.0)
 
 
 def excused(state: State, seconds: float, now: float) -> State:
@@ -283,7 +302,30 @@ def resumed(state: State, now: float) -> State:
         i: agent if agent.primary else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()
     }
     state = dataclasses.replace(state, workers=workers, agents=agents)
-    return dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
+    state = dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
+    return noted(state, now)
+
+
+def noted(state: State, now: float) -> State:
+    """The state with what `unisono.decisions.heartbeat.routine` and `next_deadline` need to know of all workers."""
+    witnesses = [worker for worker in state.workers.values() if worker.state is WorkerState.HOLDING]
+    witness_state = WorkerState.HOLDING if witnesses else WorkerState.ADMITTED
+    witnesses = witnesses or [worker for worker in state.workers.values() if worker.state is WorkerState.ADMITTED]
+    witnessed_at = max((worker.heard_at for worker in witnesses), default=0.0)
+    state = dataclasses.replace(state, witness_state=witness_state, witnessed_at=witnessed_at)
+    return dataclasses.replace(state, due_at=_due_at(state, now))
+
+
+def _due_at(state: State, now: float) -> float | None:
+    """No deadline passes before then, unless more happens than `unisono.decisions.heartbeat.routine`."""
+    if state.ended is not None:
+        return None
+    policy = state.policy
+    times = [*state.silent_at(now).values()]
+    times += [agent.away_at + policy.away_s for agent in state.agents.values() if agent.away_at is not None]
+    if state.suspected_at is not None:
+        times.append(state.suspected_at + policy.suspect_s)
+    return min(times, default=None)
 
 
 def number_of(worker_id: str) -> int:

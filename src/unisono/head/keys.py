@@ -18,6 +18,8 @@ class Keys:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._made_for: dict[int, set[str]] = {}
+        self._oldest = 0
         self._changed: set[asyncio.Event] = set()
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
@@ -33,7 +35,7 @@ class Keys:
         match call.operation, call.keys, call.values:
             case "set", keys, values if len(keys) == len(values):
                 for key, value in zip(keys, values, strict=True):
-                    self._put(key, value)
+                    self._put(key, value, call)
                 return [], len(keys)
             case "get", keys, []:
                 await self._wait(keys, call.timeout_s)
@@ -45,14 +47,14 @@ class Keys:
                 return [], int(all(key in held for key in keys))
             case "add", [key], []:
                 total = _integer(key, held.get(key, b"0")) + call.amount
-                self._put(key, str(total).encode())
+                self._put(key, str(total).encode(), call)
                 return [], total
             case "append", [key], [value]:
-                self._put(key, held.get(key, b"") + value)
+                self._put(key, held.get(key, b"") + value, call)
                 return [], 1
             case "compare_set", [key], [expected, desired]:
                 if held.get(key, b"") == expected:
-                    self._put(key, desired)
+                    self._put(key, desired, call)
                 return [held.get(key, expected)], 1
             case "delete", keys, []:
                 return [], sum(held.pop(key, None) is not None for key in keys)
@@ -62,10 +64,21 @@ class Keys:
             f"the store knows no {call.operation!r} with {len(call.keys)} keys and {len(call.values)} values"
         )
 
-    def _put(self, key: str, value: bytes) -> None:
+    def end_generations(self, before: int) -> None:
+        """Forget the keys that were made for the sake of generations with lower numbers: these are over."""
+        self._oldest = max(self._oldest, before)
+        for generation in [number for number in self._made_for if number < before]:
+            for key in self._made_for.pop(generation):
+                self._values.pop(key, None)
+
+    def _put(self, key: str, value: bytes, call: StoreCall) -> None:
+        if 0 < call.generation < self._oldest:
+            return  # it has not heard yet that this generation is over, and nobody will ask
         if key not in self._values and len(self._values) >= self.MAX_KEYS:
             raise ProtocolError(f"the store holds {self.MAX_KEYS} keys already")
         self._values[key] = value
+        if call.generation > 0:
+            self._made_for.setdefault(call.generation, set()).add(key)
         for event in self._changed:
             event.set()
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import hmac
 import http
 import json
+import logging
 import math
 import os
 import signal
 import socket
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, differences, next_deadline, step
+from unisono.decisions.likeness import differences
+from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, next_deadline, step
 from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
@@ -33,8 +37,10 @@ from unisono.messages import (
     Ended,
     Failed,
     Hello,
+    Holding,
     Lost,
     Message,
+    Ready,
     RunDirectory,
     Scale,
     Snapshot,
@@ -47,7 +53,7 @@ from unisono.messages import (
     decode,
     encode,
 )
-from unisono.rundir import is_taken
+from unisono.rundir import ADDRESS_FILE, TOKEN_FILE, is_taken
 
 __all__ = ["Head"]
 
@@ -55,6 +61,8 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_QUEUED = 10_000
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # how many heartbeats a head that was held up waits for, before it calls anybody silent
+FULL_EVERY_S = 60.0  # how often it is said that there is no room for another connection
+FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
 
 
@@ -124,7 +132,7 @@ class Head:
         job: dict[str, Any] | None = None,
         snapshot: bytes = b"",
     ) -> None:
-        memory = _Memory.decode(snapshot) if snapshot else _Memory(State(policy=policy), time.time(), "starting")
+        memory = _Memory.decode(snapshot) if snapshot else _first(policy, job)
         state = resumed(memory.state, time.monotonic()) if snapshot else memory.state
         self._state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, heartbeat_s=heartbeat_s))
         self._token = token
@@ -138,8 +146,11 @@ class Head:
         self._started = memory.started
         self._last: StepDone | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._deadline: float | None = None
+        self._remembering: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._listens_until = 0.0
+        self._full_at = -math.inf
         self._written: dict[Path, str] = {}
         self._made = memory.run_dir if snapshot else ""  # if it is gone, somebody has taken it away
         # Pids and start times of workers of this machine whose end nobody has reported. The report may have been lost
@@ -153,6 +164,7 @@ class Head:
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until the run is over and everybody has heard it, or `over` is set."""
+        asyncio.get_running_loop().set_exception_handler(self._trouble)
         server: Server = await serve(
             self._serve,
             sock=listener,
@@ -161,6 +173,7 @@ class Head:
             ping_interval=None,
             max_size=MAX_MESSAGE_BYTES,
             close_timeout=1.0,
+            logger=_SILENT,
         )
         try:
             if self._run_dir:
@@ -188,8 +201,9 @@ class Head:
         path = request.path.partition("?")[0]
         if path == "/health":
             return connection.respond(http.HTTPStatus.OK, "ok\n")
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        given = request.headers.get_all("Authorization")
+        bearer = given[0].removeprefix("Bearer ").encode(errors="surrogateescape") if len(given) == 1 else b""
+        if not hmac.compare_digest(bearer, self._token.encode()):
             return connection.respond(http.HTTPStatus.UNAUTHORIZED, "the run's token is needed\n")
         if path == "/status":
             body = json.dumps(self.status()).encode()
@@ -238,6 +252,21 @@ class Head:
 
     # -- connections ---------------------------------------------------------------------------------
 
+    def _trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What the event loop has to report: where there is no room for a connection, once a minute in one line."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in FULL and "socket" in context):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._full_at > FULL_EVERY_S:
+            self._full_at = time.monotonic()
+            self._tell_agents(
+                Told(
+                    text=f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of "
+                    "workers and machines. Does a program flood its port? The limit of open files is that of `ulimit "
+                    "-n`"
+                )
+            )
+
     async def _serve(self, connection: ServerConnection) -> None:
         line = _Line(connection)
         name = ""
@@ -270,6 +299,9 @@ class Head:
             line.put(encode(Told(text=why)))
         except ConnectionClosed:
             pass
+        except Exception:  # of this library, not of a stranger: only who has the token comes so far
+            traceback.print_exc()
+            why = "the head could not deal with what it said"
         finally:
             line.put(None)
             if name and self._lines.get(name) is line:
@@ -334,13 +366,16 @@ class Head:
     def _happens(self, source: str, message: Message | Tick) -> None:
         """One event through the table, and what follows from it."""
         now = time.monotonic()
+        if isinstance(message, Tick):
+            self._timer = None
         if now > self._due + self._heartbeat_s:
             # It was stopped, or swapped out. What the others have said meanwhile lies there and has not been heard.
             self._listens_until = now + CATCH_UP_BEATS * self._heartbeat_s
         if isinstance(message, Tick) and now < self._listens_until:
             self._set_timer()
             return
-        self._state, actions, reason = step(self._state, Event(source, message), now)
+        before = self._state
+        self._state, actions, reason = step(before, Event(source, message), now)
         if isinstance(message, Hello):
             self._note_place(self._state.workers[source])
         elif isinstance(message, WorkerExit):
@@ -351,8 +386,15 @@ class Head:
         if reason:
             self._reason = reason
         # Before anybody acts on it: whoever follows this head must not decide otherwise.
-        if actions or not isinstance(message, Beat | StepDone):
+        # Of the steps the first: from then on there is something to lose, and nobody may begin again.
+        is_first_step = before.committed < 0 <= self._state.committed
+        if actions or is_first_step or not isinstance(message, Beat | StepDone | Hello | Ready | Holding):
             self._remember()
+        elif not isinstance(message, Beat | StepDone):
+            self._remember_soon()
+        if self._state.generation > before.generation:
+            # Two live at any time: this one, and the one before, which not all have left.
+            self._keys.end_generations(self._state.generation - 1)
         for action in actions:
             line = self._lines.get(action.to if isinstance(action, Send) else action.worker_id)
             if line is None:
@@ -371,8 +413,20 @@ class Head:
         if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
             self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
+    def _remember_soon(self) -> None:
+        """`_remember` what nobody acts on, and what a member says again to a head that follows.
+
+        All members say such a thing at the same time, and what is remembered is as long as there are members.
+        """
+        if self._remembering is None:
+            loop = asyncio.get_running_loop()
+            self._remembering = loop.call_later(self._heartbeat_s / 4, self._remember)
+
     def _remember(self) -> None:
         """Give the agent that would start another head what that head has to know."""
+        if self._remembering is not None:
+            self._remembering.cancel()
+            self._remembering = None
         keepers = [i for i, agent in self._state.agents.items() if agent.primary and i in self._lines]
         if keepers:
             memory = _Memory(self._state, self._started, self._reason, self._run_dir)
@@ -389,13 +443,15 @@ class Head:
                 line.put(data)
 
     def _set_timer(self) -> None:
+        now = time.monotonic()
+        deadline = next_deadline(self._state)
         if self._timer is not None:
+            if deadline == self._deadline and now <= self._due:
+                return
             self._timer.cancel()
             self._timer = None
-        self._due = math.inf
-        deadline = next_deadline(self._state)
+        self._due, self._deadline = math.inf, deadline
         if deadline is not None:
-            now = time.monotonic()
             self._due = max(now, deadline, self._listens_until)
             delay = self._due - now
             self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
@@ -416,15 +472,15 @@ class Head:
             if run_dir != self._made:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._made = run_dir
-            token_file = folder / "token"
+            token_file = folder / TOKEN_FILE
             token_file.unlink(missing_ok=True)
             descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(self._token)
             self._written[token_file] = self._token
-            address = folder / "head.json"
+            address = folder / ADDRESS_FILE
             known = {"url": self._url, "pid": os.getpid(), "token_file": str(token_file), "run_id": self._run_id}
-            part = folder / "head.json.part"
+            part = folder / f"{ADDRESS_FILE}.part"
             text = json.dumps(known) + "\n"
             part.write_text(text)
             part.rename(address)
@@ -439,6 +495,22 @@ class Head:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
         self._written.clear()
+
+
+def _first(policy: Policy, job: dict[str, Any] | None) -> _Memory:
+    """What the first head of a run knows."""
+    return _Memory(State(policy=policy, script=(job or {}).get("script", "")), time.time(), "starting")
+
+
+def _silent() -> logging.Logger:
+    """For websockets, which logs with a traceback whatever somebody without the token may say."""
+    logger = logging.getLogger("unisono.head.websockets")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger
+
+
+_SILENT = _silent()
 
 
 def _holds(path: Path, text: str) -> bool:

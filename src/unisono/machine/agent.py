@@ -33,6 +33,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from unisono.checkpoint import files
 from unisono.door import Door
 from unisono.errors import UsageError
+from unisono.fingerprint import script_checksum
 from unisono.journal import conclude
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_when_silent, fill_standard_streams
 from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
@@ -55,6 +56,7 @@ from unisono.messages import (
     encode,
     is_refusal,
 )
+from unisono.rundir import forget_head
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
@@ -100,6 +102,7 @@ class Job:
             "overwrite": self.overwrite,
             "resume": self.resume,
             "resume_anyway": self.resume_anyway,
+            "script": script_checksum(self.arguments),
         }
 
     @property
@@ -129,7 +132,7 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
     settings = {
         "policy": service.policy,
         "listener": listener.fileno(),
-        "run_id": secrets.token_hex(4),
+        "run_id": (run_id := secrets.token_hex(4)),
         "url": url,
         "heartbeat_s": service.heartbeat_s,
         "options": dict(service.options),
@@ -142,6 +145,8 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
         return await agent.run()
     finally:
         await head.end()
+        for run_dir in filter(None, {job.run_dir, agent.run_dir}):
+            forget_head(Path(run_dir), run_id, token)  # where the last head was killed
 
 
 def join(job: Job, url: str, token: str) -> int:
@@ -192,6 +197,7 @@ class _Agent:
         self._ordered: set[str] = set()
         self._evicted: set[str] = set()
         self._agent_id = ""
+        self._away_since: float | None = None
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._unsent: Message | None = None
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -199,7 +205,8 @@ class _Agent:
         self._is_leaving = False
         self._num_signals = 0
         self._on_signal = -1
-        self._run_dir = ""
+        self.run_dir = ""
+        """Where the script wants the run to be, when it has said so."""
         self._stops_for = ""
         self._stop_code = 0
 
@@ -233,9 +240,9 @@ class _Agent:
                     await self._outbox.join()  # the head hears of every end that this agent has seen
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
-        if not ended.ok and self._head is not None and self._run_dir:
+        if not ended.ok and self._head is not None and self.run_dir:
             with contextlib.suppress(OSError):  # a directory that this machine may not write to
-                conclude(Path(self._run_dir), ended.reason)
+                conclude(Path(self.run_dir), ended.reason)
         self._show(ended)
         return ended.exit_code
 
@@ -252,12 +259,10 @@ class _Agent:
     # -- the head ------------------------------------------------------------------------------------
 
     async def _talk(self) -> None:
-        """The connection to the head; made again while the head is away."""
-        away_since = None
+        """The connection to the head; made again while the head is away. Each absence has its own time."""
         while not self._over.done():
             try:
                 why = await self._connect()
-                away_since = None
             except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
                 why = f"the connection to the head at {self._url} broke: {error}"
                 if isinstance(error, InvalidStatus) and is_refusal(status := error.response.status_code):
@@ -267,11 +272,11 @@ class _Agent:
                 self._finish(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
                 raise
             now = time.monotonic()
-            if away_since is None:
-                away_since = now
+            if self._away_since is None:
+                self._away_since = now
                 if not self._over.done() and self._head is None:
                     self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
-            if now - away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
+            if now - self._away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
                 self._finish(Ended(ok=False, reason=why, exit_code=1))
             await asyncio.sleep(RETRY_S)
             if self._head_is_done:
@@ -341,9 +346,10 @@ class _Agent:
                 self._finish(self._left_by_signal(message))
             case RunDirectory():
                 self._on_signal = message.on_signal
-                self._run_dir = message.path
+                self.run_dir = message.path
             case Welcome():
                 self._agent_id = message.agent_id
+                self._away_since = None
             case Snapshot():
                 if self._head is not None:
                     self._head.snapshot = message.state
@@ -534,12 +540,12 @@ class _Agent:
 
     def _how_to_go_on(self, ended: Ended) -> str:
         """For a run that this machine has started and that ended before its time."""
-        if self._head is None or not self._run_dir or (ended.ok and not self._stops_for):
+        if self._head is None or not self.run_dir or (ended.ok and not self._stops_for):
             return ""
         done = []
         with contextlib.suppress(OSError):  # a directory that has gone meanwhile
-            done = files.complete(Path(self._run_dir) / files.FOLDER)
+            done = files.complete(Path(self.run_dir) / files.FOLDER)
         if not done:
             return ""
-        again = shlex.join(["unisono", "run", "--resume", self._run_dir])
+        again = shlex.join(["unisono", "run", "--resume", self.run_dir])
         return f"the newest checkpoint is {done[-1].name}; to go on from it: {again}"

@@ -15,7 +15,6 @@ import runpy
 import signal
 import sys
 import types
-import zlib
 from pathlib import Path
 from typing import Final
 
@@ -87,24 +86,13 @@ def _work() -> int:
 
 def _connect(door: Door) -> Member:
     from unisono.exchange.host import Board
-    from unisono.fingerprint import fingerprint
+    from unisono.fingerprint import fingerprint, script_checksum
 
     device = _device(door.local_rank)
     board = Board.create()
     info = MemberInfo(worker_id=door.worker_id, host=door.host, pid=os.getpid(), device=device, board=board.address)
-    facts = fingerprint(device)
-    if script := _checksum(sys.argv[1:]):
-        facts["checksum of the script"] = script
-    return Member(door, info, facts, board).connect()
-
-
-def _checksum(arguments: list[str]) -> str:
-    """Of the script's text: it may have been edited since the others began. "" where it is not one file."""
-    if arguments[0] in ("-m", "--callable"):
-        return ""
-    with contextlib.suppress(OSError):
-        return f"{zlib.crc32(Path(arguments[0]).read_bytes()):08x}"
-    return ""
+    script = script_checksum(sys.argv[1:])  # it may have been edited since the others began
+    return Member(door, info, fingerprint(device), board, script=script).connect()
 
 
 def _device(local_rank: int) -> str:

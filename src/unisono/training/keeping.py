@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import threading
@@ -23,7 +24,7 @@ from unisono.decisions.cadence import Checkpoints, Place, Word, choose_writer, d
 from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
-from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal, truncate
+from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal, has_steps, truncate
 from unisono.rundir import Lock, claim, describe, holder, make, read_facts
 from unisono.training.process import Process, tell
 from unisono.training.rounds import Rounds
@@ -88,7 +89,7 @@ class Keeper:
         self._device = device
         self._threads = threads
         self._lock = Lock()
-        self._run_id = ""
+        self._run_id, self._is_alone = "", True
         self._loaded: Loaded | None = None
         self._began: Place | None = None
         self._leaving = False
@@ -113,7 +114,7 @@ class Keeper:
         Raises:
             RunDirectoryError: the directory is another run's.
         """
-        self._run_id = run_id
+        self._run_id, self._is_alone = run_id, alone
         if alone and self.directory is not None:
             self._claim(self.directory)
             code = self.policy.on_signal if self.policy is not None else None
@@ -158,13 +159,14 @@ class Keeper:
             Where that is; None: at the beginning. When it is in a later phase, only the models were loaded.
 
         Raises:
-            CheckpointError: there are checkpoints, and none can be used.
+            CheckpointError: there are checkpoints, and none can be used; or this very run has done steps already.
             RecipeError: the checkpoint was made with another recipe; names the differences.
         """
         if self.directory is None:
             return None
         if self._began is not None:
             return self._began
+        begins_again = not self._is_alone and holder(self.directory) == self._run_id
         self._claim(self.directory)
         recipe = self._recipe(cursor)
         facts: dict[str, Any] = {"run_id": self._run_id, "started": time.time()}
@@ -180,6 +182,11 @@ class Keeper:
         }
         loaded = self._loaded
         if loaded is None:
+            if begins_again and has_steps(self.directory):
+                raise CheckpointError(
+                    f"all workers of the run were lost, and its journal in {self.directory} has steps already, so it "
+                    f"does not begin again; to go on with it: unisono run --resume {shlex.quote(str(self.directory))}"
+                )
             if self._resume:
                 truncate(self.directory / JOURNAL, 0)
             describe(self.directory, facts)

@@ -603,6 +603,9 @@ class Run:
         # Not a line of its own: who finishes this step after a loss knows of no change, and lines are numbered alike.
         if step.news:
             line["balance"] = step.news
+        if self._team.warnings:
+            line["warnings"] = list(self._team.warnings)
+            self._team.warnings.clear()
         self._append(line)
         member = members.current()
         # The journal has all of them; on a screen, steps of milliseconds would say nothing else.

@@ -69,6 +69,8 @@ class Team(Protocol):
     worker_ids: tuple[str, ...]
     arithmetic: int
     """A fingerprint of what this worker's arithmetic depends on."""
+    warnings: dict[str, None]
+    """Of members that were admitted and may compute differently; who has noted them clears them."""
 
     @property
     def exchange(self) -> Exchange:
@@ -160,6 +162,7 @@ class AloneTeam:
 
     def __init__(self, device: torch.device) -> None:
         self.exchange: Exchange = Alone(device)
+        self.warnings: dict[str, None] = {}
 
     def join(self, phase: int, report: Report) -> list[Report]:
         return [report]
@@ -236,6 +239,7 @@ class HeadTeam:
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
         self.arithmetic = member.arithmetic
+        self.warnings: dict[str, None] = {}
         self._said_ready = False
         self._num_waits = 0
         member.on_notice(self._heard)
@@ -411,6 +415,7 @@ class HeadTeam:
             self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
             self.rank, self.size = self._place_in(notice), len(notice.members)
             self.worker_ids = tuple(info.worker_id for info in notice.members)
+            self.warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):
                 later = [held for held in self._notices.values() if held.immediate]
                 self._alarm = PeerLost(later[-1].reason) if later else None

@@ -1,0 +1,48 @@
+"""Whether a worker that says hello would compute what the others compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unisono.decisions.roster import State
+from unisono.messages import Hello
+
+__all__ = ["differences", "objection", "refusal"]
+
+
+def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """What in two fingerprints is not the same, in words."""
+    return [
+        f"{key} is {other.get(key, 'unknown')!r} and not {first.get(key, 'unknown')!r}"
+        for key in sorted({*first, *other})
+        if first.get(key) != other.get(key)
+    ]
+
+
+def refusal(state: State, hello: Hello) -> str:
+    """Why this worker may not take part, up to the remedy; "" where it may."""
+    if not state.policy.allow_different_script and (text := _other_script(state, hello)):
+        return (
+            f"{text}, so it would compute other gradients, and is refused; was the script edited after the run had "
+            "begun? Put back the text that the run was started with, or start the run with --allow-different-script"
+        )
+    if state.policy.strict and (text := objection(state, hello)):
+        return f"{text}; refused (--strict)"
+    return ""
+
+
+def objection(state: State, hello: Hello) -> str:
+    """What speaks against this worker, as a sentence without its subject; "" where nothing does."""
+    texts = []
+    if found := differences(state.fingerprint or hello.fingerprint, hello.fingerprint):
+        texts.append(f"computes differently: {', '.join(found)}")
+    if text := _other_script(state, hello):
+        texts.append(text)
+    return " and ".join(texts)
+
+
+def _other_script(state: State, hello: Hello) -> str:
+    # "" is no text at all: of a script that is not there, which says so itself, or of none that is a file.
+    if hello.script in ("", state.script) or not state.script:
+        return ""
+    return f"has another text of the script (checksum {hello.script}) than the run (checksum {state.script})"

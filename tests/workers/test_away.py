@@ -1,0 +1,87 @@
+"""An agent while the head is out of reach, with a head that is there and away as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import SimpleNamespace, TracebackType
+
+import pytest
+from websockets.exceptions import ConnectionClosedError
+
+from unisono.lifetime import Memory
+from unisono.machine import agent
+from unisono.messages import Ended, Message, Welcome, encode
+from unisono.watch.terminal import Plain
+
+WELCOME = Welcome(run_id="x", heartbeat_s=0.5, agent_id="agent1")
+HEAD_AWAY_S = 10.0
+
+
+class Connection:
+    """What the head says over one connection; then it breaks, as when the head is killed."""
+
+    def __init__(self, said: Sequence[Message]) -> None:
+        self._said = said
+        self.transport = SimpleNamespace(get_extra_info=lambda name: None)
+
+    async def __aenter__(self) -> Connection:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        pass
+
+    async def send(self, data: bytes) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for message in self._said:
+            yield encode(message)
+        raise ConnectionClosedError(None, None)
+
+
+def outcome(attempts: Iterator[tuple[float, Sequence[Message] | None]], monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """How a machine that has joined ends, whose attempts to reach the head are made at these times; None: in vain."""
+    clock = SimpleNamespace(now=0.0)
+
+    def connect(url: str, **options: object) -> Connection:
+        clock.now, said = next(attempts)
+        if said is None:
+            raise ConnectionRefusedError("nobody listens")
+        return Connection(said)
+
+    async def work() -> Ended:
+        job = agent.Job(arguments=["train.py"], num_workers=1, head_away_s=HEAD_AWAY_S)
+        with contextlib.closing(Memory("unisono-token")) as secret:
+            guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
+        talk = asyncio.create_task(guest._talk())
+        ended = await asyncio.wait_for(guest._over, 60)
+        talk.cancel()
+        await asyncio.gather(talk, return_exceptions=True)
+        return ended
+
+    monkeypatch.setattr(agent, "connect", connect)
+    monkeypatch.setattr(agent, "end_when_silent", lambda sock: None)
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return asyncio.run(work())
+
+
+def test_each_disconnection_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that was down for a while an hour ago does not shorten the time of the next failure."""
+    attempts = [(0.0, [WELCOME]), (8.0, None), (9.0, [WELCOME]), (3600.0, [WELCOME]), (3608.0, None)]
+    last = (3609.0, [WELCOME, Ended(ok=True, reason="finished")])
+    assert outcome(iter([*attempts, last]), monkeypatch).ok
+
+
+def test_a_head_that_stays_away_ends_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = outcome(iter([(0.0, [WELCOME]), (9.0, None), (10.5, None)]), monkeypatch)
+    assert not ended.ok
+    assert "nobody listens" in ended.reason
+
+
+def test_what_takes_connections_and_says_nothing_is_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay, for example, that is still there when the machine behind it is not."""
+    assert not outcome(iter([(0.0, [WELCOME]), (9.0, []), (10.5, [])]), monkeypatch).ok

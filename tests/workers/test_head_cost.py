@@ -1,0 +1,114 @@
+"""What a run of many workers costs its head: nothing that grows with their square, and no keys of what is over."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
+from unisono.decisions.roster import WorkerState
+from unisono.head.keys import Keys
+from unisono.head.server import Head, _Memory
+from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreCall, decode
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue[bytes]]:
+    """A head that knows what a story's does, and what it sends to the agent that has started it."""
+    head = Head(story.state.policy, token="", run_id="x", heartbeat_s=heartbeat_s, options={})
+    head._state = story.state
+    said = asyncio.Queue[bytes]()
+    head._lines[AGENT] = cast("Any", SimpleNamespace(queue=said, put=said.put_nowait))
+    return head, said
+
+
+def snapshots(said: asyncio.Queue[bytes]) -> list[_Memory]:
+    heard: list[Message] = [decode(said.get_nowait()) for _ in range(said.qsize())]
+    return [_Memory.decode(message.state) for message in heard if isinstance(message, Snapshot)]
+
+
+def test_a_heartbeat_costs_the_head_the_same_however_many_workers_there_are() -> None:
+    async def count(num_workers: int) -> int:
+        story = Story(num_workers, heartbeat_timeout_s=1e6, hang_s=1e6)
+        story.arrive(*story.agent(num_workers))
+        story.hold()
+        head, _ = head_of(story)
+        head._happens("w0", beat())  # sets the timer
+        object.__setattr__(head._state, "workers", Unvisited(head._state.workers))
+        with counting() as calls:
+            head._happens("w7", beat())
+        return len(calls)
+
+    assert asyncio.run(count(16)) == asyncio.run(count(256))
+
+
+def test_what_all_members_say_at_once_is_remembered_once() -> None:
+    """What is remembered is as long as there are members, and a member says it again to a head that follows."""
+
+    async def work() -> list[_Memory]:
+        story = Story(32)
+        story.agent(32)
+        head, said = head_of(story, heartbeat_s=0.01)
+        ids = [f"w{number}" for number in range(32)]
+        for worker_id in ids:
+            head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}))
+        for worker_id in ids:
+            head._happens(worker_id, Ready(phase=0))
+        for worker_id in ids:
+            head._happens(worker_id, Holding(generation=1))
+        found = snapshots(said)
+        while not any(all(w.state is WorkerState.HOLDING for w in m.state.workers.values()) for m in found):
+            await asyncio.sleep(0)
+            found += snapshots(said)
+        return found
+
+    found = asyncio.run(work())
+    assert len(found) <= 3, "of the generation, before anybody hears of it, and of what was said"
+
+
+def test_the_keys_of_a_generation_go_when_it_is_over() -> None:
+    async def work() -> None:
+        keys = Keys()
+
+        async def do(operation: str, key: str, generation: int, value: bytes = b"1") -> int:
+            values = [value] if operation in ("set", "append") else []
+            call = StoreCall(call=1, operation=operation, keys=[key], values=values, amount=1, generation=generation)
+            answer = await keys.answer(call)
+            assert answer.error == ""
+            return answer.amount
+
+        for generation in (0, 1, 2, 3):
+            await do("set", f"{generation}/a", generation)
+            await do("add", f"{generation}/b", generation)
+            await do("append", f"{generation}/c", generation)
+        keys.end_generations(2)
+        await do("set", "1/late", 1)
+        left = [[await do("check", f"{generation}/{key}", 0) for key in "abc"] for generation in range(4)]
+        assert left == [[1, 1, 1], [0, 0, 0], [1, 1, 1], [1, 1, 1]]
+        assert await do("check", "1/late", 0) == 0
+        assert (await keys.answer(StoreCall(call=1, operation="num_keys", keys=[]))).amount == 9
+
+    asyncio.run(work())
+
+
+def test_a_head_forgets_the_keys_of_the_generations_before_the_last_two() -> None:
+    async def work() -> None:
+        story = Story(4)
+        story.arrive(*story.agent(4))
+        story.hold()
+        head, _ = head_of(story)
+        for number in (3, 2):
+            key = f"generation-{head._state.generation}/all/0"
+            call = StoreCall(call=1, operation="set", keys=[key], values=[b"x"], generation=head._state.generation)
+            await head._keys.answer(call)
+            head._happens("", Scale(num_workers=number))
+            for member in head._state.members:
+                head._happens(member, Holding(generation=head._state.generation))
+        assert head._state.generation == 3
+        assert sorted(head._keys._values) == ["generation-2/all/0"]
+
+    asyncio.run(work())
