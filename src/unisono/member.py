@@ -270,9 +270,13 @@ class Member:
         """The training loop is at this step (its phase and number); None: it has come to its end. Cheap."""
         self._loop = place
 
-    def leaving(self, phase: int, step: int) -> None:
-        """The script is at the end of its ``with unisono.Run(...)``, and takes no part in this step."""
-        self._say(Leaving(phase=phase, step=step))
+    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
+        """The script is at the end of its ``with unisono.Run(...)``, and takes no part in this step.
+
+        Args:
+            goes_on: it is not; it has left one training loop there, and begins another.
+        """
+        self._say(Leaving(phase=phase, step=step, goes_on=goes_on))
 
     def step_done(self, done: StepDone) -> None:
         """A step is committed, and this worker is the one that says so."""

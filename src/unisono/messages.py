@@ -185,11 +185,16 @@ class Failed(Message):
 
 
 class Leaving(Message):
-    """The script is at the end of its ``with unisono.Run(...)``, and waits there for the others."""
+    """The script is at the end of its ``with unisono.Run(...)``, and waits there for the others.
+
+    Or it has left a training loop before its end, and begins another.
+    """
 
     phase: int
     step: int
     """The first step that it has no part in."""
+    goes_on: bool = False
+    """It begins another ``run.steps``."""
 
 
 class Finished(Message):

@@ -120,6 +120,7 @@ class Story:
         waiting: bool = False,
         progress: int = 1,
         num_steps: int = 5,
+        phase: int = 0,
         step: int = 4,
         microbatch: int = 2,
         evaluates: bool = False,
@@ -129,7 +130,7 @@ class Story:
             worker_id,
             Beat(
                 generation=self.state.generation,
-                phase=0,
+                phase=phase,
                 step=step,
                 microbatch=microbatch,
                 progress=progress,
@@ -1582,6 +1583,28 @@ def test_one_run_steps_after_another_is_no_leaving() -> None:
     story.says("w1", Leaving(phase=1, step=5))
     story.beat("w0", step=100)
     assert story.ended is None
+
+
+def test_a_worker_that_leaves_one_loop_alone_for_another_ends_the_run() -> None:
+    """Its steps would be summed with those of the others, which are of another loop."""
+    story = training(2)
+    story.says("w1", Leaving(phase=0, step=5, goes_on=True))
+    story.beat("w0", step=5)
+    assert story.ended is not None
+    assert "w1 (pid 1001) has left the training loop before step 5" in story.ended.reason
+
+
+def test_all_may_leave_one_loop_for_another() -> None:
+    story = training(2)
+    story.beat("w0", step=4)
+    for worker_id in ("w1", "w0"):
+        story.says(worker_id, Leaving(phase=0, step=5, goes_on=True))
+        story.beat(worker_id, phase=1, step=0)
+    story.beat("w1", phase=1, step=7)
+    assert story.ended is None
+    story.says("w1", Leaving(phase=1, step=8))
+    story.beat("w0", phase=1, step=8)
+    assert story.ended is not None
 
 
 def test_a_script_that_ends_in_the_middle_is_a_loss_when_others_miss_it() -> None:

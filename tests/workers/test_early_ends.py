@@ -41,12 +41,16 @@ TRAINING = """
                 print("leaves the loop", flush=True)
                 while me == "w1" and who == "all" and not os.path.exists("go"):
                     time.sleep(0.01)
-                if how == "break after":
+                if how in ("break after", "break for another"):
                     break
                 if how == "return":
                     return
                 if how == "sys.exit":
                     sys.exit(0)
+            if how == "break for another":
+                for step in run.steps(data, batch_size=24, microbatches=4, max_steps=1):
+                    for inputs in step:
+                        step.backward(model(inputs[:, None]).mean())
 
     train()
     """
@@ -56,7 +60,7 @@ def start(unisono: Unisono, script: Script, how: str, who: str) -> Command:
     return unisono("run", script(TRAINING), "--workers", 3, "--heartbeat-s", 0.1, "--", how, who)
 
 
-@pytest.mark.parametrize("how", ["break after", "break before", "return"])
+@pytest.mark.parametrize("how", ["break after", "break before", "break for another", "return"])
 def test_a_break_of_one_worker_ends_the_run_in_a_sentence_about_the_script(
     how: str, unisono: Unisono, script: Script
 ) -> None:
@@ -71,7 +75,7 @@ def test_a_break_of_one_worker_ends_the_run_in_a_sentence_about_the_script(
     assert not [line for line in command.err if "trying again" in line]
 
 
-@pytest.mark.parametrize("how", ["break after", "break before", "return", "sys.exit"])
+@pytest.mark.parametrize("how", ["break after", "break before", "break for another", "return", "sys.exit"])
 def test_all_workers_may_leave_at_the_same_step_and_one_of_them_later(
     how: str, unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
@@ -80,8 +84,9 @@ def test_all_workers_may_leave_at_the_same_step_and_one_of_them_later(
         command.line(f"[{worker_id}] leaves the loop")
     (tmp_path / "go").touch()
     assert command.wait() == 0, command.err
-    assert command.out[-1].startswith("unisono: finished: 3 steps in ")
-    assert [line["step"] for line in read(tmp_path / "run") if line["kind"] == "step"] == [0, 1, 2]
+    steps = [0, 1, 2, 3] if how == "break for another" else [0, 1, 2]
+    assert command.out[-1].startswith(f"unisono: finished: {len(steps)} steps in ")
+    assert [line["step"] for line in read(tmp_path / "run") if line["kind"] == "step"] == steps
 
 
 def test_a_worker_whose_script_exits_in_the_middle_is_reported_and_replaced(

@@ -380,7 +380,7 @@ class _Turn:
             case Failed():
                 self.failed(worker, message)
             case Leaving():
-                self.put(leaving={**self.state.leaving, worker_id: (message.phase, message.step)})
+                self.put(leaving={**self.state.leaving, worker_id: message})
                 for other in self.workers(_S.HOLDING):
                     if other.beat is not None:
                         self.compare_ways(other, other.beat)
@@ -687,7 +687,7 @@ class _Turn:
         """
         leaving = {i: place for i, place in self.state.leaving.items() if i != worker.worker_id}
         if message.step >= 0:
-            leaving[worker.worker_id] = (message.phase, message.step)
+            leaving[worker.worker_id] = Leaving(phase=message.phase, step=message.step)
         self.put(leaving=leaving)
         state = self.state
         if worker.worker_id not in {*state.members, *state.before} or not state.held:
@@ -704,34 +704,36 @@ class _Turn:
         """A member is in a step: have others left the training loop before it?"""
         if not self.state.leaving or worker.state is not _S.HOLDING or beat.evaluates or self.state.ended is not None:
             return
-        for worker_id, (phase, number) in self.state.leaving.items():
+        for worker_id, left in self.state.leaving.items():
             other = self.state.workers[worker_id]
-            if worker_id == worker.worker_id or (beat.phase, beat.step) < (phase, number):
+            is_beyond = beat.step >= left.step if beat.phase == left.phase else beat.phase > left.phase
+            if worker_id == worker.worker_id or not is_beyond or (left.goes_on and beat.phase != left.phase):
                 continue
             if other.state is _S.FINISHED:
                 self.go_on_without_deserters(worker)
             elif other.state is _S.HOLDING:
-                begun = f"step {beat.step}" + ("" if beat.phase == phase else " of another run.steps")
+                begun = f"step {beat.step}" + ("" if beat.phase == left.phase else " of another run.steps")
                 self.end(
                     False,
-                    f"{other.name} has left the training loop before step {number} (by a break or a return that only "
-                    f"it reached?), and {worker.name} has begun {begun}. All workers must leave the loop at the same "
-                    "step: decide by step.loss or the totals of run.evaluate, which are the same on all workers, and "
-                    "not by run.rank, the time, or a number that was summed within `for batch in step`",
+                    f"{other.name} has left the training loop before step {left.step} (by a break or a return that "
+                    f"only it reached?), and {worker.name} has begun {begun}. All workers must leave the loop at the "
+                    "same step: decide by step.loss or the totals of run.evaluate, which are the same on all workers, "
+                    "and not by run.rank, the time, or a number that was summed within `for batch in step`",
                     worker_id,
                 )
                 return
 
     def go_on_without_deserters(self, worker: Worker) -> None:
         """A member goes on with the training: those whose script has ended in the middle of it are lost."""
-        if worker.worker_id in self.state.leaving:
+        own = self.state.leaving.get(worker.worker_id)
+        if own is not None and not own.goes_on:
             return
-        for worker_id, (_, number) in self.state.leaving.items():
+        for worker_id, left in self.state.leaving.items():
             other = self.state.workers[worker_id]
             if other.state is _S.FINISHED:
                 self.lose(
                     worker_id,
-                    f"{other.name} has left the training loop at step {number - 1} and ended with exit code 0 (by "
+                    f"{other.name} has left the training loop at step {left.step - 1} and ended with exit code 0 (by "
                     f"sys.exit, or the end of its script), and {worker.name} has not",
                 )
 

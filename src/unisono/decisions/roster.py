@@ -22,7 +22,7 @@ from typing import Final
 from unisono.decisions.hangs import Hang, Limits
 from unisono.decisions.suspicion import Suspicions
 from unisono.errors import UsageError
-from unisono.messages import Beat, Ended, Failed, MemberInfo, Notice
+from unisono.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 
 __all__ = [
     "ALIVE",
@@ -202,8 +202,8 @@ class State:
     """By step and micro-batch: where its computation has raised."""
     hangs: tuple[Hang, ...] = ()
     """Where workers hung that the others went on without, in the step that is being done."""
-    leaving: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By worker that has left the training loop: the first step (phase and number) that it has no part in."""
+    leaving: Mapping[str, Leaving] = field(default_factory=dict)
+    """By worker that has left a training loop: what it said of that."""
     suspected_at: float | None = None
     suspicion: str = ""
     """Who found the exchange broken then, and how."""

@@ -426,6 +426,9 @@ class Run:
                 "run.steps was called inside of another run.steps; finish the first, or train on both in one loop"
             )
         self._leave_step()
+        if self._step is not None and self._joined:
+            self._note_where_it_was_left()
+            self._team.leaving(self._rounds.phase, self._rounds.step, goes_on=True)
         rounds, phase = self._rounds, self._phases
         self._phases += 1
         first = self._join(phase, cursor, num_steps)

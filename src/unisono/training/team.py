@@ -140,8 +140,8 @@ class Team(Protocol):
         """The training loop is at this step (its phase and number); None: it has come to its end on all members."""
         ...
 
-    def leaving(self, phase: int, step: int) -> None:
-        """Say that the script is at the end of its run, and takes no part in this step."""
+    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
+        """Say that the script takes no part in this step: it is at the end of its run, or begins another loop."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -208,7 +208,7 @@ class AloneTeam:
     def in_loop(self, place: tuple[int, int] | None) -> None:
         pass
 
-    def leaving(self, phase: int, step: int) -> None:
+    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
         pass
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -368,8 +368,8 @@ class HeadTeam:
     def in_loop(self, place: tuple[int, int] | None) -> None:
         self._member.in_loop(place)
 
-    def leaving(self, phase: int, step: int) -> None:
-        self._member.leaving(phase, step)
+    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
+        self._member.leaving(phase, step, goes_on=goes_on)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
