@@ -22,9 +22,11 @@ def cpu_seconds(code: str) -> float:
 
 def test_importing_unisono_costs_little_on_top_of_torch() -> None:
     torch_first = "import torch\nstart = time.process_time()\n"
-    costs = [cpu_seconds(torch_first + "import unisono\nunisono.Run\nunisono.launch") for _ in range(TRIALS)]
+    costs: list[float] = []
     # Whoever shares the core and its caches makes it longer, and nothing makes it shorter.
-    assert min(costs) <= LIMIT_S, f"CPU seconds of {TRIALS} imports after torch: {costs}"
+    while len(costs) < TRIALS and min(costs, default=LIMIT_S) >= LIMIT_S:
+        costs.append(cpu_seconds(torch_first + "import unisono\nunisono.Run\nunisono.launch"))
+    assert min(costs) < LIMIT_S, f"CPU seconds of {TRIALS} imports after torch: {costs}"
 
 
 def test_help_answers_without_torch() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.uneven_training import NUM_LEAVES
 from unisono.journal import Line, compare
 from unisono.testing import Faults, Outcome, run_workers
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("uneven_training.py")
 LATE = 10
@@ -40,7 +41,7 @@ def start(tmp_path: Path) -> Start:
             arguments=arguments,
             options=options,
             faults=faults,
-            timeout_s=90,
+            timeout_s=WAIT_S,
         )
         assert outcome.exit_code == 0, outcome.output
         return outcome

@@ -20,6 +20,7 @@ from typing import cast
 
 import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
@@ -31,7 +32,7 @@ from unisono.machine.children import PIPE_BYTES, Nursery, Output, spawn
 from unisono.messages import Evict, Start
 from unisono.watch.terminal import Plain
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 FOR_EVER = ["--steps", 1_000_000, "--every", 0]
@@ -193,7 +194,7 @@ def test_launch_with_closed_standard_streams(script: Script, tmp_path: Path) -> 
         os.closerange(0, 3)
         Path("result").write_text(unisono.launch(main, workers=1))
     """)
-    subprocess.run([sys.executable, name], cwd=tmp_path, timeout=60, check=True)
+    subprocess.run([sys.executable, name], cwd=tmp_path, timeout=WAIT_S, check=True)
     assert (tmp_path / "result").read_text() == "returned"
 
 
@@ -242,7 +243,7 @@ def test_a_nursery_that_dies_is_named(
     os.kill(nursery, signal.SIGKILL)
     assert command.wait() == 1
     command.line(f"the nursery (pid {nursery}), which forks workers, has ended")
-    wait_until_gone(set(marked(mark)), time.monotonic() + 5)
+    wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
     assert marked(mark) == {}
 
 

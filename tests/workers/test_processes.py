@@ -50,7 +50,7 @@ def test_a_nursery_is_forgotten_after_a_test_that_fails() -> None:
 
 
 def test_a_nursery_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conftest, "NURSERY_S", 0.0)
+    monkeypatch.setattr(conftest, "WAIT_S", 0.0)
     with (
         pytest.raises(AssertionError, match="no nursery within 0 s"),
         run_nursery("nowhere", before=["sh", "-c", "exec sleep 60"]),
