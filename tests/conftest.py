@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Generator
 
 # Before torch is imported: with as many threads as cores in every process, they would wait for each other's cores.
@@ -62,3 +63,18 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _fail_if_skipped(report)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """For the long runs (`make soak`): what was run, and what was found."""
+    if not os.environ.get("UNISONO_TEST_ALL"):
+        return
+    terminalreporter.section("what was run")
+    for outcome in ("passed", "failed", "error"):
+        reports = terminalreporter.getreports(outcome)
+        ran = Counter(report.nodeid.partition("[")[0] for report in reports if report.when == "call")
+        for name, times in ran.items():
+            terminalreporter.write_line(f"{outcome} {times:4} x {name}")
+        for report in reports:
+            for _, found in report.user_properties:
+                terminalreporter.write_line(f"{outcome} {report.nodeid.rpartition('::')[2]}: {found}")
