@@ -312,13 +312,13 @@ def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
             for worker_id in ("w1", "w2"):
                 guest._hear(Evict(worker_id=worker_id, reason="one too many"))
             nursery.unborn["w1"](child)
-            assert await child.ended_within(10)
+            assert await child.ended_within(WAIT_S)
             assert child.exit_code == -signal.SIGKILL
             assert late.cancelled()
             assert list(nursery.unborn) == ["w1"]
         finally:
             child.kill()
-            await child.ended_within(10)
+            await child.ended_within(WAIT_S)
 
     asyncio.run(evict())
 

@@ -36,7 +36,7 @@ def test_a_team_that_cannot_be_started_leaves_nobody(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(processes.Team, "_start", start_one)
     with pytest.raises(BlockingIOError):
-        processes.Team(2, lambda seat: seat.hear(), deadline_s=10)
+        processes.Team(2, lambda seat: seat.hear())
     with pytest.raises(ValueError, match="closed"):
         _ = started[0].process.exitcode
 

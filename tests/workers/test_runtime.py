@@ -482,7 +482,7 @@ def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse() -> None:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Ending) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        door = Door(head=f"ws://127.0.0.1:{server.server_port}", token="t", worker_id="w0", host="lab", head_away_s=0.3)
+        door = Door(head=f"ws://127.0.0.1:{server.server_port}", token="t", worker_id="w0", host="lab", head_away_s=3.0)
         member = Member(door, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
         with pytest.raises(RunStopped, match=r"has been away for \d+ s: .*503"):
             member.connect(WAIT_S)
@@ -747,7 +747,7 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
         notice = me.wait_notice(0)
         me.holding(notice.generation)
         rank = [info.worker_id for info in notice.members].index(me.worker_id)
-        store = HeadStore(me, "g1/", generation=1, timeout_s=20.0)
+        store = HeadStore(me, "g1/", generation=1, timeout_s=200.0)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=me.info.address)]
         group = dist.ProcessGroupGloo(dist.PrefixStore("x", store), rank, 3, options)

@@ -1,8 +1,7 @@
 """A training some of whose ranks take longer for each micro-batch: ``unisono run uneven_training.py -- --extra-s 0.1``.
 
-They sleep: so how long they take does not depend on who runs beside them.
-``--walls DIR`` lets each worker write there how long its steps took, by
-its own clock: from the end of one turn of the loop to that of the next.
+They sleep: so how long they take does not depend on who runs beside them. ``--walls DIR`` lets each worker write there
+how long its steps took, by its own clock: from the end of one turn of the loop to that of the next.
 """
 
 from __future__ import annotations
