@@ -250,7 +250,7 @@ def test_lost_packets_cost_time_only(cable: Cable, unisono: Unisono, run_dir: Pa
     with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
         hosts = Hosts(cable, unisono, run_dir, gates, away_s=60.0)
         for side in (0, 1):
-            cable.drop(side, "-m", "statistic", "--mode", "nth", "--every", "10")
+            cable.drop(side, "-m", "statistic", "--mode", "nth", "--every", "10", "--packet", "0")
         gates.open(40)
         assert hosts.left.wait() == 0, hosts.left.err
         assert hosts.right.wait() == 0, hosts.right.err
