@@ -12,9 +12,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
-MOST_TESTERS = 16
-TESTERS_PER_CORE = 3
-"""Most of the time a test waits: for a process to begin, to be killed, to be missed."""
+LEAST_TESTERS, MOST_TESTERS = 6, 16
+TESTERS_PER_CORE = 2
+"""Most of the time a test waits: for a process to begin, to be killed, to be missed. But each more that runs tests has
+to import torch and to make what is shared."""
 KIB_PER_TESTER = 1_250_000
 """A process that has imported torch, its nursery, and the workers of a run or two."""
 
@@ -33,7 +34,7 @@ def pytest_xdist_auto_num_workers() -> int:
     cores = len(os.sched_getaffinity(0))
     with open("/proc/meminfo") as file:
         available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    return max(2, min(MOST_TESTERS, TESTERS_PER_CORE * cores, available // KIB_PER_TESTER))
+    return max(2, min(MOST_TESTERS, max(LEAST_TESTERS, TESTERS_PER_CORE * cores), available // KIB_PER_TESTER))
 
 
 def is_permitted(reason: str) -> bool:

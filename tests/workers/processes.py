@@ -102,7 +102,8 @@ class Team:
         process = _fork.Process(target=_run, args=(Seat(rank, size, theirs), stacks, os.getpid(), body, arguments))
         # Inherited, with the file: a process that hangs in the fork itself must be able to say so.
         with theirs, stacks.open("w") as file:
-            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+            # Then the signal ends it: what an ended process has written is complete.
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
             try:
                 process.start()
             finally:
@@ -177,8 +178,7 @@ class Team:
         until = time.monotonic() + STACKS_S
         text = []
         for one in living:
-            while not one.stacks.stat().st_size and time.monotonic() < until:
-                one.process.join(0.01)
+            one.process.join(max(0.0, until - time.monotonic()))
             text.append(f"process {self._processes.index(one)}:\n{one.stacks.read_text(errors='replace')}")
         return "\n".join(text)
 
