@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 
 import pytest
@@ -12,16 +13,19 @@ from tests.workers.conftest import _nurseries, run_nursery
 
 def test_a_process_that_hangs_before_its_body_begins_shows_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was forked while another thread held a lock."""
+    arrivals = multiprocessing.get_context("fork").SimpleQueue()
 
     def hang_early(parent: int) -> None:
+        arrivals.put(None)
         threading.Event().wait()
 
     monkeypatch.setattr(processes, "_end_with_parent", hang_early)
-    with (
-        processes.Team(2, lambda seat: seat.rank, deadline_s=0.1) as team,
-        pytest.raises(AssertionError, match=r"(?s)process 0:.*in hang_early.*process 1:.*in hang_early"),
-    ):
-        team.results()
+    with processes.Team(2, lambda seat: seat.rank, deadline_s=0.0) as team:
+        for _ in range(2):
+            arrivals.get()
+        with pytest.raises(AssertionError, match=r"(?s)process 0:.*in hang_early.*process 1:.*in hang_early"):
+            team.results()
+    arrivals.close()
 
 
 def test_a_team_that_cannot_be_started_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
