@@ -4,14 +4,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := .demo
+# As many processes as tests/conftest.py finds right for this machine; one that has nothing left to do takes from another.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format data dist clean
+.PHONY: help demo test test-more soak check needs format data dist clean
 
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
-	@echo "make test    all checks and all tests"
+	@echo "make test    all checks, and all tests that need no more than this"
+	@echo "make test-more  the tests that need more of the system (hosts on one machine: root) or more time"
+	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
 	@echo "make data    fetch the data of the two larger examples into ./data"
@@ -22,7 +27,18 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/python examples/demo.py --directory $(DEMO)
 
 test: check
-	$(BIN)/python -m pytest
+	$(PYTEST) tests/house tests/pure tests/workers
+
+test-more: $(VENV)/.test-installed needs
+	$(PYTEST) $(wildcard tests/hosts tests/patterns)
+
+# One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
+soak: $(VENV)/.test-installed
+	UNISONO_TEST_ALL=1 UNISONO_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -n auto --dist load --maxschedchunk 1 \
+	    tests/workers/test_soak.py tests/workers/test_faults.py tests/workers/test_checkpoint.py
+
+needs:
+	@tests/needs.sh
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .

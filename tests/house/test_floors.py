@@ -11,6 +11,7 @@ import tomllib
 import pytest
 
 from tests.house.rooms import ROOT, foreign_imports, modules, own_imports, parse, third_party
+from tests.waiting import WAIT_S
 
 WINGS = -1
 
@@ -226,5 +227,5 @@ def test_the_dependencies_are_those_that_are_imported() -> None:
 def test_what_need_not_compute_does_not_import_torch(module: str) -> None:
     """Really imported, because what an import of an import does cannot be seen in one file."""
     code = f"import sys, unisono.{module}; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, f"importing unisono.{module} imports torch\n{done.stderr}"

@@ -13,6 +13,7 @@ import pytest
 
 import unisono
 from tests.house.rooms import ROOT, SOURCE
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed; requirements/demo.txt has it"
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-d", directory]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     return directory
 

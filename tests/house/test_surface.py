@@ -10,6 +10,7 @@ import pytest
 
 import unisono
 from tests.house.rooms import ROOT, modules
+from tests.waiting import WAIT_S
 
 PUBLIC = [
     "CheckpointError",
@@ -65,7 +66,7 @@ def test_launch_stays_a_function_whatever_was_imported() -> None:
         f"for name in {below}:\n    importlib.import_module('unisono.' + name)\n"
         "assert callable(unisono.launch)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if not name.endswith("__main__")])

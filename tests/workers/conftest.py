@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
 from unisono.lifetime import PARENT
 from unisono.machine.worker import STACK_SIGNAL
 
 MARK = "UNISONO_TEST"
-NURSERY_S = 60.0  # imports torch, on a machine that is busy
-END_S = 5.0  # how long after the command its last process may live
+END_S = 60.0  # then what still lives after a test was left behind; a process that ends at once takes a moment, too
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -116,8 +116,8 @@ def run_nursery(path: str, *, before: Sequence[str] = ()) -> Iterator[None]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
         try:
-            ready, _, _ = select.select([process.stdout], [], [], NURSERY_S)
-            assert ready, f"no nursery within {NURSERY_S:.0f} s"
+            ready, _, _ = select.select([process.stdout], [], [], WAIT_S)
+            assert ready, f"no nursery within {WAIT_S:.0f} s"
             assert "listens" in process.stdout.readline()
             _nurseries.append(process.pid)
             yield
@@ -175,7 +175,7 @@ class Command:
         with self._changed:
             self._changed.notify_all()
 
-    def line(self, text: str, timeout_s: float = 40.0) -> str:
+    def line(self, text: str, timeout_s: float = WAIT_S) -> str:
         """Wait for a line with this text in it."""
 
         def found() -> str | None:
@@ -188,7 +188,7 @@ class Command:
             self.give_up(f"no line with {text!r} within {timeout_s} s")
         return line or ""
 
-    def wait(self, timeout_s: float = 40.0) -> int:
+    def wait(self, timeout_s: float = WAIT_S) -> int:
         """The exit code, with all output read."""
         try:
             code = self.process.wait(timeout_s)
@@ -205,11 +205,11 @@ class Command:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
         with self._changed:
-            self._changed.wait(1.0)
+            self._changed.wait(10.0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10.0)
+            self.process.wait(END_S)
         shown = "\n".join(["-- standard output --", *self.out, "-- standard error --", *self.err])
         pytest.fail(f"{why}\n{shown}", pytrace=False)
 

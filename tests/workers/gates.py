@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from tests.waiting import WAIT_S
+
 __all__ = ["ARRIVALS", "Gates", "wait_at"]
 
 ARRIVALS = "arrivals"
@@ -38,7 +40,7 @@ class Gates:
         for file in self._files.values():
             fcntl.flock(file, fcntl.LOCK_EX)
 
-    def wait(self, step: int, timeout_s: float = 60.0) -> None:
+    def wait(self, step: int, timeout_s: float = WAIT_S) -> None:
         """Until a worker is at this gate."""
         deadline = time.monotonic() + timeout_s
         while step not in self._arrived:

@@ -2,7 +2,7 @@
 
 A test gives a function to each process and talks to it through its `Seat`; the test's side is `Team`::
 
-    with Team(4, body, "argument", deadline_s=30) as team:
+    with Team(4, body, "argument") as team:
         assert team.hear(2) == "in the middle"
         team.kill(2)
         results = team.results()          # by rank; KILLED for the one that was killed
@@ -34,10 +34,12 @@ from typing import Any
 
 import torch
 
+from tests.waiting import WAIT_S
+
 __all__ = ["KILLED", "Seat", "Team", "num_descriptors", "num_threads", "when_blocked_in"]
 
 KILLED = "killed by the test"
-STACKS_S = 2.0  # how long a hung process has to write its stacks
+STACKS_S = 20.0  # how long a hung process has to write its stacks
 _fork = multiprocessing.get_context("fork")
 
 
@@ -69,7 +71,7 @@ class _Process:
 class Team:
     """``size`` processes that run ``body(seat, *arguments)``; they have what the test's own process has imported."""
 
-    def __init__(self, size: int, body: Callable[..., Any], *arguments: Any, deadline_s: float) -> None:
+    def __init__(self, size: int, body: Callable[..., Any], *arguments: Any, deadline_s: float = WAIT_S) -> None:
         self._deadline = time.monotonic() + deadline_s
         self._deadline_s = deadline_s
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-test-")
@@ -100,7 +102,8 @@ class Team:
         process = _fork.Process(target=_run, args=(Seat(rank, size, theirs), stacks, os.getpid(), body, arguments))
         # Inherited, with the file: a process that hangs in the fork itself must be able to say so.
         with theirs, stacks.open("w") as file:
-            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+            # Then the signal ends it: what an ended process has written is complete.
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
             try:
                 process.start()
             finally:
@@ -175,8 +178,7 @@ class Team:
         until = time.monotonic() + STACKS_S
         text = []
         for one in living:
-            while not one.stacks.stat().st_size and time.monotonic() < until:
-                one.process.join(0.01)
+            one.process.join(max(0.0, until - time.monotonic()))
             text.append(f"process {self._processes.index(one)}:\n{one.stacks.read_text(errors='replace')}")
         return "\n".join(text)
 

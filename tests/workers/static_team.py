@@ -24,6 +24,7 @@ import torch
 import torch._inductor  # what torch imports with the first optimizer: once, before the processes are made
 import torch.distributed as dist
 
+from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from unisono.exchange import Exchange
 from unisono.exchange.host import Board, Host
@@ -39,7 +40,8 @@ from unisono.training.team import Team as RunTeam
 __all__ = ["AloneRun", "Place", "StaticRun", "train_on"]
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 30.0
+TIMEOUT_S = WAIT_S / 2
+"""Of one exchange: whoever waits says for whom before the test gives up."""
 
 
 class StaticTeam(AloneTeam):
@@ -122,11 +124,11 @@ class Place:
         self._store.wait([f"here-{rank}" for rank in range(self._seat.size)], timedelta(seconds=TIMEOUT_S))
 
 
-def train_on(kind: str, size: int, body: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
+def train_on(kind: str, size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``body(seat, place, *arguments)`` returns in each of ``size`` processes, by rank."""
     with (
         tempfile.NamedTemporaryFile(prefix="unisono-test-") as file,
-        Team(size, _in_place, kind, file.name, body, arguments, deadline_s=deadline_s) as team,
+        Team(size, _in_place, kind, file.name, body, arguments) as team,
     ):
         return team.results()
 

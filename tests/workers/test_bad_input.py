@@ -39,8 +39,6 @@ from unisono.training.step import Step
 from unisono.training.team import AloneTeam, Report
 from unisono.training.tracked import Tracked
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def says(*parts: str) -> str:
     """A pattern: all of these in this order, whatever is between."""

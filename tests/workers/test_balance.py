@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.uneven_training import NUM_LEAVES
 from unisono.journal import Line, compare
 from unisono.testing import Faults, Outcome, run_workers
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("uneven_training.py")
 LATE = 10
 """The step in which a worker is late; by then all paces are known."""
-LATE_S = 1.0
+LATE_S = 6.0
+"""Much longer than the others need to compute all of a step."""
+EACH = ["--each-s", "0.03"]
+"""How long a micro-batch takes: much longer than what a busy machine adds to it."""
+EXTRA = ["--extra-s", "0.09"]
+"""A slow worker takes four times as long."""
 SHARED = ["--exchange", "shared"]
 TWO_LEVEL = ["--exchange", "two-level", "--simulate-hosts", "2"]
 
@@ -37,10 +44,10 @@ def start(tmp_path: Path) -> Start:
             SCRIPT,
             workers,
             directory=tmp_path / name,
-            arguments=arguments,
+            arguments=[*EACH, *arguments],
             options=options,
             faults=faults,
-            timeout_s=90,
+            timeout_s=WAIT_S,
         )
         assert outcome.exit_code == 0, outcome.output
         return outcome
@@ -64,12 +71,12 @@ def leaves(line: Line, worker: str) -> int:
     return int(line["workers"][worker]["leaves"])
 
 
-def late(worker: str = "w1") -> Faults:
-    return Faults().delay(worker, LATE_S, step=LATE, at="before_backward")
+def late(seconds: float = LATE_S) -> Faults:
+    return Faults().delay("w1", seconds, step=LATE, at="before_backward")
 
 
 def test_a_slow_worker_gets_less_and_is_named(calm: Outcome, start: Start, tmp_path: Path) -> None:
-    hurt = start("slow", 2, "--extra", "25")
+    hurt = start("slow", 2, *EXTRA)
     assert hurt.digests == calm.digests
     assert hurt.final == calm.final
     lines = steps(hurt)
@@ -82,7 +89,7 @@ def test_a_slow_worker_gets_less_and_is_named(calm: Outcome, start: Start, tmp_p
 
 
 def test_a_worker_that_is_fast_again_is_given_its_share_back(calm: Outcome, start: Start) -> None:
-    hurt = start("changing", 2, "--extra", "25", "--until-step", "9")
+    hurt = start("changing", 2, *EXTRA, "--until-step", "9")
     assert hurt.digests == calm.digests
     lines = steps(hurt)
     assert leaves(lines[8], "w1") < NUM_LEAVES // 2
@@ -93,21 +100,19 @@ def test_a_worker_that_is_fast_again_is_given_its_share_back(calm: Outcome, star
 def test_members_that_are_done_compute_what_a_late_one_has_not_started(
     options: list[str], calm: Outcome, start: Start
 ) -> None:
-    """Without it the late one would compute all of its share after its delay."""
-    workers = 2 if options is SHARED else 4
-    hurt = start("late", workers, faults=late(), options=options)
+    """Without it the late one would compute all of its share after its delay; it has the larger one of its host's."""
+    hurt = start("late", 2 if options is SHARED else 4, *EXTRA, "--slow", "0", faults=late(), options=options)
     assert hurt.digests == calm.digests
-    line = steps(hurt)[LATE]
+    before, line = steps(hurt)[LATE - 1 : LATE + 1]
     assert sum(leaves(line, worker) for worker in line["workers"]) == NUM_LEAVES
-    assert leaves(line, "w1") <= 1
-    assert leaves(line, "w0") > NUM_LEAVES // workers
+    assert leaves(line, "w1") <= 1 < leaves(before, "w1")
 
 
 @pytest.mark.parametrize("at", ["before_combine", "published", "reduced", "committed"])
 @pytest.mark.parametrize("killed", ["w0", "w1"])
 def test_a_helper_or_the_late_one_may_die(killed: str, at: str, calm: Outcome, start: Start) -> None:
     """The one has left leaves out that the other has computed; what dies with either is computed again."""
-    hurt = start("killed", 2, faults=late().kill(killed, step=LATE, at=at))
+    hurt = start("killed", 2, faults=late(1.0).kill(killed, step=LATE, at=at))
     assert "SIGKILL" in hurt.output
     assert hurt.digests == calm.digests
     assert hurt.final == calm.final
@@ -115,7 +120,7 @@ def test_a_helper_or_the_late_one_may_die(killed: str, at: str, calm: Outcome, s
 
 def test_a_kill_among_uneven_workers_changes_no_bit(calm: Outcome, start: Start) -> None:
     faults = Faults().kill("w2", step=7, at="after_backward").kill("w0", step=11, at="published")
-    hurt = start("killed", 3, "--extra", "60", faults=faults)
+    hurt = start("killed", 3, *EXTRA, faults=faults)
     assert hurt.output.count("SIGKILL") >= 2
     assert hurt.digests == calm.digests
     assert hurt.final == calm.final
@@ -123,7 +128,7 @@ def test_a_kill_among_uneven_workers_changes_no_bit(calm: Outcome, start: Start)
 
 def test_balance_can_be_turned_off(calm: Outcome, start: Start) -> None:
     """Everybody computes as many micro-batches, however slow, and nobody helps."""
-    hurt = start("unbalanced", 2, "--extra", "100", "--unbalanced", faults=late())
+    hurt = start("unbalanced", 2, *EXTRA, "--unbalanced", faults=late(1.0))
     assert hurt.digests == calm.digests
     assert {leaves(line, worker) for line in steps(hurt) for worker in ("w0", "w1")} == {NUM_LEAVES // 2}
     assert not any("balance" in line for line in steps(hurt))
@@ -131,12 +136,14 @@ def test_balance_can_be_turned_off(calm: Outcome, start: Start) -> None:
 
 @pytest.mark.parametrize("exchange", ["shared", "gloo"])
 def test_the_parts_of_a_step_are_all_of_it(exchange: str, start: Start, tmp_path: Path) -> None:
-    """Of each step by every worker's own clock, to 2%; and who waits for a slow one says so."""
+    """Of each step by every worker's own clock, to 2%; and who waits for a slow one says so.
+
+    But for steps in which the process was interrupted between two clocks: so, of most, and of some with an evaluation.
+    """
     hurt = start(
         "parts",
         2,
-        "--extra",
-        "40",
+        *EXTRA,
         "--unbalanced",
         "--evaluate",
         "--walls",
@@ -148,8 +155,9 @@ def test_the_parts_of_a_step_are_all_of_it(exchange: str, start: Start, tmp_path
         wall = json.loads((tmp_path / worker).read_text())
         # What is told with a step's sum is about the step before.
         told = [sum(line["workers"][worker]["last"].values()) for line in lines[1:]]
-        off = [abs(parts / seconds - 1) for parts, seconds in zip(told[1:], wall[1:], strict=False)]
-        assert sum(told[1:]) == pytest.approx(sum(wall[1:-1]), rel=0.02)
-        assert sum(each > 0.02 for each in off) <= 1, "a process may be interrupted between the two clocks, but rarely"
+        off = [parts / seconds - 1 for parts, seconds in zip(told, wall, strict=False)][1:]
+        assert sum(told[1:]) <= sum(wall[1:-1]) * 1.02, "more than there was"
+        assert abs(statistics.median(off)) <= 0.02, off
+        assert min(map(abs, off[2::4])) <= 0.02, f"of the steps that end with an evaluation: {off[2::4]}"
     waiting = {worker: sum(line["workers"][worker]["last"]["waiting"] for line in lines[2:]) for worker in ("w0", "w1")}
     assert waiting["w0"] > waiting["w1"]

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
@@ -44,8 +45,6 @@ from unisono.rundir import describe
 from unisono.testing import Faults, Outcome, run_workers
 from unisono.training.keeping import Keeper
 from unisono.training.tracked import Tracked
-
-pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 STEP_POINTS = [at for at in POINTS if at not in ("in_recovery", "in_admission")]
@@ -832,7 +831,7 @@ def test_a_large_state_is_copied_while_the_next_step_computes(tmp_path: Path, mo
     do = saving._Move.do
 
     def late(move: saving._Move, go_on: Callable[[], bool]) -> None:
-        assert computing.wait(60)
+        assert computing.wait(WAIT_S)
         copied.append(move)
         do(move, go_on)
 
@@ -903,7 +902,7 @@ def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
 
     def slow(path: Path, data: memoryview, *rest: Any) -> Any:
         if path.suffix == ".safetensors":
-            open_again.wait(60)
+            open_again.wait(WAIT_S)
         return whole(path, data, *rest)
 
     monkeypatch.setattr(files, "write_file", slow)
@@ -1052,7 +1051,7 @@ def test_workers_cannot_take_the_directory_of_a_run_that_is_going(unisono: Uniso
     first.line("did step 1")
     second = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "run"), "--resume", "auto"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert second.returncode == 1
     assert "a run is going in" in second.stderr

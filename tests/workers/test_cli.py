@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 
 import unisono as unisono_package
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from unisono import LaunchError, cli, launch, rundir
 from unisono.cli.checkpoints import _export as export
@@ -30,7 +31,6 @@ from unisono.journal import JOURNAL
 from unisono.messages import Ended, StepDone
 from unisono.watch.terminal import PLAIN_EVERY_S, Plain
 
-pytestmark = pytest.mark.timeout(90)
 Script = Callable[..., str]
 
 BEGIN = """
@@ -158,14 +158,14 @@ def test_help_loads_nothing_heavy() -> None:
     code = "import sys\nfrom unisono import cli\nsys.argv = ['unisono', '--help']\ntry:\n    cli.main()\nfinally:\n"
     code += "    heavy = {'torch', 'numpy', 'websockets', 'rich', 'asyncio'}\n"
     code += "    print(*heavy & set(sys.modules), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stderr.strip() == ""
 
 
 def test_the_version_is_shown_without_torch() -> None:
     code = "import sys\nfrom unisono import cli\nsys.argv = ['unisono', '--version']\ntry:\n    cli.main()\nfinally:\n"
     code += "    print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
     torch_version = importlib.metadata.version("torch")
     said = f"unisono {unisono_package.__version__} (torch {torch_version}, Python {platform.python_version()})"
     assert done.stdout.splitlines() == [said, "False"]
@@ -197,7 +197,7 @@ def test_a_comparison_that_nobody_reads_has_its_exit_code(other: str, code: int,
     os.close(ours)
     command = [sys.executable, "-P", "-m", "unisono", "compare", "a", other]
     done = subprocess.run(
-        command, cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        command, cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
     )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (code, "")
@@ -208,7 +208,7 @@ def test_an_answer_that_finds_no_room_is_one_line(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).write_text('{"line": 0, "kind": "end", "ok": true}\n')
     command = [sys.executable, "-P", "-m", "unisono", "compare", str(tmp_path), str(tmp_path)]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False)
     words = "unisono: standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (2, words)
 
@@ -379,7 +379,7 @@ def test_a_terminal_gets_a_progress_line(script: Script, tmp_path: Path) -> None
     except OSError:  # the other end is closed
         pass
     os.close(ours)
-    assert process.wait(20) == 0
+    assert process.wait(WAIT_S) == 0
     text = shown.decode()
     assert "a line of its own" in text
     assert "1 of 1 step " in text

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.uneven_training import NUM_LEAVES
 from unisono.decisions.tree import cover
 from unisono.testing import Faults, run_workers
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("uneven_training.py")
 STEPS = 16
@@ -26,7 +27,7 @@ def test_a_slow_exchange_makes_the_cuts_coarse(tmp_path: Path) -> None:
     arguments, options = ["--steps", str(STEPS)], ["--exchange", "gloo"]
     calm = run_workers(SCRIPT, 1, directory=tmp_path / "calm", arguments=arguments)
     hurt = run_workers(
-        SCRIPT, 3, directory=tmp_path / "hurt", arguments=arguments, options=options, faults=slow, timeout_s=90
+        SCRIPT, 3, directory=tmp_path / "hurt", arguments=arguments, options=options, faults=slow, timeout_s=WAIT_S
     )
     assert hurt.exit_code == 0, hurt.output
     assert hurt.digests == calm.digests

@@ -22,14 +22,13 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import unisono
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, marked, wait_until_gone
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import StepError
 from unisono.training.data import Fetcher
-
-pytestmark = pytest.mark.timeout(120)
 
 CPU = torch.device("cpu")
 
@@ -290,7 +289,7 @@ def test_loader_processes_end_with_a_worker_that_is_killed(tmp_path: Path, mark:
         assert len(loaders) == 2
         assert loaders <= marked(mark).keys()
         os.kill(command.pid, signal.SIGKILL)
-        wait_until_gone(loaders, time.monotonic() + 5)
+        wait_until_gone(loaders, time.monotonic() + WAIT_S)
         assert not loaders & marked(mark).keys()
     finally:
         command.end()

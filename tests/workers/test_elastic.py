@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.journal import JOURNAL, compare, read
 from unisono.testing import Faults, run_workers
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 60
@@ -40,9 +42,24 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def start(unisono: Unisono, run_dir: Path, gates: Gates | None, workers: object, *options: object) -> Command:
+def on_two_cores() -> list[str]:
+    """What starts a command on two cores: of A to B workers, it starts as many as there are cores."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    code = f"import os, sys; os.sched_setaffinity(0, {cores}); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", code]
+
+
+def start(
+    unisono: Unisono,
+    run_dir: Path,
+    gates: Gates | None,
+    workers: object,
+    *options: object,
+    before: Sequence[str] = (),
+) -> Command:
     place = ("--gates", gates.folder) if gates is not None else ()
-    return unisono("run", SCRIPT, "-n", workers, "--run-dir", run_dir, *options, "--", "--steps", STEPS, *place)
+    arguments = ("-n", workers, "--run-dir", run_dir, *options, "--", "--steps", STEPS, *place)
+    return unisono("run", SCRIPT, *arguments, before=before)
 
 
 def join(unisono: Unisono, run_dir: Path, workers: int, *options: object) -> Command:
@@ -65,7 +82,7 @@ def pid_of(worker_id: str, run_dir: Path) -> int:
 
 
 def finish(command: Command, run_dir: Path, calm: Path) -> None:
-    assert command.wait(90) == 0, command.err
+    assert command.wait() == 0, command.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
 
 
@@ -145,7 +162,7 @@ def test_a_machine_whose_workers_were_sent_away_leaves_at_the_first_signal(
         pid = pid_of("w2", run_dir)
         assert unisono("scale", run_dir, 2).wait() == 0
         gates.open(20)
-        wait_until_gone({pid}, time.monotonic() + 30)
+        wait_until_gone({pid}, time.monotonic() + WAIT_S)
         guest.process.send_signal(signal.SIGINT)
         assert guest.wait() == 0, guest.err
         assert "all workers of this machine have left" in guest.out[-1]
@@ -209,7 +226,7 @@ def test_stop_ends_the_run_at_the_end_of_a_step(unisono: Unisono, run_dir: Path,
 def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
     """``--workers 2:4`` takes two of three that join; the last one takes the place of one that dies."""
     with Gates(tmp_path / "gates", (3, 20, 40, 58)) as gates:
-        command = start(unisono, run_dir, gates, "2:4", "--max-restarts", 0)
+        command = start(unisono, run_dir, gates, "2:4", "--max-restarts", 0, before=on_two_cores())
         gates.wait(3)
         guest = join(unisono, run_dir, 3)
         command.line("; generation 2 with")
@@ -234,7 +251,7 @@ def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, 
 def test_too_few_workers_wait_for_more(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
     """With fewer than the minimum the run pauses and says so; another machine joins, and it goes on."""
     with Gates(tmp_path / "gates", (5,)) as gates:
-        command = start(unisono, run_dir, gates, "2:3", "--max-restarts", 0)
+        command = start(unisono, run_dir, gates, "2:3", "--max-restarts", 0, before=on_two_cores())
         gates.wait(5)
         os.kill(pid_of("w0", run_dir), signal.SIGKILL)
         command.line("paused: 1 of at least 2 workers")

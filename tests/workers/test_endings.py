@@ -19,6 +19,7 @@ from typing import cast
 
 import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
@@ -30,7 +31,7 @@ from unisono.machine.children import PIPE_BYTES, Child, Nursery, Output, spawn
 from unisono.messages import Evict, Start
 from unisono.watch.terminal import Plain
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 FOR_EVER = ["--steps", 1_000_000, "--every", 0]
@@ -215,7 +216,7 @@ def test_launch_with_closed_standard_streams(script: Script, tmp_path: Path) -> 
         os.closerange(0, 3)
         Path("result").write_text(unisono.launch(main, workers=1))
     """)
-    subprocess.run([sys.executable, name], cwd=tmp_path, timeout=60, check=True)
+    subprocess.run([sys.executable, name], cwd=tmp_path, timeout=WAIT_S, check=True)
     assert (tmp_path / "result").read_text() == "returned"
 
 
@@ -321,13 +322,13 @@ def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
             for worker_id in ("w1", "w2"):
                 guest._hear(Evict(worker_id=worker_id, reason="one too many"))
             nursery.unborn["w1"](child)
-            assert await child.ended_within(10)
+            assert await child.ended_within(WAIT_S)
             assert child.exit_code == -signal.SIGKILL
             assert late.cancelled()
             assert list(nursery.unborn) == ["w1"]
         finally:
             child.kill()
-            await child.ended_within(10)
+            await child.ended_within(WAIT_S)
 
     asyncio.run(evict())
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 UNISONO = [sys.executable, "-m", "unisono"]
@@ -26,7 +28,7 @@ REAL = {"fashion_mnist": ROOT / "data" / "fashion-mnist", "language_model": ROOT
 
 def run(*command: str | Path, status: int = 0) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, env=environment)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 

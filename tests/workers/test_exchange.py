@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.processes import KILLED, Seat, Team, num_descriptors, num_threads, when_blocked_in
 from unisono.decisions.plan import plan, replan
 from unisono.decisions.tree import Node, fold, leaf, schedule
@@ -31,9 +32,7 @@ from unisono.exchange.network import Network
 from unisono.exchange.reduce import Reduction
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
-from unisono.exchange.wire import SLICE_S, Wire, release_abandoned
-
-pytestmark = pytest.mark.timeout(120)
+from unisono.exchange.wire import Wire, release_abandoned
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -188,7 +187,7 @@ def expected(layout: int, step: int, num_leaves: int) -> Outcome:
 class Member:
     """One process's part in a test: its board for life, and an exchange a generation."""
 
-    def __init__(self, kind: str, seat: Seat, path: str, *, timeout_s: float = 20.0) -> None:
+    def __init__(self, kind: str, seat: Seat, path: str, *, timeout_s: float = WAIT_S / 2) -> None:
         self.kind = kind
         self.seat = seat
         self.timeout_s = timeout_s
@@ -230,7 +229,7 @@ def resources() -> tuple[int, int]:
     return num_descriptors(), num_threads()
 
 
-def settled(before: tuple[int, int], limit_s: float = 5.0) -> tuple[int, int]:
+def settled(before: tuple[int, int], limit_s: float = WAIT_S / 4) -> tuple[int, int]:
     """What is open now; a process group's threads take a moment to end."""
     word, until = ctypes.c_uint32(), time.monotonic() + limit_s
     while any(now > then for now, then in zip(resources(), before, strict=True)) and time.monotonic() < until:
@@ -283,7 +282,7 @@ def _all_steps(seat: Seat, kind: str, path: str) -> dict[str, Any]:
 @every_kind
 def test_every_step_gives_the_bits_of_the_tree(kind: str, size: int, tmp_path: pathlib.Path) -> None:
     """Whatever the exchange, members, leaves and layout; and what was opened is closed."""
-    with Team(size, _all_steps, kind, str(tmp_path), deadline_s=60) as team:
+    with Team(size, _all_steps, kind, str(tmp_path)) as team:
         results = team.results()
     for result in results:
         for step, (layout, num_leaves) in enumerate(STEPS):
@@ -336,7 +335,7 @@ def _letters_and_tensors(seat: Seat, kind: str, path: str) -> None:
 @every_kind
 def test_letters_and_tensors_arrive_as_they_were_sent(kind: str, size: int, tmp_path: pathlib.Path) -> None:
     """Any length, dtype and stride, from every source."""
-    with Team(size, _letters_and_tensors, kind, str(tmp_path), deadline_s=60) as team:
+    with Team(size, _letters_and_tensors, kind, str(tmp_path)) as team:
         assert team.results() == [None] * size
 
 
@@ -344,7 +343,7 @@ def test_letters_and_tensors_arrive_as_they_were_sent(kind: str, size: int, tmp_
 
 
 def _interrupted(seat: Seat, kind: str, path: str, operation: str) -> None:
-    exchange = Member(kind, seat, path, timeout_s=60).enter(1, range(seat.size))
+    exchange = Member(kind, seat, path, timeout_s=10 * WAIT_S).enter(1, range(seat.size))
     if operation != "first":
         exchange.prepare(layouts()[1])
     if seat.rank == seat.size - 1:
@@ -364,17 +363,11 @@ def _interrupted(seat: Seat, kind: str, path: str, operation: str) -> None:
             call()
         exchange.close()
         return
-    alarm, at = AlarmError("a new generation"), []
-
-    def interrupt() -> None:
-        at.append(time.perf_counter())
-        exchange.interrupt(alarm)
-
-    watcher = when_blocked_in(BLOCKING, interrupt)
+    alarm = AlarmError("a new generation")
+    watcher = when_blocked_in(BLOCKING, lambda: exchange.interrupt(alarm))
     with pytest.raises(AlarmError) as raised:
         call()
     assert raised.value is alarm
-    assert time.perf_counter() - at[0] < 1.0
     with pytest.raises(AlarmError):  # and every later one, before it says anything to anybody
         exchange.all_gather(b"")
     watcher.join()
@@ -384,8 +377,8 @@ def _interrupted(seat: Seat, kind: str, path: str, operation: str) -> None:
 @every_team
 @pytest.mark.parametrize("operation", ["first", "all_gather", "prepare", "broadcast", "combine"])
 def test_interrupt_ends_a_blocked_wait(kind: str, size: int, operation: str, tmp_path: pathlib.Path) -> None:
-    """From another thread, within a second, with the error that it was given."""
-    with Team(size, _interrupted, kind, str(tmp_path), operation, deadline_s=30) as team:
+    """From another thread, with the error that it was given, and not at its deadline."""
+    with Team(size, _interrupted, kind, str(tmp_path), operation) as team:
         team.result(0)
         for rank in range(1, size - 1):
             team.say(rank, "you too")
@@ -398,10 +391,8 @@ def _late(seat: Seat, kind: str, path: str) -> str:
     exchange = Member(kind, seat, path, timeout_s=0.5).enter(1, range(seat.size))
     if seat.rank == 0:
         return str(seat.hear())
-    started = time.perf_counter()
     with pytest.raises((DeadlineExceeded, PeerLost)) as raised:
         exchange.all_gather(b"")
-    assert time.perf_counter() - started < 3.0
     exchange.close()
     return type(raised.value).__name__
 
@@ -409,7 +400,7 @@ def _late(seat: Seat, kind: str, path: str) -> str:
 @every_team
 def test_a_wait_ends_at_its_deadline(kind: str, size: int, tmp_path: pathlib.Path) -> None:
     """When a member never comes; the others may learn it from the first that gives up."""
-    with Team(size, _late, kind, str(tmp_path), deadline_s=30) as team:
+    with Team(size, _late, kind, str(tmp_path)) as team:
         for rank in range(1, size):
             team.result(rank)
         team.say(0, "absent")
@@ -448,7 +439,7 @@ def _hold_at(point: str, seat: Seat) -> None:
 
 
 def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_kind: str) -> dict[str, Any]:
-    member, layout = Member(kind, seat, path, timeout_s=2.0 if kind == "network" else 20.0), layouts()[0]
+    member, layout = Member(kind, seat, path, timeout_s=SILENCE_S if kind == "network" else WAIT_S), layouts()[0]
     before = resources()
     exchange = member.enter(1, range(seat.size))
     exchange.prepare(layout)
@@ -459,13 +450,11 @@ def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_ki
     if seat.rank == victim:
         _hold_at(point, seat)
     whole = {node: content(slot) for node, slot in share.slots.items()}
-    started = time.perf_counter()
     # A network tells that a peer is gone; in shared memory and with two levels somebody has to say so.
     if kind != "network":
         interrupt_when_told(exchange, seat)
     with pytest.raises((AlarmError, PeerLost, DeadlineExceeded)):
         exchange.combine(share, facts_of(seat.rank, 1))
-    assert time.perf_counter() - started < 10.0
     exchange.close()
     assert {node: content(slot) for node, slot in share.slots.items()} == whole
 
@@ -505,7 +494,7 @@ def test_survivors_of_a_kill_keep_their_nodes_and_get_the_same_bits(
     kind: str, size: int, victim: int, point: str, tmp_path: pathlib.Path
 ) -> None:
     """SIGKILL inside a combine: the others' waits end, their nodes are unharmed and stay where they are."""
-    with Team(size, _survive, kind, str(tmp_path), point, victim, "", deadline_s=60) as team:
+    with Team(size, _survive, kind, str(tmp_path), point, victim, "") as team:
         assert team.hear(victim) == point
         team.kill(victim)
         if kind != "network":
@@ -534,7 +523,7 @@ def test_survivors_of_a_kill_keep_their_nodes_and_get_the_same_bits(
 )
 def test_nodes_move_to_another_kind_of_exchange(kind: str, size: int, later_kind: str, tmp_path: pathlib.Path) -> None:
     """The survivors may be on one host, or be one: the next exchange takes the nodes, or copies them."""
-    with Team(size, _survive, kind, str(tmp_path), "published", 1, later_kind, deadline_s=60) as team:
+    with Team(size, _survive, kind, str(tmp_path), "published", 1, later_kind) as team:
         assert team.hear(1) == "published"
         team.kill(1)
         if kind != "network":
@@ -560,7 +549,7 @@ def _die_after_commit(seat: Seat, path: str) -> Outcome:
 
 def test_after_a_commit_everybody_can_finish(tmp_path: pathlib.Path) -> None:
     """A member dies when all have committed, and nobody has read its sum."""
-    with Team(3, _die_after_commit, str(tmp_path), deadline_s=30) as team:
+    with Team(3, _die_after_commit, str(tmp_path)) as team:
         for rank in range(3):
             assert team.hear(rank) == "committed"
         team.kill(1)
@@ -600,7 +589,7 @@ class Pair:
 
     def enter(self, rank: int, generation: int) -> SharedMemory:
         addresses = [board.address for board in self.boards]
-        exchange = SharedMemory(self.boards[rank], addresses, rank, generation=generation, timeout_s=10)
+        exchange = SharedMemory(self.boards[rank], addresses, rank, generation=generation, timeout_s=WAIT_S)
         self.entered.append(exchange)
         return exchange
 
@@ -660,10 +649,10 @@ def test_changed_nodes_do_not_leave_a_host() -> None:
     members = []
     for rank, (place, local) in enumerate([(0, 0), (0, 1), (1, 0)]):
         local_boards = [addresses[other] for other in hosts[place]]
-        host = Host(boards[rank], local_boards, local, generation=1, timeout_s=10)
+        host = Host(boards[rank], local_boards, local, generation=1, timeout_s=WAIT_S)
         lane = None
         if local == 0:
-            lane = Wire(store, place, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=2)
+            lane = Wire(store, place, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=SILENCE_S)
         members.append(TwoLevel(host, lane, num_lanes=1, hosts=hosts, rank=rank))
     together(*(lambda m=m: m.prepare(layouts()[0]) for m in members))
     shares = [share_of(member, 1, 3) for member in members]
@@ -713,34 +702,26 @@ def test_a_member_that_leaves_ends_the_waits_of_the_others(pair: Pair) -> None:
         leave()
 
     blocked = threading.Event()
-    started = time.perf_counter()
     outcomes = together(leave_late, wait)
     assert [type(outcome) for outcome in outcomes] == [AlarmError, PeerLost]
-    assert time.perf_counter() - started < 5.0  # of 10
 
 
-def _time_waits(seat: Seat, path: str) -> float:
+def _combine_often(seat: Seat, path: str) -> None:
     exchange = Member("network", seat, path).enter(1, range(seat.size))
     exchange.prepare(layouts()[0])
-    times = []
     for step in range(21):
         share = share_of(exchange, step, 2)
         exchange.all_gather(b"")
-        started = time.perf_counter()
         exchange.release(exchange.combine(share, facts_of(seat.rank, step)).slot)
-        times.append(time.perf_counter() - started)
     exchange.close()
-    return sorted(times)[len(times) // 2]
 
 
 def _cannot_be_connected(seat: Seat, path: str) -> str:
     store = dist.FileStore(path, -1)
     store.set("here-1", "")  # it is there, and nobody can connect to it
-    wire = Wire(store, 0, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=20)
-    started = time.perf_counter()
+    wire = Wire(store, 0, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=10 * WAIT_S)
     with pytest.raises(DeadlineExceeded) as raised:
         wire.all_gather_equal(b"x")
-    assert time.perf_counter() - started < 10
     wire.close()
     return str(raised.value)
 
@@ -750,7 +731,7 @@ def test_who_is_there_and_cannot_be_connected_is_not_waited_for_as_long_as_for_a
 ) -> None:
     """As one behind a firewall."""
     monkeypatch.setattr("unisono.exchange.wire.CONNECT_S", 0.5)
-    with Team(1, _cannot_be_connected, str(tmp_path / "store"), deadline_s=30) as team:
+    with Team(1, _cannot_be_connected, str(tmp_path / "store")) as team:
         (told,) = team.results()
     assert "2 members could not be connected within 0.5 s" in told
     assert "look for a firewall" in told
@@ -773,10 +754,11 @@ def test_the_error_of_a_wire_names_who_did_not_come() -> None:
     assert "not there: w7" in told
 
 
-def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path) -> None:
-    """Not when the waiting thread happens to look again."""
-    with Team(2, _time_waits, str(tmp_path), deadline_s=30) as team:
-        assert max(team.results()) < SLICE_S / 2
+def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the waiting thread happens to look again, which it does not within this test."""
+    monkeypatch.setattr(Wire._await, "__defaults__", (10 * WAIT_S,))
+    with Team(2, _combine_often, str(tmp_path)) as team:
+        assert team.results() == [None, None]
 
 
 def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(pair: Pair) -> None:
@@ -947,7 +929,7 @@ def test_letters_that_grow_do_not_leave_their_memory_behind(pair: Pair) -> None:
 
 def test_a_board_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
     """It died before this generation's exchange had met."""
-    with Team(1, lambda seat: Board.create().address, deadline_s=10) as team:
+    with Team(1, lambda seat: Board.create().address) as team:
         address = team.result(0)
     board = pair.boards[0]
     exchange = SharedMemory(board, [board.address, address], 0, generation=2, timeout_s=10)

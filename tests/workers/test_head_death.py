@@ -20,6 +20,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from tests.pure.test_membership import step_done
+from tests.waiting import WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import ask_status, find
 from unisono.decisions.roster import Agent, Policy, State
@@ -42,8 +43,6 @@ from unisono.messages import (
 from unisono.testing import run_workers
 
 M = TypeVar("M", bound=Message)
-
-pytestmark = pytest.mark.timeout(120)
 
 # A script that stands still at a step until the test has done what it wants to do there.
 SCRIPT = """
@@ -106,10 +105,10 @@ def test_another_head_takes_over_and_no_worker_restarts(
             os.kill(old, signal.SIGKILL)
             if also_a_worker:
                 os.kill(before["workers"][-1]["pid"], signal.SIGKILL)
-            wait_until_gone({old}, time.monotonic() + 20)
+            wait_until_gone({old}, time.monotonic() + WAIT_S)
             after = ask_status(address)
             (gate / "go").write_text("go")
-            output, _ = process.communicate(timeout=90)
+            output, _ = process.communicate(timeout=WAIT_S)
         except BaseException:
             process.terminate()
             raise
@@ -182,7 +181,7 @@ def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> Non
         try:
             (gate / "reached").read_text()
             os.kill(json.loads((directory / "head.json").read_text())["pid"], signal.SIGTERM)
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=WAIT_S)
         except BaseException:
             process.terminate()
             raise
@@ -215,7 +214,7 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
             pass
         assert not directory.exists()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
 @contextlib.asynccontextmanager

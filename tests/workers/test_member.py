@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.waiting import WAIT_S
 from unisono import member as members
 from unisono.door import Door
 from unisono.errors import DeadlineExceeded
@@ -39,7 +40,7 @@ class Connection:
 
     def hears(self, kind: type[M]) -> M:
         """The next message of this kind."""
-        while not isinstance(found := self.said.get(timeout=10), kind):
+        while not isinstance(found := self.said.get(timeout=WAIT_S), kind):
             pass
         return found
 
@@ -104,21 +105,21 @@ def test_a_suspicion_is_said_again_until_there_is_an_answer(
     connections: queue.Queue[Connection], member: Member
 ) -> None:
     """The head that has heard it may die with it, and everybody waits for what it would have decided."""
-    first = connections.get(timeout=10)
+    first = connections.get(timeout=WAIT_S)
     member.holding(1)
     member.suspect(1, "timed out", ["w1"])
     said = first.hears(Suspect)
     first.tell(None)
-    second = connections.get(timeout=10)
+    second = connections.get(timeout=WAIT_S)
     assert isinstance(second.hears(Hello), Hello)
-    assert second.said.get(timeout=10) == Holding(generation=1)
-    assert second.said.get(timeout=10) == said
+    assert second.said.get(timeout=WAIT_S) == Holding(generation=1)
+    assert second.said.get(timeout=WAIT_S) == said
     second.tell(notice(2))
-    assert member.wait_notice(1, 10).generation == 2
+    assert member.wait_notice(1, WAIT_S).generation == 2
     second.tell(None)
-    third = connections.get(timeout=10)
+    third = connections.get(timeout=WAIT_S)
     assert third.hears(Holding) == Holding(generation=1)
-    assert not isinstance(third.said.get(timeout=10), Suspect)
+    assert not isinstance(third.said.get(timeout=WAIT_S), Suspect)
 
 
 def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Connection], member: Member) -> None:
@@ -159,7 +160,7 @@ def test_a_connection_that_is_closed_at_once_is_not_made_in_a_hot_loop(
 ) -> None:
     made = []
     for _ in range(4):
-        made.append(connections.get(timeout=10))
+        made.append(connections.get(timeout=WAIT_S))
         made[-1].tell(None)
     assert made[-1].made_at - made[0].made_at >= 3 * members.RETRY_S
 
@@ -168,7 +169,7 @@ def test_a_process_that_stood_still_did_not_hang(
     connections: queue.Queue[Connection], member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where its heartbeat was not heard, the head knows of the silence; the worker itself is no later than before."""
-    connection = connections.get(timeout=10)
+    connection = connections.get(timeout=WAIT_S)
     member.at(phase=0, step=3, microbatch=1)
     connection.hears(Beat)
     clock = time.monotonic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 
 import pytest
@@ -12,16 +13,19 @@ from tests.workers.conftest import _nurseries, run_nursery
 
 def test_a_process_that_hangs_before_its_body_begins_shows_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was forked while another thread held a lock."""
+    arrivals = multiprocessing.get_context("fork").SimpleQueue()
 
     def hang_early(parent: int) -> None:
+        arrivals.put(None)
         threading.Event().wait()
 
     monkeypatch.setattr(processes, "_end_with_parent", hang_early)
-    with (
-        processes.Team(2, lambda seat: seat.rank, deadline_s=0.1) as team,
-        pytest.raises(AssertionError, match=r"(?s)process 0:.*in hang_early.*process 1:.*in hang_early"),
-    ):
-        team.results()
+    with processes.Team(2, lambda seat: seat.rank, deadline_s=0.0) as team:
+        for _ in range(2):
+            arrivals.get()
+        with pytest.raises(AssertionError, match=r"(?s)process 0:.*in hang_early.*process 1:.*in hang_early"):
+            team.results()
+    arrivals.close()
 
 
 def test_a_team_that_cannot_be_started_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +40,7 @@ def test_a_team_that_cannot_be_started_leaves_nobody(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(processes.Team, "_start", start_one)
     with pytest.raises(BlockingIOError):
-        processes.Team(2, lambda seat: seat.hear(), deadline_s=10)
+        processes.Team(2, lambda seat: seat.hear())
     with pytest.raises(ValueError, match="closed"):
         _ = started[0].process.exitcode
 
@@ -50,7 +54,7 @@ def test_a_nursery_is_forgotten_after_a_test_that_fails() -> None:
 
 
 def test_a_nursery_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conftest, "NURSERY_S", 0.0)
+    monkeypatch.setattr(conftest, "WAIT_S", 0.0)
     with (
         pytest.raises(AssertionError, match="no nursery within 0 s"),
         run_nursery("nowhere", before=["sh", "-c", "exec sleep 60"]),

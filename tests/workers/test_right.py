@@ -25,8 +25,6 @@ from unisono.journal import read
 from unisono.training.gradients import Buffers, GradientFolder
 from unisono.training.run import Run
 
-pytestmark = pytest.mark.timeout(120)
-
 SEED = 11
 EXACT = 1e-10
 """Sums of a thousand numbers of about 1 in another order differ by some 1e-14; AdamW enlarges that."""

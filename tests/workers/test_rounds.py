@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
@@ -28,7 +29,7 @@ from unisono.training.tracked import Tracked
 CPU = torch.device("cpu")
 NUM_LEAVES = 6
 NUM_STEPS = 3
-TIMEOUT_S = 5.0
+TIMEOUT_S = WAIT_S / 2
 
 
 @dataclass
@@ -154,7 +155,7 @@ def take_part(seat: Seat, why: str) -> None:
 @pytest.mark.parametrize("why", ["stop", "pause"])
 def test_who_has_not_seen_the_commit_halts_where_the_others_do(why: str) -> None:
     """The others have begun to write a checkpoint: who comes after them must not begin a step instead."""
-    with Team(3, take_part, why, deadline_s=30) as team:
+    with Team(3, take_part, why) as team:
         boards = {name: team.hear(rank) for rank, name in enumerate("abc")}
         for rank in range(3):
             team.say(rank, boards)

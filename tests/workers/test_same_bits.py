@@ -13,13 +13,12 @@ import pytest
 import torch
 
 import unisono
+from tests.waiting import WAIT_S
 from tests.workers import models
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.journal import compare
-
-pytestmark = pytest.mark.timeout(300)
 
 SEED = 3
 MICROBATCHES = (4, 6, 8)
@@ -67,7 +66,7 @@ def test_a_team_gives_the_bits_of_one_worker(
     """Digests of all steps, losses, evaluation, and the final state of all that is tracked, on every member."""
     folder, expected = alone
     jobs = JOBS if kind == "shared" else UNEVEN
-    by_rank = train_on(kind, size, _train_all, jobs, tmp_path, deadline_s=200)
+    by_rank = train_on(kind, size, _train_all, jobs, tmp_path)
     for rank, outcomes in enumerate(by_rank):
         for job in jobs:
             assert outcomes[job] == expected[job], f"{job} on rank {rank}"
@@ -103,7 +102,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(*arguments: object) -> None:
-    done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

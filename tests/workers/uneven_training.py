@@ -1,7 +1,7 @@
-"""A training whose rank 1 may have more to do for each micro-batch: ``unisono run uneven_training.py -- --extra 30``.
+"""A training some of whose ranks take longer for each micro-batch: ``unisono run uneven_training.py -- --extra-s 0.1``.
 
-The extra work touches nothing that is trained. ``--walls DIR`` lets each worker write there how long its steps took, by
-its own clock: from the end of one turn of the loop to that of the next.
+They sleep: so how long they take does not depend on who runs beside them. ``--walls DIR`` lets each worker write there
+how long its steps took, by its own clock: from the end of one turn of the loop to that of the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ NUM_LEAVES = 8
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--extra", type=int, default=0, help="by how much rank 1 works more")
+    parser.add_argument("--each-s", type=float, default=0.0, help="how long every rank takes for a micro-batch")
+    parser.add_argument("--slow", type=int, default=1, help="the rank that takes longer")
+    parser.add_argument("--extra-s", type=float, default=0.0, help="... by so much")
     parser.add_argument("--from-step", type=int, default=0, help="... from this step on")
     parser.add_argument("--until-step", type=int, default=1 << 30, help="... and before this one")
     parser.add_argument("--walls", type=Path)
@@ -38,17 +40,15 @@ def main() -> None:
         model = nn.Sequential(nn.Linear(32, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Dropout(0.2), nn.Linear(96, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
-        ballast = torch.zeros(192, 192)
 
         def count(batch: list[Tensor]) -> dict[str, Tensor]:
             return {"right": (model(batch[0]).argmax(1) == batch[1]).sum()}
 
         since = time.perf_counter()
         for step in run.steps(data, batch_size=32, microbatches=NUM_LEAVES, epochs=1000, max_steps=arguments.steps):
-            is_slow = run.rank == 1 and arguments.from_step <= step.number < arguments.until_step
+            is_slow = run.rank == arguments.slow and arguments.from_step <= step.number < arguments.until_step
             for inputs, labels in step:
-                for _ in range(10 + (arguments.extra if is_slow else 0)):
-                    torch.mm(ballast, ballast, out=ballast)
+                time.sleep(arguments.each_s + (arguments.extra_s if is_slow else 0.0))
                 step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
             optimizer.step()
             if arguments.evaluate and step.number % 4 == 3:

@@ -32,7 +32,7 @@ from unisono.lifetime import PARENT, bind_to_parent
 __all__ = ["Relay"]
 
 READY = "ready"
-READY_S = 30.0
+READY_S = 240.0
 TUN = "/dev/net/tun"
 MAX_PACKET_BYTES = 65536
 

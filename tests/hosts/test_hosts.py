@@ -23,20 +23,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.relay import Relay
+from tests.waiting import WAIT_S
+from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, run_nursery
 from tests.workers.gates import Gates
-from tests.workers.relay import Relay
 from unisono.journal import compare, read
 from unisono.testing import Faults
 
-pytestmark = pytest.mark.timeout(180)
-
-SCRIPT = Path(__file__).with_name("small_training.py")
+SCRIPT = Path(small_training.__file__)
 STEPS = 60
 ADDRESSES = ("10.213.57.1", "10.213.57.2")
-HEARTBEAT_TIMEOUT_S = 2.0
-SLACK_S = 3.0
-"""For the last heartbeat before, the steps after, and a busy machine."""
+HEARTBEAT_TIMEOUT_S = 4.0
+"""Before the kernel closes a connection whose other end is silent, which it does after 5 s."""
+EXCHANGE_TIMEOUT_S = 3600.0
+"""Longer than a test: whoever goes on was told to."""
 DELAY_S = 0.1
 """On the long way, in each direction: an answer takes 200 ms."""
 CLOSED_PORT = 9
@@ -55,7 +56,7 @@ class Cable:
     def __init__(self, folder: Path) -> None:
         self.nurseries = tuple(str(folder / side) for side in ("left", "right"))
         self.names = tuple(f"unisono-{os.getpid()}-{side}" for side in ("left", "right"))
-        self.links = tuple(f"un{os.getpid() % 100000}{side}" for side in "lr")
+        self.links = tuple(f"un{os.getpid()}{side}" for side in "lr")
 
     def lay(self) -> None:
         for left in NAMESPACES.glob("unisono-*-*"):  # names only, by a test that was killed
@@ -107,6 +108,13 @@ class Cable:
             since = time.monotonic()
             probe.connect((ADDRESSES[1], CLOSED_PORT))
         return time.monotonic() - since
+
+    def wait_for_round_trip(self, least_s: float, most_s: float) -> None:
+        """None takes less; and one takes no more, though a busy machine makes many of them longer."""
+        deadline = time.monotonic() + WAIT_S
+        while (seconds := self.round_trip_s()) > most_s:
+            assert time.monotonic() < deadline, f"no answer within {most_s} s, the last one after {seconds:.3f} s"
+        assert seconds >= least_s
 
     def inside(self, side: int) -> list[str]:
         """What goes before a command that is to run on this host."""
@@ -175,6 +183,7 @@ class Hosts:
 
     def __init__(self, cable: Cable, unisono: Unisono, run_dir: Path, gates: Gates, *, away_s: float) -> None:
         options = ("--bind", ADDRESSES[0], "--heartbeat-s", 0.3, "--heartbeat-timeout-s", HEARTBEAT_TIMEOUT_S)
+        options += ("--timeout-s", EXCHANGE_TIMEOUT_S)
         self.left: Command = unisono(
             *("run", SCRIPT, "-n", 2, "--run-dir", run_dir, *options),
             *("--", "--steps", STEPS, "--gates", gates.folder),
@@ -203,22 +212,19 @@ def test_only_the_side_with_the_head_goes_on(
     """A link that is cut, or carries one direction only: two workers go on, the other two end and say why."""
     with Gates(tmp_path / "gates", (3, 20, 40, 50)) as gates:
         hosts = Hosts(cable, unisono, run_dir, gates, away_s=1.0)
-        since = time.monotonic()
         if how == "cut":
             cable.cut()
         else:
             cable.drop(0 if how == "nothing to the head" else 1)
         gates.open(40)
         gates.wait(50)
-        seconds = time.monotonic() - since
-        assert hosts.right.wait(60) == 1
+        assert hosts.right.wait() == 1
         gates.open(50)
         assert hosts.left.wait() == 0, hosts.left.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
     assert by_step(run_dir)[39] == {"w0", "w1", "w2", "w3"}
     assert by_step(run_dir)[-1] == {"w0", "w1"}
     assert "has been silent for" in " ".join(hosts.left.err)
-    assert seconds < HEARTBEAT_TIMEOUT_S + SLACK_S, "the survivors waited longer than the heartbeat's deadline"
     assert re.search(r"failed: the (connection to the )?head at ", hosts.right.err[-1]), hosts.right.err
 
 
@@ -244,9 +250,9 @@ def test_lost_packets_cost_time_only(cable: Cable, unisono: Unisono, run_dir: Pa
     with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
         hosts = Hosts(cable, unisono, run_dir, gates, away_s=60.0)
         for side in (0, 1):
-            cable.drop(side, "-m", "statistic", "--mode", "random", "--probability", "0.1")
+            cable.drop(side, "-m", "statistic", "--mode", "nth", "--every", "10", "--packet", "0")
         gates.open(40)
-        assert hosts.left.wait(120) == 0, hosts.left.err
+        assert hosts.left.wait() == 0, hosts.left.err
         assert hosts.right.wait() == 0, hosts.right.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
     assert by_step(run_dir)[-1] == {"w0", "w1", "w2", "w3"}
@@ -258,7 +264,7 @@ def test_a_long_way_is_as_long_as_it_says(cable: Cable, relay: Relay) -> None:
     for side in (0, 1):
         with cable.socket(side, socket.SOCK_DGRAM) as sender, cable.socket(1 - side, socket.SOCK_DGRAM) as receiver:
             receiver.bind((ADDRESSES[1 - side], 0))
-            receiver.settimeout(10)
+            receiver.settimeout(WAIT_S)
             sent_at = []
             for number in range(100):
                 sent_at.append(time.monotonic())
@@ -266,9 +272,9 @@ def test_a_long_way_is_as_long_as_it_says(cable: Cable, relay: Relay) -> None:
             for number in range(100):
                 assert receiver.recv(1) == bytes([number])
                 assert time.monotonic() - sent_at[number] >= DELAY_S
-    assert 2 * DELAY_S <= min(cable.round_trip_s() for _ in range(5)) < 3 * DELAY_S
+    cable.wait_for_round_trip(2 * DELAY_S, 3 * DELAY_S)
     relay.end()
-    assert min(cable.round_trip_s() for _ in range(5)) < DELAY_S
+    cable.wait_for_round_trip(0.0, DELAY_S)
 
 
 def test_a_long_way_costs_time_only(
@@ -291,10 +297,8 @@ def test_a_long_way_costs_time_only(
         assert cable.round_trip_s() >= 2 * DELAY_S
         gates.open(54)
         gates.wait(55)
-        since = time.monotonic()
         gates.open(55)
         gates.wait(56)
-        seconds = time.monotonic() - since
         gates.open(56)
         hosts.left.line("w4 joins")
         gates.open(57)
@@ -307,4 +311,3 @@ def test_a_long_way_costs_time_only(
     assert steps[-1]["generation"] - steps[0]["generation"] == 2, "another one than the killed one was lost"
     assert "silent" not in " ".join(hosts.left.err)
     assert min(step["seconds"]["waiting"] for step in steps) >= 2 * DELAY_S, "a step did not go the long way"
-    assert seconds < HEARTBEAT_TIMEOUT_S + SLACK_S, "the survivors waited longer than the heartbeat's deadline"

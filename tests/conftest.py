@@ -1,0 +1,81 @@
+"""What holds for all tests: how many run beside each other, how long one may hang, and what may be skipped."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Generator
+
+# Before torch is imported: with as many threads as cores in every process, they would wait for each other's cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+
+LEAST_TESTERS, MOST_TESTERS = 6, 16
+TESTERS_PER_CORE = 2
+"""Most of the time a test waits: for a process to begin, to be killed, to be missed. But each more that runs tests has
+to import torch and to make what is shared."""
+KIB_PER_TESTER = 1_250_000
+"""A process that has imported torch, its nursery, and the workers of a run or two."""
+
+SKIPS = {
+    r"`make data` fetches it": "what is fetched is not part of the project; the same code runs on data of its form",
+    r"^(mount|remount) is not permitted": "it takes the right to mount, which a container cannot give itself",
+    r"^network namespaces are not permitted here": "it takes root outside of a container",
+    r"cannot be delayed here": "it takes /dev/net/tun, which a container cannot give itself",
+    r"^no IPv6 here": "it is the machine's kernel that has none",
+}
+"""What may be skipped where CI is set, by the reason that is given, and why. Any other skip is a failure there."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes ``-n auto`` runs tests in."""
+    cores = len(os.sched_getaffinity(0))
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    return max(2, min(MOST_TESTERS, max(LEAST_TESTERS, TESTERS_PER_CORE * cores), available // KIB_PER_TESTER))
+
+
+def is_permitted(reason: str) -> bool:
+    """Whether a test with this reason may be skipped also where CI is set."""
+    return any(re.search(pattern, reason) for pattern in SKIPS)
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if not (os.environ.get("CI") and report.skipped) or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if not is_permitted(reason):
+        report.outcome = "failed"
+        report.longrepr = f"skipped: {reason}\n(where CI is set, tests/conftest.py lists what may be skipped)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """For the long runs (`make soak`): what was run, and what was found."""
+    if not os.environ.get("UNISONO_TEST_ALL"):
+        return
+    terminalreporter.section("what was run")
+    for outcome in ("passed", "failed", "error"):
+        reports = terminalreporter.getreports(outcome)
+        ran = Counter(report.nodeid.partition("[")[0] for report in reports if report.when == "call")
+        for name, times in ran.items():
+            terminalreporter.write_line(f"{outcome} {times:4} x {name}")
+        for report in reports:
+            for _, found in report.user_properties:
+                terminalreporter.write_line(f"{outcome} {report.nodeid.rpartition('::')[2]}: {found}")

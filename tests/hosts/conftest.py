@@ -1,0 +1,5 @@
+"""What tests between hosts share with the tests with real processes."""
+
+from tests.workers.conftest import mark, script, unisono
+
+__all__ = ["mark", "script", "unisono"]
