@@ -11,8 +11,6 @@ from tests.patterns.corpus import load
 from tests.patterns.expected import EXPECTED
 from tests.patterns.measure import CLASSES, measure
 
-pytestmark = pytest.mark.timeout(330)
-
 
 def test_every_pattern_has_an_expected_class() -> None:
     """And none is expected that is gone."""

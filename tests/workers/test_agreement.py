@@ -22,8 +22,6 @@ from tests.workers.static_team import Place, train_on
 from unisono.errors import DivergenceError
 from unisono.training.step import Step
 
-pytestmark = pytest.mark.timeout(120)
-
 Loss = Callable[[Step, nn.Module, Tensor, Tensor], Tensor]
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.workers.conftest import Command, Unisono
 from unisono.journal import read, summary
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 Script = Callable[..., str]
 
 TRAINING = """

@@ -748,7 +748,7 @@ def _one_does_not_come(seat: Seat) -> tuple[str, tuple[str, ...]]:
 
 
 def test_the_error_of_a_wire_names_who_did_not_come() -> None:
-    with Team(1, _one_does_not_come, deadline_s=30) as team:
+    with Team(1, _one_does_not_come) as team:
         ((told, peers),) = team.results()
     assert peers == ("w7",)
     assert "not there: w7" in told

@@ -20,8 +20,6 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import StepError
 from unisono.training.step import Step
 
-pytestmark = pytest.mark.timeout(120)
-
 Body = Callable[["Training", Step, Tensor, Tensor], None]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.conftest import Unisono
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 Script = Callable[..., str]
 
 ONE_SAMPLE_NEVER_COMES = """

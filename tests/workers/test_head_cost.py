@@ -6,15 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
 from unisono.decisions.roster import WorkerState
 from unisono.head.keys import Keys
 from unisono.head.server import Head, _Memory
 from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreCall, decode
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue[bytes]]:

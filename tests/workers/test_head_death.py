@@ -137,7 +137,7 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
             workers = [worker["pid"] for worker in ask_status(find(str(directory)))["workers"]]
             for pid in (json.loads((directory / "head.json").read_text())["pid"], *workers):
                 os.kill(pid, signal.SIGKILL)
-            output, _ = process.communicate(timeout=90)
+            output, _ = process.communicate(timeout=WAIT_S)
         except BaseException:
             process.terminate()
             raise

@@ -128,7 +128,7 @@ def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Co
 
     team = HeadTeam(member, build)
     team.suspect(DeadlineExceeded("waited 300 s for worker w1", ["w1"]))
-    heard = connections.get(timeout=10).hears(Suspect)
+    heard = connections.get(timeout=WAIT_S).hears(Suspect)
     assert heard == Suspect(generation=0, reason="waited 300 s for worker w1", peers=["w1"])
 
 
@@ -142,7 +142,7 @@ def test_a_heartbeat_names_the_samples_of_a_micro_batch_that_takes_long(
         asked.append(1)
         return list(range(100, 200))
 
-    connection = connections.get(timeout=10)
+    connection = connections.get(timeout=WAIT_S)
     member.at(phase=0, step=4, microbatch=2, samples=samples)
     while not (beat := connection.hears(Beat)).samples:
         assert beat.seconds_at < 10
@@ -187,7 +187,7 @@ def test_what_takes_connections_and_says_nothing_is_no_head(
     door = Door(head="ws://nowhere:1", token="", worker_id="w0", host="lab", head_away_s=0.3)
     with contextlib.closing(Member(door, INFO, {}).connect()) as member:
         connections.answer = None
-        connections.get(timeout=10).tell(None)
+        connections.get(timeout=WAIT_S).tell(None)
         stopped = member.wait_ended(30)
         assert stopped is not None
         assert "has been away" in str(stopped)

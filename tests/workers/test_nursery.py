@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
@@ -22,8 +22,6 @@ from unisono.lifetime import Memory
 from unisono.machine.children import Child, Nursery
 from unisono.machine.nursery import Birth, Born, Death
 from unisono.testing import run_workers
-
-pytestmark = pytest.mark.timeout(180)
 
 TRAINING = Path(__file__).with_name("small_training.py")
 STEPS = 12
@@ -141,7 +139,7 @@ def test_a_birth_that_the_nursery_did_not_live_to_do_is_told(mark: str) -> None:
             nursery.on_end = on_end
             nursery.bear("w0", ["train.py"], os.environ, told.append)
             nursery.child.kill()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 await ended.wait()
             assert not nursery.alive
             await nursery.close()

@@ -18,7 +18,7 @@ from unisono.checkpoint import files
 from unisono.journal import compare, summary
 from unisono.testing import run_workers
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("nursery")]
+pytestmark = pytest.mark.usefixtures("nursery")
 
 Script = Callable[..., str]
 

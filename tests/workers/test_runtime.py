@@ -213,7 +213,7 @@ def test_what_a_stranger_says_leaves_no_trace(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(sys, "stderr", written)
     served = serve()
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WAIT_S) as stranger:
         stranger.sendall(said)
         if not status:  # nothing that could be answered
             stranger.shutdown(socket.SHUT_WR)
