@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -112,19 +113,28 @@ def test_the_token_does_not_reach_a_script_s_children(start: str, unisono: Uniso
     assert int(command.line("said").split()[-1]) > 0
 
 
+def say_and_pause(descriptor: int) -> None:
+    os.write(descriptor, b"1")
+    signal.pause()
+
+
 def test_a_child_of_a_script_that_runs_alone_ends_at_sigterm(tmp_path: Path) -> None:
     """It has inherited the handler of the run, which finishes the step, and has no step to finish."""
+    reading, writing = os.pipe()
     with unisono.Run(tmp_path / "run", checkpoint=unisono.Checkpoints(every_steps=1, on_signal=75)) as run:
         model = torch.nn.Linear(2, 1)
         run.track(model=model)
         for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4):
             for batch in step:
                 step.backward(model(batch).mean())
-            child = multiprocessing.get_context("fork").Process(target=signal.pause)
+            child = multiprocessing.get_context("fork").Process(target=say_and_pause, args=(writing,))
             child.start()
+            assert os.read(reading, 1) == b"1"
             child.terminate()
             child.join(20)
             assert child.exitcode == -signal.SIGTERM
+    os.close(reading)
+    os.close(writing)
 
 
 FORKS = """
