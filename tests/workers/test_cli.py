@@ -288,6 +288,23 @@ def test_the_script_runs_as_python_would_run_it(unisono: Unisono, script: Script
         assert f"[{worker}] to error" in command.err
 
 
+@pytest.mark.parametrize(("start", "chosen"), [("fork", None), ("spawn", "7")])
+def test_sets_of_strings_have_one_order_in_all_runs(
+    start: str, chosen: str | None, unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has chosen another one: Python has a new order for each process else."""
+    monkeypatch.delenv("UNISONO_NURSERY", raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", chosen)
+    code = "print(hash('unisono'))"
+    environment = {**os.environ, "PYTHONHASHSEED": chosen or "0"}
+    expected = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip()
+    command = unisono("run", script(code), "-n", 1, "--start", start)
+    assert command.wait() == 0, command.err
+    assert f"[w0] {expected}" in command.out
+
+
 def test_a_module_runs_as_python_would_run_it(unisono: Unisono, script: Script) -> None:
     script("import sys\nprint(__name__, sys.argv[1:])", "tool.py")
     command = unisono("run", "-m", "tool", "--workers", 1, "--", "a", "--b")

@@ -442,7 +442,9 @@ class _Agent:
         """What every process that computes inherits."""
         threads = str(self._job.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        return {**os.environ, PARENT: str(os.getpid()), **dict.fromkeys(names, threads)}
+        # Python orders sets of strings by it: on all workers alike, on all machines, unless the user has another wish.
+        hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+        return {**os.environ, PARENT: str(os.getpid()), **hashing, **dict.fromkeys(names, threads)}
 
     def _door(self, worker_id: str, local_rank: int) -> Door:
         job = self._job
