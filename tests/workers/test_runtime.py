@@ -763,11 +763,12 @@ PARENTS = """
     import os, subprocess, sys
     from unisono import member
 
-    child = subprocess.Popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"])
+    says_up = "import os, signal; os.write(1, b'up' + bytes([10])); signal.pause()"
+    child = subprocess.Popen([sys.executable, "-c", says_up])
     me = member.current()
     me.ready(0)
     me.holding(me.wait_notice(0).generation)
-    print("training", flush=True)
+    os.write(1, b"training\\n")  # one write: a line of its own, whatever the child says meanwhile
     me.wait_notice(100)
     """
 
