@@ -75,7 +75,7 @@ import pathlib, sys, torch, unisono
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 sys.path.insert(0, HERE)
-from gates import wait_at
+from tests.workers.gates import wait_at
 
 with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=6) if RESUMES else None) as run:
     generator = torch.Generator().manual_seed(1)
@@ -107,7 +107,7 @@ with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=6) if RESUME
 
 def write_layers(tmp_path: Path, *, resumes: bool = False) -> Path:
     script = tmp_path / "layers.py"
-    script.write_text(f"HERE = {str(Path(__file__).parent)!r}\nRESUMES = {resumes}\n{LAYERS}")
+    script.write_text(f"HERE = {str(Path(__file__).parents[2])!r}\nRESUMES = {resumes}\n{LAYERS}")
     return script
 
 
