@@ -146,7 +146,7 @@ def _rehearse(rounds: Rounds, evaluator: Evaluator, todo: Plan, have: Mapping[in
     if other is None or other in have:
         return {}
     rounds.team.check()
-    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=other)
+    rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=other, evaluates=True)
     return {other: _digest(evaluator.totals(other))}
 
 
