@@ -31,6 +31,8 @@ OPTIONS = ("--timeout-s", "15")
 """Workers that wait for each other in different places are told so after this time."""
 CONSEQUENCES = {"RunStopped", "PeerLost"}
 """What a worker raises because another one has failed."""
+DESERTED = "has left the training loop before step"
+"""What the command says when one worker alone leaves the loop: no worker has raised an error of its own then."""
 ACCIDENTS = {"DeadlineExceeded", "ProtocolError"}
 """What the library raises when it has failed itself."""
 
@@ -121,6 +123,8 @@ def _ran(name: str, directory: Path, endings: Path, output: str, *, failed: bool
     refusals = [ending for ending in causes if ending["is_library"] and ending["error"] not in ACCIDENTS]
     if refusals:
         return Ran(name, directory, "refused", _words(refusals), bits)
+    if not causes and DESERTED in output:
+        return Ran(name, directory, "refused", _words(errors), bits)
     return Ran(name, directory, "failed", _words(causes or errors) or output[-2000:], bits)
 
 

@@ -25,28 +25,38 @@ def test_the_last_step_and_the_first_with_other_members_are_checked() -> None:
     assert is_rehearsed(777, is_first_of_generation=True)
 
 
-@given(num_members=st.integers(1, 9), num_leaves=st.integers(1, 20))
-def test_every_member_with_leaves_has_its_first_one_computed_elsewhere(num_members: int, num_leaves: int) -> None:
+@given(num_members=st.integers(2, 9), num_leaves=st.integers(1, 20), turn=st.integers(0, 20))
+def test_members_compute_a_micro_batch_of_another(num_members: int, num_leaves: int, turn: int) -> None:
     chosen = plan(num_members, num_leaves)
-    parts = [rehearsal(chosen, rank) for rank in range(num_members)]
+    parts = [rehearsal(chosen, rank, turn) for rank in range(num_members)]
+    firsts = [leaves[0] if leaves else None for leaves in chosen.ranges]
+    assert [part.own for part in parts] == firsts
     for rank, part in enumerate(parts):
-        leaves = chosen.ranges[rank]
-        assert part.own == (leaves[0] if leaves and num_members > 1 else None)
-        assert part.other is None or part.other not in leaves
-        if part.own is not None:
-            assert part.own in [other.other for other in parts]
+        others = [first for peer, first in enumerate(firsts) if peer != rank and first is not None]
+        assert part.other in others or part.other is None
+        is_left_out = turn % 4 == 1 and rank == turn // 4 % num_members
+        assert (part.other is None) == (is_left_out or not others)
+
+
+def test_one_member_is_left_out_of_the_second_step() -> None:
+    """Else all would have computed as many micro-batches, and what they count would be equal, and wrong."""
+    chosen = plan(3, 6)
+    for turn in (0, 2, 3, 4, 8, 1000):
+        assert [rehearsal(chosen, rank, turn).other for rank in range(3)] == [2, 4, 0]
+    assert [rehearsal(chosen, rank, 1).other for rank in range(3)] == [None, 4, 0]
+    assert [rehearsal(chosen, rank, 5).other for rank in range(3)] == [2, None, 0]
 
 
 def test_a_member_without_micro_batches_computes_one_of_the_next() -> None:
     chosen = Plan(2, (range(1), range(1, 2), range(2, 2)))
-    assert rehearsal(chosen, 2).own is None
-    assert rehearsal(chosen, 2).other == 0
-    assert rehearsal(chosen, 1).other == 0
+    assert rehearsal(chosen, 2, 0).own is None
+    assert rehearsal(chosen, 2, 0).other == 0
+    assert rehearsal(chosen, 1, 0).other == 0
 
 
 def test_one_member_computes_nothing_twice() -> None:
-    assert rehearsal(plan(1, 8), 0).own is None
-    assert rehearsal(plan(1, 8), 0).other is None
+    assert rehearsal(plan(1, 8), 0, 0).own is None
+    assert rehearsal(plan(1, 8), 0, 0).other is None
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,25 @@ def test_it_is_found_between_checks_at_the_next_one() -> None:
     assert "at step 8 the state of w1" in words_of(Job(after=after, num_steps=12))
 
 
+def test_a_sum_of_the_inner_loop_that_is_the_same_on_all_workers_is_found() -> None:
+    """Both have counted as many samples, which are not those of the batch. What is computed twice parts them."""
+    seen: list[int] = []
+
+    def loss() -> Loss:
+        seen.clear()
+
+        def counting(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            seen.append(len(y))
+            return plain(step, model, x, y)
+
+        return counting
+
+    def after(run: unisono.Run, step: Step, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 / sum(seen)
+
+    assert "at step 2 the state of w" in words_of(Job(loss, after))
+
+
 # -- evaluation --------------------------------------------------------------------------------------
 
 

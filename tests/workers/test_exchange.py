@@ -756,7 +756,9 @@ def test_the_error_of_a_wire_names_who_did_not_come() -> None:
 
 def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when the waiting thread happens to look again, which it does not within this test."""
-    monkeypatch.setattr(Wire._await, "__defaults__", (10 * WAIT_S,))
+    defaults = Wire._await.__defaults__
+    assert defaults is not None
+    monkeypatch.setattr(Wire._await, "__defaults__", (10 * WAIT_S, *defaults[1:]))
     with Team(2, _combine_often, str(tmp_path)) as team:
         assert team.results() == [None, None]
 

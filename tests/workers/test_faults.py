@@ -131,7 +131,7 @@ def test_down_to_the_last_worker(calm: Outcome, tmp_path: Path) -> None:
     hurt = run_workers(SCRIPT, 4, directory=tmp_path / "run", options=["--max-restarts", "0"], faults=faults)
     assert_same_bits(hurt, calm)
     sizes = [len(line["workers"]) for line in hurt.lines if line["kind"] == "step"]
-    assert (sizes[0], sizes[2], sizes[-1]) == (4, 3, 1)
+    assert (sizes[0], sizes[2], sizes[-1]) == (4, 3, 1), hurt.output
 
 
 @pytest.mark.parametrize("at", ["after_backward", "published", "reduced", "committed", "after_step"])

@@ -98,7 +98,7 @@ class Agreement:
 
     def rehearsal(self, plan: Plan) -> Rehearsal | None:
         """Return what this member computes for others in this step; None: it is no rehearsal."""
-        return rehearsal(plan, self._rounds.team.rank) if self._is_rehearsed else None
+        return rehearsal(plan, self._rounds.team.rank, self._step) if self._is_rehearsed else None
 
     def note_own(self, fingerprint: Fingerprint) -> None:
         """Keep the fingerprint of this member's micro-batch that another one computes as well."""

@@ -108,7 +108,7 @@ def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, r
                     point("in_evaluation", batch)
             if rounds is None:
                 break
-            twice = _rehearse(rounds, evaluator, todo, have) if is_rehearsal else {}
+            twice = _rehearse(rounds, evaluator, todo, have, number) if is_rehearsal else {}
             digests = Digests(rounds.team.arithmetic, rounds.tracked.digests() if rounds.team.size > 1 else {})
             told = _Letter.of(have, digests, twice)
             letters = [msgspec.msgpack.decode(letter, type=_Letter) for letter in rounds.gather(told.encode())]
@@ -140,9 +140,11 @@ def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, r
     }
 
 
-def _rehearse(rounds: Rounds, evaluator: Evaluator, todo: Plan, have: Mapping[int, Totals]) -> dict[int, str]:
+def _rehearse(
+    rounds: Rounds, evaluator: Evaluator, todo: Plan, have: Mapping[int, Totals], number: int
+) -> dict[int, str]:
     """Return the digests of the totals of a batch that another member evaluates, by batch."""
-    other = rehearsal(todo, rounds.team.rank).other
+    other = rehearsal(todo, rounds.team.rank, number).other
     if other is None or other in have:
         return {}
     rounds.team.check()
