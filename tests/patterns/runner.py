@@ -22,7 +22,8 @@ class Watched(unisono.Run):
     """A run that knows what was tracked."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        super().__init__(directory, seed=SEED, device="cpu")
+        # Without balance each worker computes the same micro-batches every time, whoever else is on the machine.
+        super().__init__(directory, seed=SEED, device="cpu", balance=False)
         self.tracked: dict[str, Any] = {}
 
     def track(self, **objects: Any) -> None:

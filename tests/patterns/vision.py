@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -331,7 +332,9 @@ def features_memoised_in_files(run: unisono.Run) -> None:
     def remember(index: int, x: Tensor) -> Tensor:
         path = folder / f"{index}.pt"
         if not path.exists():
-            torch.save(torch.tanh(model.body(x)).detach(), path)
+            part = path.with_suffix(f".{os.getpid()}")
+            torch.save(torch.tanh(model.body(x)).detach(), part)
+            part.replace(path)
         return torch.load(path)
 
     train_with_memory(run, remember, model)

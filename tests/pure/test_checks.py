@@ -12,10 +12,10 @@ from unisono.decisions.plan import Plan, plan
 
 def test_checks_are_dense_at_the_beginning_and_rare_afterwards() -> None:
     assert [step for step in range(1100) if is_rehearsed(step)] == [
-        0, 1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 1024,
+        0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1000, 1024,
     ]  # fmt: skip
     assert [step for step in range(330) if is_compared(step)] == [
-        0, 1, 2, 3, 4, 8, 16, 32, 64, 100, 128, 200, 256, 300,
+        0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 100, 128, 200, 256, 300,
     ]  # fmt: skip
 
 

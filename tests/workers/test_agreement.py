@@ -235,13 +235,13 @@ def test_a_difference_in_the_last_step_is_found_at_the_end() -> None:
 
 
 def test_it_is_found_between_checks_at_the_next_one() -> None:
-    """Step 5 is not compared, step 8 is."""
+    """Steps 9 to 15 are not compared, step 16 is."""
 
     def after(run: unisono.Run, step: Step, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        if step.number == 4:
+        if step.number == 9:
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + run.rank)
 
-    assert "at step 8 the state of w1" in words_of(Job(after=after, num_steps=12))
+    assert "at step 16 the state of w1" in words_of(Job(after=after, num_steps=20))
 
 
 def test_a_sum_of_the_inner_loop_that_is_the_same_on_all_workers_is_found() -> None:

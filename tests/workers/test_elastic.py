@@ -141,7 +141,7 @@ def test_the_journal_is_written_by_whoever_sees_the_directory(
         command.line("with 1 worker")
         gates.open(20)
         gates.wait(40)
-        assert len(steps_of(run_dir)) == 20
+        assert len(steps_of(run_dir)) in (19, 20)  # w0 was at the gate, or about to say that step 19 is done
         join(unisono, run_dir, 1)
         command.line("w2 joins")
         gates.open(40)

@@ -21,7 +21,7 @@ from unisono.decisions.plan import Plan
 
 __all__ = ["Rehearsal", "is_compared", "is_rehearsed", "minority", "rehearsal"]
 
-FIRST_STEPS = 4
+FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
 COMPARE_EVERY = 100
 REHEARSE_EVERY = 1000
