@@ -223,6 +223,27 @@ def test_a_forward_of_the_first_worker_only_is_found() -> None:
     assert "model['norm.running_mean']" in words or "model['norm.running_var']" in words
 
 
+class Scaled(nn.Module):
+    """Has a buffer that is in no ``state_dict``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x) * self.scale
+        return found
+
+
+def test_a_buffer_that_is_not_persistent_is_compared_as_well() -> None:
+    def after(run: unisono.Run, step: Step, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        if step.number == 1:
+            model.scale.fill_(1.0 + run.rank)  # type: ignore[operator]
+
+    assert "at step 2 the state of w1" in words_of(Job(after=after, model=Scaled))
+
+
 def test_a_difference_in_the_last_step_is_found_at_the_end() -> None:
     """No step follows, and no evaluation."""
 

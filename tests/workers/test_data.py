@@ -103,6 +103,36 @@ def test_every_sample_is_seen_once_an_epoch_with_the_same_augmentation() -> None
         assert all(len(found) < len(alone) for found in by_rank) == (size > 1)
 
 
+class Pids(Dataset[Tensor]):
+    """In which process a sample was read."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([os.getpid()])
+
+
+def _readers(seat: Seat, place: Place) -> tuple[int, set[int]]:
+    """The pid of this worker, and of whoever has read samples for it; every step is a rehearsal."""
+    found: set[int] = set()
+    with place.run(seed=1, balance=False) as run:
+        model = nn.Linear(1, 1)
+        run.track(model=model)
+        for step in run.steps(Pids(), batch_size=8, microbatches=4, loader_workers=1):
+            for batch in step:
+                found.update(batch.flatten().tolist())
+                step.backward(model(torch.ones(1)).sum())
+        run.evaluate(Pids(), lambda batch: found.update(batch.flatten().tolist()) or {}, batch_size=6, loader_workers=1)
+    return os.getpid(), found
+
+
+def test_what_is_computed_twice_is_read_by_loader_processes_too() -> None:
+    """A dataset that opens its file at the first sample must not do so in the process that the next ones come from."""
+    for worker, readers in train_on("shared", 2, _readers):
+        assert worker not in readers
+
+
 @pytest.mark.parametrize(("options", "expected"), [({"shuffle": False}, [*range(21)]), ({"drop_last": True}, None)])
 def test_order_and_end_of_an_epoch(options: dict[str, Any], expected: list[int] | None) -> None:
     with AloneRun(seed=1) as run:

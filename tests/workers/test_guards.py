@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import StepError
+from unisono.errors import StepError, UsageError
 from unisono.training.step import Step
 
 Body = Callable[["Training", Step, Tensor, Tensor], None]
@@ -287,6 +288,53 @@ def test_an_update_may_be_left_out_on_purpose() -> None:
         accumulate(run, drop=lambda training, number: training.optimizer.zero_grad())
     with AloneRun(seed=1) as run:
         accumulate(run, drop=lambda training, number: training.model.zero_grad())
+
+
+def test_an_update_may_be_left_out_by_zeros() -> None:
+    with AloneRun(seed=1) as run:
+        accumulate(run, drop=lambda training, number: training.optimizer.zero_grad(set_to_none=False))
+
+
+def test_functions_of_torch_are_left_as_they_were_in_whatever_order_runs_end() -> None:
+    before = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, nn.utils.clip_grad._get_total_norm
+    with AloneRun(seed=1) as first, AloneRun(seed=2) as second:
+        trainings = [Training(first), Training(second)]
+        loops = [
+            run.steps(vectors(), batch_size=24, microbatches=4, max_steps=number)
+            for run, number in ((first, 1), (second, 2))
+        ]
+        for both in itertools.zip_longest(*loops):
+            for training, step in zip(trainings, both, strict=True):
+                for x, y in step or ():
+                    training.backward(step, x, y)
+                training.optimizer.step()
+    assert (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, nn.utils.clip_grad._get_total_norm) == before
+
+
+def test_a_buffer_that_is_expanded_and_never_written_is_no_hindrance() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Mlp()
+            self.register_buffer("mask", torch.ones(1).expand(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.body(x * self.mask)
+            return found
+
+    with AloneRun(seed=1) as run:
+        training = Training(run, Masked())
+        training.train(Training.backward, num_steps=2)
+        run.evaluate(vectors(), lambda batch: {"sum": training.model(batch[0]).sum()}, batch_size=7)
+
+
+def test_a_tensor_that_was_made_for_inference_only_is_refused() -> None:
+    with torch.inference_mode():
+        mask = torch.ones(3)
+    with pytest.raises(UsageError, match=r"model\.mask was made under torch\.inference_mode"), AloneRun(seed=1) as run:
+        model = Mlp()
+        model.register_buffer("mask", mask)
+        Training(run, model).train(Training.backward)
 
 
 def test_a_gradient_that_is_not_finite_may_be_left_out() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,15 +14,18 @@ import torch
 
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
+from tests.workers.static_team import StaticTeam
+from unisono.decisions.cadence import Place
 from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
-from unisono.exchange import NUM_FACTS, Share
+from unisono.exchange import NUM_FACTS, Exchange, Share
 from unisono.exchange.alone import Alone
 from unisono.exchange.flat import FlatLayout
 from unisono.exchange.host import Board
 from unisono.exchange.shared import SharedMemory
 from unisono.facts import Facts
 from unisono.member import Member
+from unisono.state import quick_digest
 from unisono.training.keeping import Keeper
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST, AloneTeam, HeadTeam, Report
@@ -216,3 +221,68 @@ def test_what_a_member_holds_of_the_next_layout_waits_while_it_stands_by() -> No
     assert kept.layout == new
     assert bytes(kept.rows(0, new.num_rows).tolist()) == expected
     assert team.exchange.slot() is not kept
+
+
+class Threads:
+    """An exchange between two threads, as far as a run that begins needs one."""
+
+    size = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, box: list[Any]) -> None:
+        self.rank, self._barrier, self._box = rank, barrier, box
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        self._box[self.rank] = data
+        self._barrier.wait()
+        found = list(self._box)
+        self._barrier.wait()
+        return found
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if self.rank == source:
+            self._box[source] = tensor.clone()
+        self._barrier.wait()
+        if self.rank != source:
+            tensor.copy_(self._box[source])
+        self._barrier.wait()
+
+
+def _trained(num_steps: int) -> tuple[Tracked, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(num_steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    tracked = Tracked()
+    tracked.add({"model": model, "optimizer": optimizer})
+    return tracked, optimizer
+
+
+@pytest.mark.parametrize("phases", [(0, 1), (1, 0), (0, 0), (1, 1)])
+def test_members_that_stand_at_different_phases_begin_together_where_the_checkpoint_is(phases: tuple[int, int]) -> None:
+    """One has the models and went on, the other had lost the member that shared them: both get the whole state."""
+    saved = copy.deepcopy(_trained(3)[0].state())
+    place = Place(phase=1, step=5, total=9, lines=12)
+    barrier, box = threading.Barrier(2, timeout=WAIT_S), [None, None]
+    found: dict[int, tuple[int, str]] = {}
+
+    def begin_at(rank: int, phase: int) -> None:
+        tracked, _ = _trained(0)
+        rounds = Rounds(StaticTeam(cast(Exchange, Threads(rank, barrier, box))), tracked)
+        for number in range(phase, 2):
+
+            def begin(number: int = number) -> Place:
+                (tracked.load if number == place.phase else tracked.load_models)(saved)
+                return place
+
+            assert rounds.join(number, {}, begin) == (number == place.phase)
+        found[rank] = (rounds.step, f"{quick_digest(tracked.compared()):016x}")
+
+    threads = [threading.Thread(target=begin_at, args=(rank, phase)) for rank, phase in enumerate(phases)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tracked, _ = _trained(0)
+    tracked.load(saved)
+    assert found == dict.fromkeys((0, 1), (5, f"{quick_digest(tracked.compared()):016x}"))

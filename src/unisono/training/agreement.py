@@ -21,8 +21,7 @@ from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minor
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError
 from unisono.facts import Facts, halves
-from unisono.state import described, digest_of_tensors, pack
-from unisono.state import hash_bytes as digest_of_bytes
+from unisono.state import described, quick_digest
 from unisono.training.gradients import Fingerprint
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST
@@ -100,6 +99,19 @@ class Agreement:
         """Return what this member computes for others in this step; None: it is no rehearsal."""
         return rehearsal(plan, self._rounds.team.rank, self._step) if self._is_rehearsed else None
 
+    def expected(self, number: int, total: int, plan: Plan) -> int | None:
+        """Return the micro-batch of another member that this one will compute in a coming step, to fetch it ahead.
+
+        Args:
+            number: of the step within ``run.steps``.
+            total: its number in the run.
+            plan: what the plan of that step will probably be.
+        """
+        team = self._rounds.team
+        if team.size < 2 or not self._rehearses or not is_rehearsed(total, is_last=number == self._num_steps - 1):
+            return None
+        return rehearsal(plan, team.rank, total).other
+
     def note_own(self, fingerprint: Fingerprint) -> None:
         """Keep the fingerprint of this member's micro-batch that another one computes as well."""
         self._own = fingerprint
@@ -142,8 +154,7 @@ class Agreement:
     # -- inside --------------------------------------------------------------------------------------
 
     def _digest_of_state(self) -> int:
-        packed = pack({name: value.state_dict() for name, value in self._rounds.tracked.objects.items()})
-        return digest_of_bytes(packed.skeleton) ^ digest_of_tensors(packed.tensors)
+        return quick_digest(self._rounds.tracked.compared())
 
     def _states_differ(self, facts: Sequence[Facts], states: Mapping[int, Any]) -> None:
         ids = self._rounds.team.worker_ids
@@ -156,8 +167,8 @@ class Agreement:
         ranks, usual = wrong
         mine = {
             name: text
-            for tracked, value in self._rounds.tracked.objects.items()
-            for name, text in described(value.state_dict(), tracked).items()
+            for tracked, value in self._rounds.tracked.compared().items()
+            for name, text in described(value, tracked).items()
         }
         details = self._tell(facts, _Details(state=mine))
         what = _first_difference(details, ranks[0], usual, ids) if details else ""
@@ -207,17 +218,17 @@ def check_digests(told: Mapping[str, Digests]) -> None:
     known = {worker: each for worker, each in told.items() if each.objects}
     if not known:
         return
-    first = next(iter(known))
+    firsts: dict[int, str] = {}
     for worker, each in known.items():
+        first = firsts.setdefault(each.arithmetic, worker)
         different = [name for name, digest in each.objects.items() if digest != known[first].objects.get(name)]
-        if not different:
-            continue
-        if each.arithmetic != known[first].arithmetic:
-            warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
-            continue
-        raise DivergenceError(
-            f"the workers have drifted apart: {', '.join(different)} of {worker} is not that of {first}. {OUT_OF_STEP}"
-        )
+        if different:
+            raise DivergenceError(
+                f"the workers have drifted apart: {', '.join(different)} of {worker} is not that of {first}. "
+                f"{OUT_OF_STEP}"
+            )
+    if any(known[first].objects != known[next(iter(known))].objects for first in firsts.values()):
+        warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
 
 
 def _differs(owner: Facts, helper: Facts) -> bool:

@@ -108,6 +108,13 @@ class Fetcher:
         batch = self._ahead.take(step, leaf) if self._ahead is not None else self._fetch_here(step, leaf)
         return to_device(batch, self._device)
 
+    def comes(self, step: int, leaf: int) -> bool:
+        """Return whether `fetch` gives this batch from where others come: from a loader process, if there are any.
+
+        A dataset that opens its files where it is first read must not be read in two processes that share them.
+        """
+        return self._ahead is None or self._ahead.comes(step, leaf)
+
     def close(self) -> None:
         """End the loader processes."""
         if self._ahead is not None:
@@ -202,6 +209,9 @@ class _Ahead:
         shutdown = getattr(iterator, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+
+    def comes(self, step: int, leaf: int) -> bool:
+        return (step, leaf) in self._kept or (self._batches is not None and (step, leaf) in self._sent)
 
     def _requests(self) -> Iterator[list[tuple[int, int]]]:
         known: set[tuple[int, int]] = set()

@@ -21,13 +21,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.decisions.checks import is_rehearsed, rehearsal
+from unisono.decisions.checks import rehearsal
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import fold, leaf
 from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
-from unisono.state import digest_of_state, pack, unpack
+from unisono.state import digest_of_state, pack, quick_digest, unpack
 from unisono.training.agreement import USUAL_CAUSES, Digests, check_digests
 from unisono.training.data import Fetcher
 from unisono.training.gradients import Buffers
@@ -62,6 +62,10 @@ class Evaluator:
         self._buffers: Buffers = tracked.buffers()
         self._buffers.start_step()
 
+    def comes(self, batch: int) -> bool:
+        """Return whether a batch comes from where others come; see `unisono.training.data.Fetcher.comes`."""
+        return self._fetcher.comes(0, batch)
+
     def totals(self, batch: int) -> Totals:
         """Return the totals of one batch.
 
@@ -88,7 +92,7 @@ def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, r
 
     Args:
         rounds: None computes everything here.
-        rehearses: now and then evaluate a batch of another worker as well, to compare the totals.
+        rehearses: evaluate a batch of another worker as well, to compare the totals.
         number: evaluations of the run that are done.
 
     Raises:
@@ -96,7 +100,7 @@ def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, r
     """
     have: dict[int, Totals] = {}
     todo = even_plan(1, num_batches) if rounds is None else rounds.start("evaluation", num_batches)
-    is_rehearsal = rounds is not None and rounds.team.size > 1 and rehearses and is_rehearsed(number)
+    is_rehearsal = rounds is not None and rounds.team.size > 1 and rehearses
     while True:
         try:
             for batch in todo.ranges[rounds.team.rank if rounds is not None else 0]:
@@ -109,7 +113,7 @@ def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, r
             if rounds is None:
                 break
             twice = _rehearse(rounds, evaluator, todo, have, number) if is_rehearsal else {}
-            digests = Digests(rounds.team.arithmetic, rounds.tracked.digests() if rounds.team.size > 1 else {})
+            digests = Digests(rounds.team.arithmetic, _digests(rounds) if rounds.team.size > 1 else {})
             told = _Letter.of(have, digests, twice)
             letters = [msgspec.msgpack.decode(letter, type=_Letter) for letter in rounds.gather(told.encode())]
             for other in letters:
@@ -145,11 +149,15 @@ def _rehearse(
 ) -> dict[int, str]:
     """Return the digests of the totals of a batch that another member evaluates, by batch."""
     other = rehearsal(todo, rounds.team.rank, number).other
-    if other is None or other in have:
+    if other is None or other in have or not evaluator.comes(other):
         return {}
     rounds.team.check()
     rounds.team.at(phase=rounds.phase, step=rounds.step, microbatch=other, evaluates=True)
     return {other: _digest(evaluator.totals(other))}
+
+
+def _digests(rounds: Rounds) -> dict[str, str]:
+    return {name: f"{quick_digest(value):016x}" for name, value in rounds.tracked.compared().items()}
 
 
 def _digest(totals: Totals) -> str:

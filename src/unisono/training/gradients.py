@@ -147,6 +147,8 @@ class Buffers:
             )
 
     def _touched(self, place: int, now: Tensor) -> bool:
+        if 0 in now.stride() and now.numel() > 1:  # it is expanded, and cannot be written
+            return not torch.equal(now, self._start[place])
         tensor, version = self._seen[place]
         if now is not tensor or now._version != version or now.numel() <= COMPARED_FROM:
             return True
@@ -182,6 +184,8 @@ class Calls:
     """How often a script calls backward for one micro-batch, at most. Part of the state: who joins does not know it."""
 
     known: int = 0
+    has_looked: bool = False
+    """This worker has compared the parameters before and after a micro-batch, bit by bit."""
 
 
 class GradientFolder:
@@ -282,7 +286,7 @@ class GradientFolder:
         self._is_apart = apart
         self._versions = [parameter._version for _, parameter in self._everything]
         self._frozen_gradients = [parameter.grad for _, parameter in self._everything[len(self._parameters) :]]
-        if self._digests is None:
+        if self._digests is None and not self._calls_known.has_looked:
             self._digests = [digest_of_tensor(parameter) for _, parameter in self._everything]
         node = leaf(index, self._num_leaves)
         self._chain: list[tuple[Node, Slot]] = []
@@ -392,7 +396,7 @@ class GradientFolder:
             changed = _first_difference(
                 self._digests, [digest_of_tensor(parameter) for _, parameter in self._everything]
             )
-        self._digests = []
+        self._digests, self._calls_known.has_looked = None, True
         if changed is not None:
             raise StepError(
                 f"parameter {self._everything[changed][0]!r} was changed within a micro-batch, on the worker that "

@@ -25,7 +25,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -209,6 +209,7 @@ class UnusedGradients:
         for name, optimizer in self._tracked.optimizers.items():
             if optimizer is cleared or isinstance(cleared, nn.Module):
                 self._unused.pop(name, None)
+                self._used.add(name)  # also where it leaves zeros, which look like gradients
 
     def before_update(self, name: str) -> None:
         """The script calls step() of an optimizer.
@@ -226,56 +227,65 @@ class UnusedGradients:
             )
 
 
-@contextmanager
-def watched_zero_grad(call: Callable[[object], None]) -> Iterator[None]:
-    """While it is entered, have ``call`` called with every optimizer or module whose zero_grad() is called."""
-    owners: tuple[Any, ...] = (torch.optim.Optimizer, nn.Module)
-    originals = [owner.zero_grad for owner in owners]
+class _Wrapped:
+    """Functions of torch that are wrapped as long as somebody listens: runs may end in any order."""
 
-    def watch(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self, *places: tuple[Any, str]) -> None:
+        self._places = [(owner, name) for owner, name in places if hasattr(owner, name)]
+        self._originals: list[Any] = []
+        self._listeners: list[Callable[..., None]] = []
+
+    @contextmanager
+    def heard_by(self, listener: Callable[..., None]) -> Iterator[None]:
+        """While it is entered, have ``listener`` called with the arguments of each call, before it."""
+        if not self._listeners:
+            self._originals = [getattr(owner, name) for owner, name in self._places]
+            for (owner, name), original in zip(self._places, self._originals, strict=True):
+                setattr(owner, name, self._wrap(original))
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                for (owner, name), original in zip(self._places, self._originals, strict=True):
+                    setattr(owner, name, original)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def zero_grad(self: object, *arguments: Any, **options: Any) -> None:
-            call(self)
-            original(self, *arguments, **options)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            for listener in list(self._listeners):
+                listener(*arguments, **options)
+            return original(*arguments, **options)
 
-        return zero_grad
-
-    for owner, original in zip(owners, originals, strict=True):
-        owner.zero_grad = watch(original)
-    try:
-        yield
-    finally:
-        for owner, original in zip(owners, originals, strict=True):
-            owner.zero_grad = original
+        return wrapped
 
 
-@contextmanager
-def warn_of_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
+_zero_grad = _Wrapped((torch.optim.Optimizer, "zero_grad"), (nn.Module, "zero_grad"))
+_total_norm = _Wrapped((clip_grad, "_get_total_norm"))
+"""What ``clip_grad_norm_`` calls, under whichever name the script has imported that."""
+
+
+def watched_zero_grad(call: Callable[[object], None]) -> AbstractContextManager[None]:
+    """While it is entered, have ``call`` called with every optimizer or module whose zero_grad() is called."""
+    return _zero_grad.heard_by(lambda cleared, *_, **__: call(cleared))
+
+
+def warn_of_clipping(is_inside: Callable[[], bool]) -> AbstractContextManager[None]:
     """While it is entered, warn of ``torch.nn.utils.clip_grad_norm_`` if it is called within a micro-batch.
 
     It finds no gradient there, and does nothing without a word.
     """
-    name = "_get_total_norm"  # what it calls, under whichever name the script has imported it
-    original = getattr(clip_grad, name, None)
 
-    def watched(tensors: Any, *arguments: Any, **options: Any) -> Any:
-        assert original is not None
+    def look(tensors: Any, *_: Any, **__: Any) -> None:
         if is_inside() and isinstance(tensors, Sequence) and not tensors:
             warnings.warn(
                 "torch.nn.utils.clip_grad_norm_ was called inside of `for batch in step`, where parameters have no "
                 "gradient yet: it did nothing. Call it after that loop, where .grad is the mean over the global batch",
-                stacklevel=4,
+                stacklevel=5,
             )
-        return original(tensors, *arguments, **options)
 
-    if original is None:
-        yield
-        return
-    setattr(clip_grad, name, watched)
-    try:
-        yield
-    finally:
-        setattr(clip_grad, name, original)
+    return _total_norm.heard_by(look)
 
 
 def _shown(option: Any) -> Any:

@@ -367,20 +367,15 @@ class Keeper:
                 metrics=self.metrics,
             )
 
-    def save_together(self, rounds: Rounds, letter: bytes = b"") -> list[bytes]:
-        """The last checkpoint is on the disk when this returns, also if its writer is lost. Collective.
-
-        Returns:
-            What each member has given as ``letter``, by rank.
-        """
+    def save_together(self, rounds: Rounds) -> None:
+        """The last checkpoint is on the disk when this returns, also if its writer is lost. Collective."""
 
         def work() -> None:
             self.save_last(rounds)
             self.saver.finish()
 
-        letters = rounds.together(work, letter)
+        rounds.together(work)
         self.saver.confirm()
-        return letters
 
     def place(self, rounds: Rounds) -> Place:
         return Place(phase=rounds.phase, step=rounds.step, total=rounds.total, lines=rounds.lines)

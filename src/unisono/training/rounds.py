@@ -171,10 +171,13 @@ class Rounds:
                 if begins:
                     self._check_recipe(reports[0])
                 place = self._begin(begin) if begins else None
-                if place is not None and place.phase > phase:
-                    self._begins_at = place
+                if place is not None and any(report.phase < place.phase for report in reports):
+                    # All know so by the reports, also who is at that place already and meets the others there.
                     self._share_models(reports)
-                    return False
+                    self._begins_at = place
+                    if place.phase > phase:
+                        return False
+                    continue
                 if place is None:
                     source = self._share_state(reports)[self.team.rank]
                     if self._arrival is not None:

@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 
 from unisono import member as members
 from unisono.decisions.cadence import Checkpoints
+from unisono.decisions.checks import is_rehearsed, rehearsal
 from unisono.decisions.cursor import Cursor
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
@@ -202,9 +203,10 @@ class Run:
         assert self._team is not None
         self._team.leaving(rounds.phase, rounds.step)
         own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
-        letters = self._keeper.save_together(rounds, msgspec.msgpack.encode(own))
+        letters = rounds.together(lambda: None, msgspec.msgpack.encode(own))
         told = [msgspec.msgpack.decode(letter, type=Digests) for letter in letters]
-        check_digests(dict(zip(self._team.worker_ids, told, strict=False)))
+        check_digests(dict(zip(self._team.worker_ids, told, strict=False)))  # before anything of it is kept
+        self._keeper.save_together(rounds)
         self._tell_done(None)
         self._team.in_loop(None)
 
@@ -376,8 +378,11 @@ class Run:
         num_samples = check_dataset(dataset)
         num_batches = check_batches(num_samples, batch_size)
         rounds = self._rounds if self._joined else None
-        ranges = even_plan(self._team.size if rounds is not None else 1, num_batches).ranges
-        mine = ranges[self._team.rank if rounds is not None else 0]
+        rehearses = self._arithmetic.deterministic and is_rehearsed(self._num_evaluations)
+        shares = even_plan(self._team.size if rounds is not None else 1, num_batches)
+        rank = self._team.rank if rounds is not None else 0
+        other = rehearsal(shares, rank, self._num_evaluations).other if rehearses else None
+        mine = [*shares.ranges[rank], *([other] if other is not None else [])]
         fetcher = Fetcher(
             dataset,
             lambda _, batch: (0, list(range(batch * batch_size, min((batch + 1) * batch_size, num_samples)))),
@@ -396,7 +401,7 @@ class Run:
                 rounds,
                 evaluator,
                 num_batches=num_batches,
-                rehearses=self._arithmetic.deterministic,
+                rehearses=rehearses,
                 number=self._num_evaluations,
             )
             self._num_evaluations += 1
@@ -436,7 +441,9 @@ class Run:
             return
         if first >= num_steps > 0 and self.is_main:
             tell(f"unisono: nothing is left to do: {progress(first, num_steps)} are done")
-        ahead = _Ahead(rounds, cursor, num_steps)
+        agreement = Agreement(rounds, rehearses=self._arithmetic.deterministic, num_steps=num_steps)
+        base = self._steps_before - first
+        ahead = _Ahead(rounds, cursor, num_steps, lambda number, plan: agreement.expected(number, base + number, plan))
         fetcher = Fetcher(
             dataset,
             lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
@@ -457,7 +464,6 @@ class Run:
                 folder = self._make_folder()
             return folder
 
-        base = self._steps_before - first
         clock = Clock()
         self._inside = True
         unused = UnusedGradients(self._tracked)
@@ -471,7 +477,7 @@ class Run:
             note_plan=ahead.note,
             guards=Guards(self._tracked),
             unused=unused,
-            agreement=Agreement(rounds, rehearses=self._arithmetic.deterministic, num_steps=num_steps),
+            agreement=agreement,
             process=self._process,
         )
 
@@ -695,24 +701,32 @@ def _nothing() -> None:
 class _Ahead:
     """What this worker will probably compute next, for loader processes."""
 
-    def __init__(self, rounds: Rounds, cursor: Cursor, num_steps: int) -> None:
+    def __init__(
+        self, rounds: Rounds, cursor: Cursor, num_steps: int, rehearsed: Callable[[int, Plan], int | None]
+    ) -> None:
         self._rounds = rounds
         self._cursor = cursor
         self._num_steps = num_steps
+        self._rehearsed = rehearsed
         self._number = -1
         self._plan: Plan | None = None
+        self._other: int | None = None
 
-    def note(self, number: int, plan: Plan) -> None:
-        self._number, self._plan = number, plan
+    def note(self, number: int, plan: Plan, other: int | None) -> None:
+        self._number, self._plan, self._other = number, plan, other
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         rank = self._rounds.team.rank
         if self._plan is not None:
-            for leaf in _of(self._plan, rank):
-                yield self._number, leaf
+            yield from ((self._number, leaf) for leaf in _of(self._plan, rank))
+            if self._other is not None:
+                yield self._number, self._other
         for number in range(self._number + 1, self._num_steps):
-            for leaf in _of(self._rounds.predicted(self._cursor.position(number).num_leaves), rank):
-                yield number, leaf
+            plan = self._rounds.predicted(self._cursor.position(number).num_leaves)
+            yield from ((number, leaf) for leaf in _of(plan, rank))
+            other = self._rehearsed(number, plan)
+            if other is not None:
+                yield number, other
 
 
 def _of(plan: Plan, rank: int) -> Sequence[int]:

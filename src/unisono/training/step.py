@@ -44,8 +44,8 @@ class StepContext:
     seed: int
     first_number: int
     """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
-    note_plan: Callable[[int, Plan], None]
-    """Told what this member will compute, for those who fetch ahead."""
+    note_plan: Callable[[int, Plan, int | None], None]
+    """Told what this member will compute, of its own and of another member's, for those who fetch ahead."""
     guards: Guards
     """Of what the inner loop may not change."""
     unused: UnusedGradients
@@ -277,7 +277,7 @@ class Step:
         rehearsal = agreement.rehearsal(plan)
         while True:
             try:
-                self._context.note_plan(self.number, plan)
+                self._context.note_plan(self.number, plan, rehearsal.other if rehearsal is not None else None)
                 yield from self._compute(plan, folder, rehearsal)
                 guards.finish_step(self.number)
                 self._clock.switch("exchange")
@@ -306,8 +306,9 @@ class Step:
             yield from self._compute_leaf(leaf, folder, following, plan if is_last else None)
             if is_rehearsed:
                 agreement.note_own(folder.fingerprint(leaf))
-        if rehearsal is not None and rehearsal.other is not None:
-            yield from self._rehearse(rehearsal.other, folder)
+        other = rehearsal.other if rehearsal is not None else None
+        if other is not None and self._context.fetcher.comes(self.number, other):
+            yield from self._rehearse(other, folder)
         while helping is not None and len(folder.held) <= 2 + plan.num_leaves.bit_length():
             self._clock.switch("waiting")
             taken = helping.take()

@@ -135,6 +135,11 @@ class Tracked:
                     raise UsageError(
                         f"{name}.{path} has no shape yet (a lazy module); give the model one batch before run.steps"
                     )
+                if tensor.is_inference():
+                    raise UsageError(
+                        f"{name}.{path} was made under torch.inference_mode(), so it can neither be trained nor "
+                        "compared; make the model outside of it, or clone() the tensor"
+                    )
                 if tensor.layout is not torch.strided:
                     raise UsageError(
                         f"{name}.{path} is sparse ({tensor.layout}), and neither sums nor states of a run may be: keep "
@@ -252,6 +257,14 @@ class Tracked:
         for name, buffer in state["hidden"].items():
             if name in hidden and hidden[name].shape == buffer.shape:
                 hidden[name].copy_(buffer)
+
+    def compared(self) -> dict[str, Any]:
+        """Return everything that must be equal on all workers, by name."""
+        return {
+            **{name: value.state_dict() for name, value in self._objects.items()},
+            "buffers that are not persistent": self._hidden_buffers(),
+            "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
+        }
 
     def digests(self) -> dict[str, str]:
         """A 64-bit fingerprint of every tracked object, in hexadecimal."""
