@@ -300,7 +300,7 @@ class GradientFolder:
         if self._adopter is not (None if self._opens else self._chain[0][1]):
             self._settle()
         if self._opens:
-            self._chain = [(node, new_slot())]
+            self._chain = [(node, self._own_slot() if apart else new_slot())]
         self._adopts = (
             self._opens
             and following is not None
@@ -366,7 +366,7 @@ class GradientFolder:
         self._inside = False
         node, slot = self.target
         if self._is_apart:
-            return [slot]
+            return []
         freed = [] if self._opens else [self._held.pop(merged) for merged, _ in self._chain][:-1]
         self._held[node] = slot
         return freed
@@ -382,6 +382,11 @@ class GradientFolder:
             weighted_loss=float(slot.scalars[1]),
             parts={name: f"{digest_of_tensor(part):016x}" for name, part in named},
         )
+
+    def _own_slot(self) -> Slot:
+        """Return a slot that nobody else sees, and that is gone when it is not used any more: it is seldom needed."""
+        device = self._parameters[0].device
+        return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=device))
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:

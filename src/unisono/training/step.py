@@ -347,10 +347,8 @@ class Step:
         batch = self._fetch(leaf)
         folder.start_leaf(leaf, rounds.team.exchange.slot, apart=True)
         yield from self._give(batch, leaf)
-        freed = self._take(leaf, folder)
+        self._take(leaf, folder)
         self._context.agreement.note_other(folder.fingerprint(leaf))
-        for slot in freed:
-            rounds.team.exchange.release(slot)
 
     def _fetch(self, leaf: int) -> Any:
         rounds = self._context.rounds
