@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from unisono.door import Door
-from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UnisonoError, UsageError
+from unisono.errors import (
+    DeadlineExceeded,
+    DivergenceError,
+    PeerLost,
+    ProtocolError,
+    RunStopped,
+    UnisonoError,
+    UsageError,
+)
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
     Beat,
@@ -625,7 +633,7 @@ def trimmed_traceback(error: BaseException) -> str:
         found = found.tb_next
     shown = found or error.__traceback__
     lines = tracebacks.TracebackException(type(error), error, shown)
-    if isinstance(error, UsageError):
+    if isinstance(error, (UsageError, DivergenceError)):
         frames = list(lines.stack)
         while frames and _is_inside(frames[-1].filename, own):
             frames.pop()
