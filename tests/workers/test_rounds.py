@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -216,3 +217,32 @@ def test_what_a_member_holds_of_the_next_layout_waits_while_it_stands_by() -> No
     assert kept.layout == new
     assert bytes(kept.rows(0, new.num_rows).tolist()) == expected
     assert team.exchange.slot() is not kept
+
+
+def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting() -> None:
+    """It may wait for a disk before that, and must not be left aside for it."""
+    waits: list[bool] = []
+
+    class Waiting(AloneTeam):
+        is_waiting = False
+
+        @contextlib.contextmanager
+        def waiting(self) -> Iterator[None]:
+            self.is_waiting = True
+            yield
+            self.is_waiting = False
+
+    team = Waiting(CPU)
+    rounds = Rounds(team, Tracked())
+    rounds.use(FlatLayout([("a", torch.zeros(3))], []))
+
+    def tell() -> tuple[float, ...]:
+        waits.append(team.is_waiting)
+        return ()
+
+    rounds.about_checkpoints = tell
+    plan = rounds.start("step", 1)
+    held: dict[Any, Any] = {}
+    share(rounds, plan.nodes, held, 1)
+    rounds.combine(plan, held, Facts())
+    assert waits == [True]
