@@ -856,6 +856,46 @@ def test_whom_a_broken_connection_has_cost_is_started_again_when_the_agent_is_ba
     assert [start.worker_ids for start in story.sent("agent1", Start)] == [["w3"]]
 
 
+def test_a_machine_whose_connections_all_broke_gets_its_workers_again() -> None:
+    """Its own connection broke a moment before theirs, so nobody was there to replace them."""
+    story = training(1)
+    story.arrive(*story.agent(2, "agent1", primary=False, host="office"), host="office")
+    story.hold()
+    story.says("agent1", Lost(reason="closed"))
+    for worker_id in ("w1", "w2"):
+        story.says(worker_id, Lost(reason="closed"))
+    story.tick(story.state.policy.grace_s)
+    story.hold()
+    assert story.state.members == ("w0",)
+    story.says("agent1", AgentHello(host="office", pid=1, num_workers=2, agent_id="agent1"))
+    assert [start.worker_ids for start in story.sent("agent1", Start)] == [["w3", "w4"]]
+    story.says("agent1", Lost(reason="closed"))
+    story.says("agent1", AgentHello(host="office", pid=1, num_workers=2, agent_id="agent1"))
+    assert [start.worker_ids for start in story.sent("agent1", Start)] == [["w5", "w6"]]
+
+
+def test_a_machine_that_comes_back_gets_no_more_workers_than_it_had_or_than_there_shall_be() -> None:
+    hello = AgentHello(host="office", pid=1, num_workers=2, agent_id="agent1")
+    drained, scaled = training(1), training(1)
+    for story in (drained, scaled):
+        story.arrive(*story.agent(2, "agent1", primary=False, host="office"), host="office")
+        story.hold()
+        story.hold()
+    drained.says("agent1", Drain(worker_ids=["w2"]))
+    drained.hold("w0", "w1")
+    drained.says("w2", Left())
+    drained.says("agent1", Lost(reason="closed"))
+    drained.says("agent1", hello)
+    assert drained.sent("agent1", Start) == []
+    scaled.says("agent1", Lost(reason="closed"))
+    scaled.says("", Scale(num_workers=1))
+    scaled.hold("w0")
+    for worker_id in ("w1", "w2"):
+        scaled.says(worker_id, Left())
+    scaled.says("agent1", hello)
+    assert scaled.sent("agent1", Start) == []
+
+
 def test_a_start_that_was_lost_with_the_head_is_said_again() -> None:
     story = Story(2)
     story.agent(2)
@@ -1277,6 +1317,106 @@ def test_nothing_that_a_worker_aside_says_counts() -> None:
     assert story.state.workers["w1"].state is WorkerState.ASIDE
 
 
+def waits_at_the_end() -> Story:
+    """w1 is at the end of the run and waits there; w0 has left the loop at the same step, and writes an export."""
+    story = training(2, late_s=3.0, aside_s=10.0, hang_s=60.0)
+    story.says("w0", step_done(4))
+    story.says("w1", Leaving(phase=0, step=5))
+    story.beat("w1", waiting=True)
+    return story
+
+
+def test_a_worker_that_takes_long_after_the_loop_is_late_and_stays() -> None:
+    """An export of the main worker is no hang, and nobody could go on with anything."""
+    story = waits_at_the_end()
+    story.beat("w0", seconds_at=14.0, microbatch=3)
+    assert story.sent("w0", WorkerLate), "its stack is shown"
+    story.beat("w0", seconds_at=599.0, microbatch=3)
+    assert story.worker("w0").state is WorkerState.HOLDING
+    assert story.state.members == ("w0", "w1")
+    story.says("w0", Finished())
+    story.says("w1", Finished())
+    assert story.ended == Ended(ok=True, reason="finished", step=4)
+
+
+def test_a_run_is_no_success_whose_last_worker_never_comes_to_the_end() -> None:
+    story = waits_at_the_end()
+    story.beat("w0", seconds_at=601.0, microbatch=3)
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert story.ended.worker_id == "w0"
+    assert "w0 (pid 1000) has not come to the end of the run: no progress for 601 s" in story.ended.reason
+
+
+def test_a_worker_is_left_aside_as_before_while_one_of_those_who_wait_is_not_at_the_end() -> None:
+    story = training(3, aside_s=10.0)
+    story.says("w1", Leaving(phase=0, step=5, goes_on=True))
+    story.beat("w1", waiting=True)
+    story.beat("w0", seconds_at=11.0)
+    assert story.worker("w0").state is WorkerState.ASIDE
+
+
+def finished_without_one_aside() -> Story:
+    """w0 was left aside in the last step, the other worker has finished."""
+    story = training(2, aside_s=10.0, hang_s=60.0)
+    story.beat("w1", waiting=True)
+    story.beat("w0", seconds_at=11.0)
+    story.hold("w1")
+    story.says("w1", Finished())
+    return story
+
+
+def test_a_worker_aside_is_not_ended_at_once_when_the_others_have_finished() -> None:
+    """What it does may be slow and of use: it has until `hang_s`, as at any other time."""
+    story = finished_without_one_aside()
+    assert story.worker("w0").state is WorkerState.ASIDE
+    assert not story.sent(AGENT, Evict)
+    assert story.ended is None
+    story.exits("w0", 1)
+    assert story.ended == Ended(ok=True, reason="finished")
+    story = finished_without_one_aside()
+    story.beat("w0", seconds_at=61.0)
+    assert story.ended == Ended(ok=True, reason="finished")
+    assert story.sent(AGENT, Evict)[0].worker_id == "w0"
+
+
+def test_a_worker_aside_whose_script_ends_is_not_waited_for() -> None:
+    story = finished_without_one_aside()
+    story.says("w0", Finished())
+    assert story.ended == Ended(ok=True, reason="finished")
+
+
+def test_a_drained_worker_that_hangs_when_the_others_have_gone_on_is_ended() -> None:
+    """Nobody waits for it, but the end of the run does."""
+    for waiting in (False, True):  # in a call, or for a generation that it has no part in
+        story = training(3, aside_s=10.0, hang_s=60.0)
+        story.says(AGENT, Drain(worker_ids=["w2"]))
+        story.beat("w2", seconds_at=61.0, waiting=waiting)
+        assert story.worker("w2").state is WorkerState.HOLDING, "the others may still need it"
+        story.hold("w0", "w1")
+        story.says("w0", Finished())
+        story.says("w1", Finished())
+        story.beat("w2", seconds_at=59.0, waiting=waiting)
+        assert story.ended is None
+        story.beat("w2", seconds_at=61.0, waiting=waiting)
+        assert story.worker("w2").state is WorkerState.LOST
+        assert story.ended == Ended(ok=True, reason="finished")
+        assert story.sent(AGENT, Evict)[0].worker_id == "w2"
+
+
+def test_a_place_between_two_steps_is_not_remembered_as_one_where_a_worker_hung() -> None:
+    """All members may be there for long, in the same call, and none of them hangs."""
+    story = training(3, aside_s=10.0, hang_s=60.0)
+    story.beat("w2", waiting=True)
+    story.beat("w0", seconds_at=11.0, microbatch=-1)
+    assert story.worker("w0").state is WorkerState.ASIDE
+    assert story.state.hangs == ()
+    story.hold("w1", "w2")
+    story.beat("w2", seconds_at=600.0, microbatch=-1)
+    assert story.beat("w1", seconds_at=600.0, microbatch=-1) == []
+    assert story.ended is None
+
+
 def left_alone_where_another_hung(**policy: float) -> Story:
     """Of two workers, w0 was left aside at step 4, micro-batch 2; w1 computes that now, and nobody waits for it."""
     story = training(2, aside_s=10.0, hang_s=60.0, **policy)
@@ -1636,6 +1776,22 @@ def test_it_is_a_loss_as_well_when_a_member_is_seen_further_on() -> None:
     assert story.state.members == ("w0", "w2")
 
 
+def test_it_is_no_loss_where_it_is_another_worker_that_they_miss() -> None:
+    """All end their scripts by sys.exit at the same step; w2 is killed on its way there."""
+    story = training(3)
+    story.says("w1", Finished(phase=0, step=5))
+    story.says("w0", Suspect(generation=1, reason="worker w2 has left", peers=["w2"]))
+    assert story.worker("w1").state is WorkerState.FINISHED
+    story = training(3)
+    story.says("w0", Suspect(generation=1, reason="worker w2 has left", peers=["w2"]))
+    story.says("w1", Finished(phase=0, step=5))
+    assert story.worker("w1").state is WorkerState.FINISHED
+    story = training(3)
+    story.says("w1", Finished(phase=0, step=5))
+    story.says("w0", Suspect(generation=1, reason="timed out"))
+    assert story.worker("w1").state is WorkerState.LOST, "nobody can say whom they miss"
+
+
 def test_all_may_end_their_scripts_at_the_same_step() -> None:
     story = training(3, maximum=4)
     story.says(AGENT, Scale(num_workers=4))
@@ -1648,12 +1804,56 @@ def test_all_may_end_their_scripts_at_the_same_step() -> None:
 
 
 def test_a_loss_after_all_others_have_ended_their_scripts_ends_well() -> None:
-    story = training(2)
+    story = training(3)
     story.says("w0", step_done(4))
     story.says("w0", Finished(phase=0, step=5))
+    story.says("w2", Finished(phase=0, step=5))
     story.exits("w1")
     assert story.ended is not None
     assert story.ended.ok
+
+
+def test_one_script_that_ends_in_the_middle_makes_no_success_of_the_loss_of_all_others() -> None:
+    """A sys.exit(0) that only one worker reached: nobody can say whether the training was to end there."""
+    story = training(3, max_restarts=0)
+    story.says("w0", step_done(4))
+    story.says("w0", Finished(phase=0, step=5))
+    story.exits("w1")
+    story.exits("w2")
+    assert story.ended is not None
+    assert not story.ended.ok
+    assert "no worker that holds the run's state is left" in story.ended.reason
+
+
+def test_the_only_member_may_end_its_script_in_the_middle() -> None:
+    story = training(1, maximum=2)
+    story.says("w0", step_done(4))
+    story.arrive("w5")
+    story.says("w0", Finished(phase=0, step=5))
+    story.says("w5", Failed(error="E", traceback="T"))
+    assert story.ended is not None
+    assert story.ended.ok
+
+
+def test_what_was_said_of_a_loop_is_forgotten_when_all_have_left_it() -> None:
+    """While it is known, no heartbeat is one from which nothing follows."""
+    story = training(3)
+    for worker_id in ("w0", "w1", "w2"):
+        story.says(worker_id, Leaving(phase=0, step=5, goes_on=True))
+    story.beat("w0", phase=1, step=0)
+    story.beat("w1", phase=1, step=0)
+    assert story.state.leaving, "w2 has not come to the next loop"
+    story.beat("w2", phase=1, step=0)
+    assert story.state.leaving == {}
+
+
+def test_what_the_lost_had_said_of_a_loop_is_forgotten() -> None:
+    story = training(3)
+    story.says("w1", Leaving(phase=0, step=5))
+    story.exits("w1")
+    story.hold()
+    story.beat("w0", step=4)
+    assert story.state.leaving == {}
 
 
 # -- heartbeats --------------------------------------------------------------------------------------

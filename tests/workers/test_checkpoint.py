@@ -1014,6 +1014,19 @@ def test_a_directory_that_is_moved_is_told_once_and_not_made_anew(
         check_readable(moved)
 
 
+def test_what_another_run_writes_in_a_directory_of_the_same_name_stays(tmp_path: Path) -> None:
+    """What looks like the rest of a writer that was killed may be the work of one that is not of this run."""
+    state = {"objects": {"model": {"weight": torch.ones(3)}}}
+    saver = saving.Saver(EVERY, tmp_path, torch.device("cpu"), lambda: state, is_there=lambda: False)
+    theirs = saver.folder / ".step-0000000009-1.partial"
+    theirs.mkdir(parents=True)
+    own = saver.folder / ".step-0000000010-1.partial" / "part"
+    task = saving._Task(lambda task: saver._write_part(task, own, memoryview(b"x"), True))
+    task.wait()
+    assert isinstance(task.error, CheckpointError)
+    assert list(saver.folder.iterdir()) == [theirs]
+
+
 def test_a_directory_that_is_removed_in_the_last_step_is_told(tmp_path: Path) -> None:
     def remove(run: unisono.Run, step: unisono.Step) -> None:
         if step.number == 3:

@@ -305,6 +305,18 @@ def test_sets_of_strings_have_one_order_in_all_runs(
     assert f"[w0] {expected}" in command.out
 
 
+def test_sets_of_strings_have_that_order_as_well_where_a_standing_nursery_forks_the_workers(
+    unisono: Unisono, script: Script, nursery: None
+) -> None:
+    """It counts from the start of a process, which is that of the nursery here."""
+    code = "print(hash('unisono'))"
+    environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
+    expected = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip()
+    command = unisono("run", script(code), "-n", 1)
+    assert command.wait() == 0, command.err
+    assert f"[w0] {expected}" in command.out
+
+
 def test_a_module_runs_as_python_would_run_it(unisono: Unisono, script: Script) -> None:
     script("import sys\nprint(__name__, sys.argv[1:])", "tool.py")
     command = unisono("run", "-m", "tool", "--workers", 1, "--", "a", "--b")

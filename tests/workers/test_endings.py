@@ -21,14 +21,15 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
+from unisono import rundir
 from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
 from unisono.errors import UsageError
-from unisono.journal import summary
+from unisono.journal import JOURNAL, summary
 from unisono.lifetime import PARENT, Memory
 from unisono.machine import agent, headprocess
 from unisono.machine.children import PIPE_BYTES, Child, Nursery, Output, spawn
-from unisono.messages import Evict, Start
+from unisono.messages import Ended, Evict, RunDirectory, Start, Welcome
 from unisono.watch.terminal import Plain
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -360,6 +361,32 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
         assert await child.ended_within(10)
 
     asyncio.run(start())
+
+
+@pytest.mark.parametrize("name", ["another run", "this run"])
+def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_name(name: str, tmp_path: Path) -> None:
+    """The run's directory was moved, and another run was started where it had been."""
+    rundir.describe(tmp_path, {"run_id": name})
+    (tmp_path / JOURNAL).write_text("")
+    (tmp_path / files.FOLDER / files.step_name(4)).mkdir(parents=True)
+    (tmp_path / files.FOLDER / files.step_name(4) / files.MANIFEST).write_text("{}")
+    ended = Ended(ok=False, reason="all are gone", exit_code=1)
+
+    async def end() -> str:
+        job = agent.Job(arguments=["train.py"], num_workers=1)
+        with contextlib.closing(Memory("unisono-token")) as secret:
+            own = agent._Agent(
+                job, "ws://127.0.0.1:1", "token", secret, Plain(), cast(headprocess.HeadProcess, object())
+            )
+        own._hear(Welcome(run_id="this run", heartbeat_s=0.5, warnings=[], options={}, agent_id="agent0"))
+        own._hear(RunDirectory(path=str(tmp_path)))
+        own._conclude(ended)
+        return own._how_to_go_on(ended)
+
+    hint = asyncio.run(end())
+    is_own = name == "this run"
+    assert ("all are gone" in (tmp_path / JOURNAL).read_text()) == is_own
+    assert ("--resume" in hint) == is_own
 
 
 def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,36 @@ def test_a_sample_that_never_comes_ends_the_run_by_name(unisono: Unisono, script
     }, "their stacks"
     assert told[-1].startswith("unisono: failed: worker w")
     assert f"at {place}, where worker w" in told[-1]
+
+
+EXPORTS_AT_THE_END = """
+    import os
+    import time
+    import torch
+    import unisono
+    from torch import nn
+
+    with unisono.Run("run", seed=3) as run:
+        model = nn.Linear(1, 1)
+        run.track(model=model)
+        for step in run.steps(torch.arange(24.0), batch_size=12, microbatches=2, epochs=2):
+            for inputs in step:
+                step.backward(model(inputs[:, None]).mean())
+        if run.is_main:
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            torch.save(model.state_dict(), "export.pt")
+    """
+
+
+def test_an_export_of_the_main_worker_after_the_loop_may_take_longer_than_a_step(
+    unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    """The other worker waits at the end of the run; nobody is left aside, or ended, for that."""
+    limits = ("--aside-s", 3, "--late-s", 4, "--heartbeat-s", 0.1)
+    command = unisono("run", script(EXPORTS_AT_THE_END), "--workers", 2, *limits)
+    command.line("is late: no progress")
+    (tmp_path / "go").touch()
+    assert command.wait() == 0, command.err
+    assert (tmp_path / "export.pt").exists()
+    assert not [line for line in command.err if "left aside" in line]

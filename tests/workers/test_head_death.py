@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from tests.pure.test_membership import step_done
+from tests.pure.test_membership import step_done, training
 from tests.waiting import WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import ask_status, find
@@ -263,3 +263,18 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     head._tell_agents(Told(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
     assert kinds == [StepDone] * (MAX_STEPS_QUEUED + 1) + [Told]
+
+
+def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
+    """A worker whose connection was broken says again which step it did last; others have gone on meanwhile."""
+
+    async def story() -> Any:
+        state = training(2).state
+        head = Head(
+            state.policy, token="", run_id="x", heartbeat_s=0.5, options={}, snapshot=_Memory(state, 0.0, "").encode()
+        )
+        head._happens("w0", step_done(7))
+        head._happens("w1", step_done(6))
+        return head.status()["step"]
+
+    assert asyncio.run(story()) == 7

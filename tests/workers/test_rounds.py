@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -286,3 +287,32 @@ def test_members_that_stand_at_different_phases_begin_together_where_the_checkpo
     tracked, _ = _trained(0)
     tracked.load(saved)
     assert found == dict.fromkeys((0, 1), (5, f"{quick_digest(tracked.compared()):016x}"))
+
+
+def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting() -> None:
+    """It may wait for a disk before that, and must not be left aside for it."""
+    waits: list[bool] = []
+
+    class Waiting(AloneTeam):
+        is_waiting = False
+
+        @contextlib.contextmanager
+        def waiting(self) -> Iterator[None]:
+            self.is_waiting = True
+            yield
+            self.is_waiting = False
+
+    team = Waiting(CPU)
+    rounds = Rounds(team, Tracked())
+    rounds.use(FlatLayout([("a", torch.zeros(3))], []))
+
+    def tell() -> tuple[float, ...]:
+        waits.append(team.is_waiting)
+        return ()
+
+    rounds.about_checkpoints = tell
+    plan = rounds.start("step", 1)
+    held: dict[Any, Any] = {}
+    share(rounds, plan.nodes, held, 1)
+    rounds.combine(plan, held, Facts())
+    assert waits == [True]

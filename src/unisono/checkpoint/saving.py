@@ -455,10 +455,10 @@ class Saver:
 
     def _write_part(self, task: _Task, path: Path, data: memoryview, is_first: bool) -> FileFacts | None:
         partial = path.parent
-        if is_first:
-            files.remove_partials(self.folder, but=partial.name)
         if not self.is_there():
             raise CheckpointError("the run's directory was removed or moved")
+        if is_first:
+            files.remove_partials(self.folder, but=partial.name)
         for folder in (self.folder, partial):  # and not the run's: without its other files it would not be one
             folder.mkdir(exist_ok=True)
         facts = files.write_file(path, data, task.go_on)

@@ -5,6 +5,9 @@ go on without it, so they do (it is left aside, and ended later). Newcomers that
 between two steps a script may do for long what it likes, and all members at once; so their waiting counts within a
 micro-batch only, and with much more patience: there may be nobody who could go on.
 
+Members at the end of the run have nothing to go on with either. What the last one does there (an export of the main
+worker) may be slow; it is reported, and when it takes very long the run ends, and not well.
+
 One that stands where another has hung before (the same micro-batch, the same samples) needs nobody who waits: there it
 is the script or its data, which hangs on every worker, and the run ends.
 """
@@ -21,7 +24,7 @@ __all__ = ["FIRST_STEP", "Hang", "Limits", "Verdict", "Waiting", "judge"]
 
 FIRST_STEP: Final = 10
 """So many times longer may the first step of a worker take before it counts as hanging; and a micro-batch that only
-newcomers wait for."""
+newcomers wait for; and what is done after the training loop."""
 
 
 class Waiting(enum.Enum):
@@ -29,6 +32,8 @@ class Waiting(enum.Enum):
 
     NOBODY = "nobody"
     NEWCOMERS = "newcomers"
+    FINISHERS = "finishers"
+    """Members, all of them at the end of the run."""
     MEMBERS = "members"
 
 
@@ -42,6 +47,8 @@ class Verdict(enum.Enum):
     """It is ended."""
     HANGS_AGAIN = "hangs again"
     """Where another has hung: the run ends."""
+    HANGS_AT_END = "hangs at the end"
+    """All others are at the end of the run: the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,8 @@ def judge(beat: Beat, waiting: Waiting, *, is_known: bool, limits: Limits) -> Ve
     """
     seconds = beat.seconds_at
     late = Verdict.LATE if seconds > limits.late_s else Verdict.FINE
+    if waiting is Waiting.FINISHERS:
+        return Verdict.HANGS_AT_END if seconds > limits.hang_s * FIRST_STEP else late
     if is_known:
         return Verdict.HANGS_AGAIN if seconds > limits.hang_s else late
     only_newcomers = waiting is Waiting.NEWCOMERS

@@ -27,7 +27,9 @@ def routine(state: State, worker_id: str, beat: Beat, now: float) -> State | Non
     is_witness = worker.state is state.witness_state
     if is_witness and now - state.witnessed_at > _calm_s(state):
         return None  # all were silent: whoever is silent still is so alone now
-    if worker.state is WorkerState.HOLDING and not beat.waiting and beat.seconds_at > state.limits.shortest_s:
+    # Whoever is to leave and waits may wait for what will not come.
+    may_hang = worker.state is WorkerState.HOLDING and (worker.draining or not beat.waiting)
+    if may_hang and beat.seconds_at > state.limits.shortest_s:
         return None
     workers = dict(state.workers)
     workers[worker_id] = dataclasses.replace(worker, heard_at=now, beat=beat, phase=beat.phase)

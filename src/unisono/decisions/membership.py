@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from unisono.decisions.hangs import Hang, Limits, Verdict, Waiting, judge
+from unisono.decisions.hangs import FIRST_STEP, Hang, Limits, Verdict, Waiting, judge
 from unisono.decisions.heartbeat import routine
 from unisono.decisions.likeness import objection, refusal
 from unisono.decisions.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, excused, noted, number_of
@@ -132,7 +132,10 @@ TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | Non
         Left: _S.LEFT,
     },
     # Whatever it had under way when the others left it behind counts no more.
-    _S.ASIDE: dict.fromkeys((Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Leaving, Finished, Left), STAY),
+    _S.ASIDE: {
+        **dict.fromkeys((Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Leaving, Left), STAY),
+        Finished: _S.LOST,
+    },
     _S.FINISHED: {Hello: STAY},
     _S.LEFT: {},
     _S.LOST: {},
@@ -357,6 +360,9 @@ class _Turn:
         worker_id = worker.worker_id
         if worker.state is _S.ASIDE and not isinstance(message, (Hello, Beat)):
             return
+        if worker.state is _S.LOST:
+            self.lose(worker_id, f"{worker.name} has ended its script, and the others had gone on without it")
+            return
         match message:
             case Hello():
                 self.hello(worker, message)
@@ -373,6 +379,7 @@ class _Turn:
                 self.worker(worker_id, beat=message, phase=message.phase)
                 self.watch(self.state.workers[worker_id], message)
                 self.compare_ways(self.state.workers[worker_id], message)
+                self.forget_ways()
             case Suspect():
                 self.suspect(worker, message)
             case StepDone():
@@ -407,7 +414,7 @@ class _Turn:
         known = state.absent.get(hello.agent_id)
         adds = hello.num_workers if state.policy.grows and not hello.primary else 0
         fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
-        agent = dataclasses.replace(fresh, adds=adds, pid=hello.pid, away_at=None, num_unborn=0)
+        agent = dataclasses.replace(fresh, adds=adds, pid=hello.pid, away_at=None)
         self.put(
             agents={**state.agents, agent_id: agent},
             absent={i: absent for i, absent in state.absent.items() if i != agent_id},
@@ -419,7 +426,16 @@ class _Turn:
         elif not hello.primary:
             self.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
         self.repeat_start(agent_id)
-        self.order(agent_id, hello.num_workers if known is None else known.num_unborn)
+        self.order(agent_id, hello.num_workers if known is None else self.missing(agent))
+
+    def missing(self, agent: Agent) -> int:
+        """How many workers a machine that is back has lost meanwhile, as far as there may be so many."""
+        state = self.state
+        if agent.refused or state.finishing or state.stopping:
+            return 0
+        alive = [w for w in self.workers(*ALIVE) if not w.draining]
+        own = [w for w in alive if w.agent == agent.agent_id]
+        return max(0, min(agent.wanted - len(own), state.policy.maximum - len(alive)))
 
     def repeat_start(self, agent_id: str) -> None:
         """For an agent that comes back: what the head had said last may be lost. It starts nobody twice."""
@@ -442,10 +458,11 @@ class _Turn:
 
     def agent_leaves(self, agent_id: str, message: Lost) -> None:
         agent = self.state.agents[agent_id]
-        unborn = [worker for worker in self.workers(_S.ORDERED) if worker.agent == agent_id]
+        own = [w for w in self.workers(*ALIVE) if w.agent == agent_id]
+        wanted = sum(not worker.draining for worker in own)
         self.put(
             agents={i: a for i, a in self.state.agents.items() if i != agent_id},
-            absent={**self.state.absent, agent_id: dataclasses.replace(agent, num_unborn=len(unborn))},
+            absent={**self.state.absent, agent_id: dataclasses.replace(agent, wanted=wanted)},
         )
         if agent.primary:
             self.end(False, f"the command that started the run is gone ({message.reason})")
@@ -454,8 +471,9 @@ class _Turn:
         if policy.grows:  # not after `unisono scale`, which says how many there shall be
             self.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
         self.reasons.append(f"the agent of {agent.host} is gone")
-        for worker in unborn:
-            self.worker(worker.worker_id, state=_S.LEFT)
+        for worker in own:
+            if worker.state is _S.ORDERED:
+                self.worker(worker.worker_id, state=_S.LEFT)
 
     def worker_exit(self, message: WorkerExit) -> None:
         worker = self.state.workers.get(message.worker_id)
@@ -556,10 +574,13 @@ class _Turn:
         """Is this worker late, or hanging? See `unisono.decisions.hangs`."""
         state, limits = self.state, self.state.limits
         if worker.state is _S.ASIDE and beat.seconds_at > limits.hang_s:
-            why = f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended"
-            self.evict(worker, why)
-            self.lose(worker.worker_id, why)
+            self.end_hanging(worker, f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended")
         if worker.state is not _S.HOLDING:
+            return
+        if worker.draining and self.is_out(worker):
+            if beat.seconds_at > limits.hang_s * (FIRST_STEP if beat.num_steps <= 1 else 1):
+                why = f"{worker.name}, which was to leave, hangs for {beat.seconds_at:.0f} s and is ended"
+                self.end_hanging(worker, why)
             return
         if state.hangs:
             self.put(hangs=tuple(hang for hang in state.hangs if not hang.is_passed(beat)))
@@ -578,11 +599,18 @@ class _Turn:
                     "there; its stack is shown above. Where that may take so long, say --hang-s",
                     worker.worker_id,
                 )
+            case Verdict.HANGS_AT_END:
+                self.end(
+                    False,
+                    f"{worker.name} has not come to the end of the run: no progress for {beat.seconds_at:.0f} s, and "
+                    "the others wait for it there; its stack is shown above. Where what it does after the training "
+                    "loop may take so long, say --hang-s (a tenth of the time), or do it after the `with unisono.Run`",
+                    worker.worker_id,
+                )
             case Verdict.HANGS:
-                why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
                 self.note_hang(worker, beat)
-                self.evict(worker, why)
-                self.lose(worker.worker_id, why)
+                why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
+                self.end_hanging(worker, why)
             case Verdict.ASIDE:
                 self.note_hang(worker, beat)
                 self.worker(worker.worker_id, state=_S.ASIDE)
@@ -611,11 +639,27 @@ class _Turn:
         """Who waits while this one computes."""
         waiting = [w for w in self.workers(_S.ADMITTED, _S.HOLDING) if w.beat and w.beat.waiting]
         others = [w for w in waiting if w.worker_id != worker.worker_id]
-        if any(w.state is _S.HOLDING for w in others):
-            return Waiting.MEMBERS
+        if members := [w for w in others if w.state is _S.HOLDING]:
+            return Waiting.FINISHERS if all(self.is_at_end(w) for w in members) else Waiting.MEMBERS
         return Waiting.NEWCOMERS if others else Waiting.NOBODY
 
+    def is_at_end(self, worker: Worker) -> bool:
+        """Whether a worker has come to the end of its ``with unisono.Run(...)``."""
+        left = self.state.leaving.get(worker.worker_id)
+        return left is not None and not left.goes_on
+
+    def is_out(self, worker: Worker) -> bool:
+        """Whether the others have gone on without a worker that holds the run's state, and is to leave."""
+        return worker.worker_id not in self.state.members and worker.worker_id not in self.holders()
+
+    def end_hanging(self, worker: Worker, why: str) -> None:
+        self.evict(worker, why)
+        self.lose(worker.worker_id, why)
+
     def note_hang(self, worker: Worker, beat: Beat) -> None:
+        """Remember a micro-batch: between two steps all members may do for long what another has hung in."""
+        if beat.microbatch < 0:
+            return
         self.put(hangs=(*self.state.hangs, Hang(worker_id=worker.worker_id, beat=beat)))
 
     def suspect(self, worker: Worker, message: Suspect) -> None:
@@ -633,7 +677,7 @@ class _Turn:
         if message.generation == state.generation and worker.worker_id in state.before:
             self.put(unreached=True)
         self.put(suspicions=state.suspicions.reported(worker.worker_id, message.peers))
-        self.go_on_without_deserters(worker)
+        self.go_on_without_deserters(worker, message.peers)
         if state.suspected_at is None:  # told when nothing else explains it by then
             self.put(suspected_at=self.now, suspicion=f"{worker.name}: {message.reason}")
 
@@ -695,8 +739,8 @@ class _Turn:
         members = [w for w in self.workers(_S.HOLDING) if w.worker_id in {*state.members, *state.before}]
         if message.step >= 0 and members:
             for other in members:
-                if other.worker_id in state.suspicions.reports:
-                    self.go_on_without_deserters(other)
+                if (peers := state.suspicions.reports.get(other.worker_id)) is not None:
+                    self.go_on_without_deserters(other, peers)
             return
         self.put(finishing=True)
 
@@ -710,7 +754,7 @@ class _Turn:
             if worker_id == worker.worker_id or not is_beyond or (left.goes_on and beat.phase != left.phase):
                 continue
             if other.state is _S.FINISHED:
-                self.go_on_without_deserters(worker)
+                self.go_on_without_deserters(worker, [worker_id])
             elif other.state is _S.HOLDING:
                 begun = f"step {beat.step}" + ("" if beat.phase == left.phase else " of another run.steps")
                 self.end(
@@ -723,14 +767,38 @@ class _Turn:
                 )
                 return
 
-    def go_on_without_deserters(self, worker: Worker) -> None:
-        """A member goes on with the training: those whose script has ended in the middle of it are lost."""
-        own = self.state.leaving.get(worker.worker_id)
-        if own is not None and not own.goes_on:
+    def forget_ways(self) -> None:
+        """Forget what was said of a loop that all members have left, and what the lost had said.
+
+        What one has said who was lost at the end of its run still shows that another has not ended there alone.
+        """
+        state = self.state
+        if not state.leaving:
+            return
+        beats = [worker.beat for worker in self.workers(_S.HOLDING)]
+        finished = {(p.phase, p.step) for i, p in state.leaving.items() if state.workers[i].state is _S.FINISHED}
+
+        def counts(worker_id: str, left: Leaving) -> bool:
+            if left.goes_on and all(beat is not None and beat.phase > left.phase for beat in beats):
+                return False
+            is_gone = state.workers[worker_id].state in (_S.LOST, _S.LEFT)
+            return not is_gone or (not left.goes_on and (left.phase, left.step) in finished)
+
+        kept = {worker_id: left for worker_id, left in state.leaving.items() if counts(worker_id, left)}
+        if len(kept) < len(state.leaving):
+            self.put(leaving=kept)
+
+    def go_on_without_deserters(self, worker: Worker, missed: Collection[str]) -> None:
+        """A member goes on with the training: those whose script has ended in the middle of it are lost.
+
+        Args:
+            missed: whom that member misses; empty: it does not know.
+        """
+        if self.is_at_end(worker):
             return
         for worker_id, left in self.state.leaving.items():
             other = self.state.workers[worker_id]
-            if other.state is _S.FINISHED:
+            if other.state is _S.FINISHED and (not missed or worker_id in missed):
                 self.lose(
                     worker_id,
                     f"{other.name} has left the training loop at step {left.step - 1} and ended with exit code 0 (by "
@@ -924,7 +992,7 @@ class _Turn:
         if lost_all:
             if state.stopping:
                 return
-            if state.finishing or any(w.worker_id in state.leaving for w in self.workers(_S.FINISHED)):
+            if state.finishing or self.has_come_to_an_end():
                 self.put(finishing=True)
                 for newcomer in self.workers(_S.ADMITTED):
                     self.dismiss(newcomer, "the run has finished its training")
@@ -946,9 +1014,22 @@ class _Turn:
                 self.send_away(newcomer)
         self.announce(survivors, why, immediate=True)
 
+    def has_come_to_an_end(self) -> bool:
+        """Whether more than one worker has ended the training at the same step, or the only member has."""
+        state = self.state
+        for worker in self.workers(_S.FINISHED):
+            left = state.leaving.get(worker.worker_id)
+            if left is None:
+                continue
+            others = [place for i, place in state.leaving.items() if i != worker.worker_id and not place.goes_on]
+            is_alone = (worker.worker_id,) in (state.members, state.before)
+            if is_alone or any((left.phase, left.step) == (place.phase, place.step) for place in others):
+                return True
+        return False
+
     def keep_the_door_closed(self) -> None:
         """Dismiss who is not a member yet, also a machine's workers that come when the first has finished already."""
-        late = self.workers(_S.ORDERED, _S.STARTING, _S.READY, _S.ASIDE)
+        late = self.workers(_S.ORDERED, _S.STARTING, _S.READY)
         if not self.moved():
             late += [w for w in self.workers(_S.ADMITTED) if w.worker_id not in self.state.before]
         for newcomer in late:

@@ -161,8 +161,8 @@ class Agent:
     pid: int = 0
     away_at: float | None = None
     """Since when a head that has taken over waits for it."""
-    num_unborn: int = 0
-    """How many of its workers had not come when its connection broke."""
+    wanted: int = 0
+    """How many workers it had, or was to start, when its connection broke."""
     used_restarts: int = 0
     has_served: bool = False
     """One of its workers has held the run's state."""

@@ -381,7 +381,9 @@ class Head:
         elif isinstance(message, WorkerExit):
             self._here.pop(message.worker_id, None)
         elif isinstance(message, StepDone):
-            self._last = message
+            # A worker that comes back says its last one again.
+            if self._last is None or message.step >= self._last.step:
+                self._last = message
             self._tell_agents(message)
         if reason:
             self._reason = reason

@@ -56,7 +56,7 @@ from unisono.messages import (
     encode,
     is_refusal,
 )
-from unisono.rundir import forget_head
+from unisono.rundir import forget_head, holder
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
@@ -197,6 +197,7 @@ class _Agent:
         self._ordered: set[str] = set()
         self._evicted: set[str] = set()
         self._agent_id = ""
+        self._run_id = ""
         self._away_since: float | None = None
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._unsent: Message | None = None
@@ -240,9 +241,7 @@ class _Agent:
                     await self._outbox.join()  # the head hears of every end that this agent has seen
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
-        if not ended.ok and self._head is not None and self.run_dir:
-            with contextlib.suppress(OSError):  # a directory that this machine may not write to
-                conclude(Path(self.run_dir), ended.reason)
+        self._conclude(ended)
         self._show(ended)
         return ended.exit_code
 
@@ -349,6 +348,7 @@ class _Agent:
                 self.run_dir = message.path
             case Welcome():
                 self._agent_id = message.agent_id
+                self._run_id = message.run_id
                 self._away_since = None
             case Snapshot():
                 if self._head is not None:
@@ -443,7 +443,7 @@ class _Agent:
         threads = str(self._job.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         # Python orders sets of strings by it: on all workers alike, on all machines, unless the user has another wish.
-        hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+        hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
         return {**os.environ, PARENT: str(os.getpid()), **hashing, **dict.fromkeys(names, threads)}
 
     def _door(self, worker_id: str, local_rank: int) -> Door:
@@ -540,9 +540,26 @@ class _Agent:
             self._screen.say(hint)
         self._screen.close(ended, with_traceback=not self._job.outcome)
 
+    def _conclude(self, ended: Ended) -> None:
+        """Write into the journal why the run failed, where no worker is left to do so."""
+        if not ended.ok and self._holds_run_dir():
+            with contextlib.suppress(OSError):  # a directory that this machine may not write to
+                conclude(Path(self.run_dir), ended.reason)
+
+    def _holds_run_dir(self) -> bool:
+        """Whether this machine has started the run, and what has the name of its directory is still that of this run.
+
+        It may have been moved, and another run been started under its name.
+        """
+        if self._head is None or not self.run_dir:
+            return False
+        with contextlib.suppress(OSError):
+            return holder(Path(self.run_dir)) == self._run_id
+        return False
+
     def _how_to_go_on(self, ended: Ended) -> str:
         """For a run that this machine has started and that ended before its time."""
-        if self._head is None or not self.run_dir or (ended.ok and not self._stops_for):
+        if (ended.ok and not self._stops_for) or not self._holds_run_dir():
             return ""
         done = []
         with contextlib.suppress(OSError):  # a directory that has gone meanwhile

@@ -14,6 +14,8 @@ adopted::
 
     python -m unisono.machine.nursery --listen /run/user/1000/nursery &
     UNISONO_NURSERY=/run/user/1000/nursery unisono run train.py
+
+Its workers order sets of strings as it does: by the ``PYTHONHASHSEED`` that it was started with, else by 0.
 """
 
 from __future__ import annotations
@@ -86,6 +88,10 @@ class Death(msgspec.Struct, frozen=True, tag=True):
 
 def main() -> int:
     """Be a nursery. In a child, be a worker. Returns the exit code of the process."""
+    if not os.environ.get("PYTHONHASHSEED"):
+        # It counts from the start of a process: for the workers that are forked here, from that of this one.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     bind_to_parent(signal.SIGKILL)
     name_process("unisono nursery")
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -399,9 +399,9 @@ class Rounds:
         found = self.team.exchange.work()
         first_of_host = self.team.rank if found is None else found[1][0]
         told = facts._replace(notice=float(self.team.newest()), first_of_host=float(first_of_host))
-        told = told.saying(self.about_checkpoints())
         generation = self.team.generation
         with self.team.waiting():
+            told = told.saying(self.about_checkpoints())  # may wait for a disk
             combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])
         everyones = self.facts = [Facts(*each[: len(told)]) for each in combined.facts]
         self.heard_about_checkpoints([each.word for each in everyones], generation)

@@ -289,6 +289,7 @@ class Step:
                 self._clock.switch("waiting")
                 plan = rounds.recover(lost, folder.held)
                 rehearsal = None
+        rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
         agreement.check(rounds.facts)
         self._finish(combined, folder)
 
