@@ -11,7 +11,7 @@ a trained parameter appears, goes, changes  `StepError` (values: see `unisono.tr
 ``module.train()``, ``module.eval()``       put back before and after each micro-batch
 ``parameter.grad = ...``                    `StepError`, unless it was there before the backward
 options of an optimizer, its state          `StepError` at the end of the inner loop
-``scheduler.step()``                        `StepError` at the end of the inner loop
+``scheduler.step()``                        `StepError`, also where the scheduler is not tracked
 ``clip_grad_norm_``                         a warning: there are no gradients yet
 ==========================================  ==================================================
 
@@ -31,11 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim import lr_scheduler
 
 from unisono.errors import StepError
 from unisono.training.tracked import Tracked
 
-__all__ = ["Guards", "Structure", "UnusedGradients", "warn_of_clipping", "watched_zero_grad"]
+__all__ = ["Guards", "Structure", "UnusedGradients", "warn_of_clipping", "watched_schedulers", "watched_zero_grad"]
 
 Settings = dict[tuple[str, int | str, str], Any]
 """(optimizer, group, option) -> its value; (module, path, buffer) -> whether it is there; (scheduler, "", counter)."""
@@ -264,6 +265,16 @@ class _Wrapped:
 _zero_grad = _Wrapped((torch.optim.Optimizer, "zero_grad"), (nn.Module, "zero_grad"))
 _total_norm = _Wrapped((clip_grad, "_get_total_norm"))
 """What ``clip_grad_norm_`` calls, under whichever name the script has imported that."""
+
+
+_scheduler_step = _Wrapped(
+    *((kind, "step") for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind))
+)
+
+
+def watched_schedulers(call: Callable[[torch.optim.Optimizer | None], None]) -> AbstractContextManager[None]:
+    """While it is entered, have ``call`` called with the optimizer of every scheduler whose step() is called."""
+    return _scheduler_step.heard_by(lambda scheduler, *_, **__: call(getattr(scheduler, "optimizer", None)))
 
 
 def watched_zero_grad(call: Callable[[object], None]) -> AbstractContextManager[None]:

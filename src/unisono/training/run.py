@@ -34,7 +34,14 @@ from unisono.training.connect import build_exchange
 from unisono.training.data import Fetcher, MapDataset, check_dataset
 from unisono.training.evaluation import Evaluator, Totals, check_batches, evaluate
 from unisono.training.gradients import GradientFolder
-from unisono.training.guards import Guards, Structure, UnusedGradients, warn_of_clipping, watched_zero_grad
+from unisono.training.guards import (
+    Guards,
+    Structure,
+    UnusedGradients,
+    warn_of_clipping,
+    watched_schedulers,
+    watched_zero_grad,
+)
 from unisono.training.keeping import Keeper
 from unisono.training.process import Process, tell
 from unisono.training.randomness import seed_place
@@ -487,7 +494,11 @@ class Run:
 
         hooks = self._tracked.before_updates(before_update)
         try:
-            with warn_of_clipping(self._is_in_microbatch), watched_zero_grad(unused.dropped):
+            with (
+                warn_of_clipping(self._is_in_microbatch),
+                watched_zero_grad(unused.dropped),
+                watched_schedulers(self._refuse_schedule),
+            ):
                 for number in range(first, num_steps):
                     at_step(number)
                     self._note_position(number)
@@ -510,6 +521,14 @@ class Run:
                 hook.remove()
             fetcher.close()
             folder.close()
+
+    def _refuse_schedule(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raises: StepError: within the inner loop."""
+        if self._is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
+            raise StepError(
+                "the step() of a learning rate scheduler was called inside of `for batch in step`, where each worker "
+                "computes other micro-batches, so it would count other steps on each: call it after that loop"
+            )
 
     def _is_in_microbatch(self) -> bool:
         return self._step is not None and self._step.microbatch is not None
