@@ -182,30 +182,28 @@ def test_the_mode_after_the_loop_is_that_before_it() -> None:
 # -- optimizers and schedulers -----------------------------------------------------------------------
 
 
-def _plateau(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1000)
-    return lambda: scheduler.step(1.0)
+def _scheduler(kind: str, *arguments: Any) -> Callable[[torch.optim.Optimizer], Any]:
+    return lambda optimizer: getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [1000]).step,
-        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 1000).step,
-        _plateau,
+        _scheduler("MultiStepLR", [1000]),
+        _scheduler("CosineAnnealingWarmRestarts", 1000),
+        _scheduler("ReduceLROnPlateau", "min", 0.1, 1000),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of")  # torch's, of the order of the two steps
 def test_a_scheduler_that_changes_no_rate_is_refused_in_the_inner_loop(make: Callable[..., Any]) -> None:
     """Its count of steps would be the number of this worker's micro-batches. It need not be tracked."""
-
     with pytest.raises(StepError, match="scheduler was called inside of"), AloneRun(seed=1) as run:
         training = Training(run)
-        count = make(training.optimizer)
+        scheduler = make(training.optimizer)
 
         def body(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
             training.backward(step, x, y)
-            count()
+            scheduler.step(*[1.0] * isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))
 
         training.train(body)
 
