@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 DEMO := .demo
 # As many processes as tests/conftest.py finds right for this machine; one that has nothing left to do takes from another.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# Whole trainings, which take long wherever they run.
+LONG := tests/workers/test_examples.py tests/workers/test_soak.py
 SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
@@ -27,10 +29,10 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/python examples/demo.py --directory $(DEMO)
 
 test: check
-	$(PYTEST) tests/house tests/pure tests/workers
+	$(PYTEST) tests/house tests/pure tests/workers $(LONG:%=--ignore=%)
 
 test-more: $(VENV)/.test-installed needs
-	$(PYTEST) $(wildcard tests/hosts tests/patterns)
+	$(PYTEST) tests/hosts tests/patterns $(LONG)
 
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
