@@ -37,7 +37,8 @@ test-more: $(VENV)/.test-installed needs
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
 	UNISONO_TEST_ALL=1 UNISONO_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -n auto --dist load --maxschedchunk 1 \
-	    tests/workers/test_soak.py tests/workers/test_faults.py tests/workers/test_checkpoint.py
+	    tests/workers/test_soak.py tests/workers/test_faults.py tests/workers/test_checkpoint.py \
+	    tests/workers/test_same_bits.py
 
 needs:
 	@tests/needs.sh
