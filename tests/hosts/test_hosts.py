@@ -194,10 +194,8 @@ class Hosts:
         self.right: Command = unisono(
             *("join", url, "--token-file", run_dir / "token", "-n", 2, "--head-away-s", away_s), before=cable.inside(1)
         )
-        self.left.line("; generation 2 with")
-        gates.open(3)
-        self.left.line("with 4 workers")
-        gates.open(20)
+        gates.open(3, self.left.generation("; generation 2 with"))
+        gates.open(20, self.left.generation("with 4 workers"))
         gates.wait(40)
 
 
@@ -236,8 +234,7 @@ def test_the_other_side_comes_back(cable: Cable, unisono: Unisono, run_dir: Path
         gates.open(40)
         gates.wait(50)
         cable.mend()
-        hosts.left.line("w4 joins")  # one of those that replace the lost ones
-        gates.open(50)
+        gates.open(50, hosts.left.generation("join", after="has been silent"))  # of those that replace the lost ones
         assert hosts.left.wait() == 0, hosts.left.err
         assert hosts.right.wait() == 0, hosts.right.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
@@ -300,8 +297,7 @@ def test_a_long_way_costs_time_only(
         gates.open(55)
         gates.wait(56)
         gates.open(56)
-        hosts.left.line("w4 joins")
-        gates.open(57)
+        gates.open(57, hosts.left.generation("w4 joins"))
         assert hosts.left.wait() == 0, hosts.left.err
         assert hosts.right.wait() == 0, hosts.right.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")

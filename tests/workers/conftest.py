@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -175,11 +176,21 @@ class Command:
         with self._changed:
             self._changed.notify_all()
 
-    def line(self, text: str, timeout_s: float = WAIT_S) -> str:
-        """Wait for a line with this text in it."""
+    def line(self, text: str, timeout_s: float = WAIT_S, *, after: str = "", pattern: str = "") -> str:
+        """Wait for a line with this text in it.
+
+        Args:
+            after: only a line that comes later than one with this text in it.
+            pattern: a regular expression that is found in the line as well.
+        """
 
         def found() -> str | None:
-            return next((line for line in [*self.out, *self.err] if text in line), None)
+            for lines in (self.out, self.err):
+                begin = 0 if not after else next((n + 1 for n, line in enumerate(lines) if after in line), len(lines))
+                for line in lines[begin:]:
+                    if text in line and re.search(pattern, line):
+                        return line
+            return None
 
         with self._changed:
             self._changed.wait_for(lambda: found() or not any(r.is_alive() for r in self._readers), timeout_s)
@@ -187,6 +198,14 @@ class Command:
         if line is None:
             self.give_up(f"no line with {text!r} within {timeout_s} s")
         return line or ""
+
+    def generation(self, text: str, *, after: str = "") -> int:
+        """Wait until a generation is announced with this text; returns its number, for `Gates.open`."""
+        announced = re.compile(r"\bgeneration (\d+) with ")
+        line = self.line(text, after=after, pattern=announced.pattern)
+        found = announced.search(line)
+        assert found is not None
+        return int(found[1])
 
     def wait(self, timeout_s: float = WAIT_S) -> int:
         """The exit code, with all output read."""

@@ -1,29 +1,66 @@
-"""Gates at which `small_training` waits for the test: at the head of a step, all workers, and exactly there."""
+"""Gates at which `small_training` waits for the test: at the head of a step, all workers, and exactly there.
+
+A gate may be opened for a generation: then every worker goes on when it has heard of that one. So a test that has seen
+the head announce a change knows at which step all agree on it, however late a busy machine lets a worker hear.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import select
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
 from tests.waiting import WAIT_S
+from unisono import member as members
+from unisono.messages import Notice
 
 __all__ = ["ARRIVALS", "Gates", "wait_at"]
 
 ARRIVALS = "arrivals"
 
 
+class _Heard:
+    """The newest generation that this worker's team has heard of."""
+
+    def __init__(self, member: members.Member) -> None:
+        self._changed = threading.Condition()
+        latest = member.latest()
+        self._generation = latest.generation if latest is not None else 0
+        self._is_over = False
+        member.on_notice(self._hear)  # the team asked for that before: what this one has heard, that one has
+
+    def _hear(self, notice: Notice | None) -> None:
+        with self._changed:
+            self._is_over |= notice is None
+            self._generation = max(self._generation, notice.generation if notice is not None else 0)
+            self._changed.notify_all()
+
+    def wait(self, generation: int) -> None:
+        with self._changed:
+            heard = self._changed.wait_for(lambda: self._is_over or self._generation >= generation, WAIT_S)
+        assert heard, f"generation {generation} was not heard of within {WAIT_S} s"
+
+
+_heard: list[_Heard] = []
+
+
 def wait_at(gate: Path) -> None:
-    """In a worker: tell the test, and block while it holds this gate."""
+    """In a worker, at every step: tell the test, and block while it holds this gate."""
+    if not _heard and (member := members.current()) is not None:
+        _heard.append(_Heard(member))
     if gate.exists():
         with gate.open() as file, (gate.parent / ARRIVALS).open("w") as arrivals:
             arrivals.write(f"{gate.name}\n")
             arrivals.flush()
             fcntl.flock(file, fcntl.LOCK_SH)
+            generation = int(file.read() or 0)
+        for heard in _heard:
+            heard.wait(generation)
 
 
 class Gates:
@@ -49,9 +86,10 @@ class Gates:
             *lines, self._rest = (self._rest + os.read(self._arrivals, 4096)).split(b"\n")
             self._arrived.update(map(int, lines))
 
-    def open(self, step: int) -> None:
-        """Let all pass."""
-        self._files.pop(step).close()
+    def open(self, step: int, generation: int = 0) -> None:
+        """Let all pass; each when it has heard of this generation (`Command.generation`)."""
+        with self._files.pop(step) as file:
+            file.write(str(generation))
 
     def __enter__(self) -> Gates:
         return self

@@ -91,8 +91,7 @@ def start_with_guest(unisono: Unisono, run_dir: Path, gates: Gates) -> tuple[Com
     command = start(unisono, run_dir, gates, 2)
     gates.wait(3)
     guest = join(unisono, run_dir, 1)
-    command.line("w2 joins; generation 2 with 3 workers")
-    gates.open(3)
+    gates.open(3, command.generation("w2 joins; generation 2 with 3 workers"))
     gates.wait(20)
     return command, guest
 
@@ -107,14 +106,11 @@ def test_a_machine_joins_and_leaves(
         command = start(unisono, run_dir, gates, 2, "--exchange", exchange)
         gates.wait(3)
         guest = join(unisono, run_dir, 2)
-        command.line("; generation 2 with")
-        gates.open(3)
-        command.line("with 4 workers")
-        gates.open(20)
+        gates.open(3, command.generation("; generation 2 with"))
+        gates.open(20, command.generation("with 4 workers"))
         gates.wait(40)
         guest.process.send_signal(number)
-        command.line("w2 and w3")
-        gates.open(40)
+        gates.open(40, command.generation("w2 and w3 leave"))
         assert guest.wait() == 0, guest.err
         assert any("the workers of this machine leave at the end of the step" in line for line in guest.err)
         assert "all workers of this machine have left" in guest.out[-1]
@@ -134,17 +130,14 @@ def test_the_journal_is_written_by_whoever_sees_the_directory(
         command = start(unisono, run_dir, gates, 1, "--max-restarts", 0)
         gates.wait(3)
         join(unisono, run_dir, 1, "--run-dir", tmp_path / "elsewhere")
-        command.line("w1 joins; generation 2 with 2 workers")
-        gates.open(3)
+        gates.open(3, command.generation("w1 joins; generation 2 with 2 workers"))
         gates.wait(20)
         os.kill(pid_of("w0", run_dir), signal.SIGKILL)
-        command.line("with 1 worker")
-        gates.open(20)
+        gates.open(20, command.generation("with 1 worker"))
         gates.wait(40)
         assert len(steps_of(run_dir)) in (19, 20)  # w0 was at the gate, or about to say that step 19 is done
         join(unisono, run_dir, 1)
-        command.line("w2 joins")
-        gates.open(40)
+        gates.open(40, command.generation("w2 joins"))
         finish(command, run_dir, calm)
     lines = list(read(run_dir))
     assert [line["line"] for line in lines] == list(range(len(lines)))
@@ -176,8 +169,7 @@ def test_the_machine_that_joined_is_gone(unisono: Unisono, run_dir: Path, calm: 
         command, guest = start_with_guest(unisono, run_dir, gates)
         guest.process.kill()
         command.line("is gone")
-        command.line("generation 3 with 2 workers")
-        gates.open(20)
+        gates.open(20, command.generation("generation 3 with 2 workers"))
         finish(command, run_dir, calm)
     assert sizes(run_dir)[19] == 3
     assert sizes(run_dir)[-1] == 2
@@ -191,15 +183,12 @@ def test_scale_up_and_down(unisono: Unisono, run_dir: Path, calm: Path, tmp_path
         grow = unisono("scale", run_dir, 4)
         assert grow.wait() == 0, grow.err
         assert "scaled to 4 workers, from 2" in grow.out[0]
-        command.line("; generation 2 with")
-        gates.open(3)
-        command.line("with 4 workers")
-        gates.open(20)
+        gates.open(3, command.generation("; generation 2 with"))
+        gates.open(20, command.generation("with 4 workers"))
         gates.wait(40)
         shrink = unisono("scale", run_dir, 1)
         assert shrink.wait() == 0, shrink.err
-        command.line("w1, w2 and w3")
-        gates.open(40)
+        gates.open(40, command.generation("w1, w2 and w3 leave"))
         finish(command, run_dir, calm)
     counts = sizes(run_dir)
     assert counts[3] == 2
@@ -229,17 +218,14 @@ def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, 
         command = start(unisono, run_dir, gates, "2:4", "--max-restarts", 0, before=on_two_cores())
         gates.wait(3)
         guest = join(unisono, run_dir, 3)
-        command.line("; generation 2 with")
-        gates.open(3)
-        command.line("with 4 workers")
-        gates.open(20)
+        gates.open(3, command.generation("; generation 2 with"))
+        gates.open(20, command.generation("with 4 workers"))
         gates.wait(40)
         waiting = ({"w2", "w3", "w4"} - steps_of(run_dir)[-1]["workers"].keys()).pop()
         os.kill(pid_of("w1", run_dir), signal.SIGKILL)
         command.line("was killed by signal 9")
         gates.open(40)
-        command.line(f"{waiting} joins")
-        gates.open(58)
+        gates.open(58, command.generation(f"{waiting} joins"))
         finish(command, run_dir, calm)
         assert guest.wait() == 0, guest.err
     by_step = [set(line["workers"]) for line in steps_of(run_dir)]

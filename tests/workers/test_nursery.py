@@ -63,8 +63,7 @@ def test_a_run_survives_its_nursery(unisono: Unisono, tmp_path: Path) -> None:
         gates.open(6)
         command.line("w1 (pid")
         gates.wait(9)
-        command.line("w2 joins")
-        gates.open(9)
+        gates.open(9, command.generation("w2 joins"))
         assert command.wait(90) == 0, command.err
     assert compare(tmp_path / "calm", run_dir).startswith(f"identical: {STEPS} steps")
     assert not [line for line in command.err if "w0 (pid" in line], "nobody else was lost"

@@ -61,8 +61,7 @@ def test_a_newcomer_joins_in_the_second_phase(
     with Gates(tmp_path / "gates", (12,)) as gates:
         command = unisono("run", script, "-n", 3, "--run-dir", hurt, "--", gates.folder)
         gates.wait(12)
-        command.line("w3 joins")
-        gates.open(12)
+        gates.open(12, command.generation("w3 joins"))
         assert command.wait() == 0, command.err
     assert compare(calm, hurt).startswith("identical: 25 steps")
     sizes = [len(line["workers"]) for line in read(hurt) if line["kind"] == "step"]
@@ -120,8 +119,7 @@ def lose_one_in_the_second_phase(
     with Gates(tmp_path / "gates", (9,)) as gates:
         command = unisono("run", script, "-n", 3, "--run-dir", tmp_path / "hurt", "--", gates.folder, kind)
         gates.wait(9)
-        command.line("w3 joins")
-        gates.open(9)
+        gates.open(9, command.generation("w3 joins"))
         command.wait(60)
     return command
 
