@@ -20,7 +20,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from tests.pure.test_membership import step_done, training
-from tests.waiting import WAIT_S
+from tests.waiting import PATIENCE, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import ask_status, find
 from unisono.decisions.roster import Agent, Policy, State
@@ -42,6 +42,8 @@ from unisono.messages import (
 )
 from unisono.testing import run_workers
 
+# The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
+RUN = [sys.executable, "-m", "unisono", "run", *PATIENCE, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
 M = TypeVar("M", bound=Message)
 
 # A script that stands still at a step until the test has done what it wants to do there.
@@ -82,7 +84,7 @@ SAVES = SCRIPT.replace(
 def test_another_head_takes_over_and_no_worker_restarts(
     tmp_path: Path, also_a_worker: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.cli.reach.TIMEOUT_S", 60.0)  # whoever calls only waits
+    monkeypatch.setattr("unisono.cli.reach.TIMEOUT_S", WAIT_S)  # whoever calls only waits
     script, gate = tmp_path / "train.py", tmp_path / "gate"
     script.write_text(SCRIPT)
     gate.mkdir()
@@ -95,7 +97,7 @@ def test_another_head_takes_over_and_no_worker_restarts(
     assert calm.exit_code == 0, calm.output
 
     directory = tmp_path / "three"
-    command = [sys.executable, "-m", "unisono", "run", "-n", "3", "--run-dir", directory, script, "--", str(gate)]
+    command = [*RUN, "-n", "3", "--run-dir", directory, script, "--", str(gate)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             (gate / "reached").read_text()
@@ -130,7 +132,7 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
     gate.mkdir()
     for name in ("reached", "go"):
         os.mkfifo(gate / name)
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--run-dir", directory, script, "--", gate]
+    command = [*RUN, "-n", "2", "--run-dir", directory, script, "--", gate]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             (gate / "reached").read_text()
@@ -166,7 +168,7 @@ def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: 
             assert committed[-1] == 0
             assert committed.count(0) == 1
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
 def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> Non
     gate.mkdir()
     for name in ("reached", "go"):
         os.mkfifo(gate / name)
-    command = [sys.executable, "-m", "unisono", "run", "-n", "1", "--run-dir", directory, script, "--", str(gate)]
+    command = [*RUN, "-n", "1", "--run-dir", directory, script, "--", str(gate)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             (gate / "reached").read_text()
