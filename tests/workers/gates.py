@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -71,18 +72,18 @@ class Gates:
         folder.mkdir()
         os.mkfifo(folder / ARRIVALS)
         self._arrivals = os.open(folder / ARRIVALS, os.O_RDWR)  # also for writing: it never ends
-        self._arrived: set[int] = set()
+        self._arrived: Counter[int] = Counter()
         self._rest = b""
         self._files = {step: (folder / str(step)).open("w") for step in steps}
         for file in self._files.values():
             fcntl.flock(file, fcntl.LOCK_EX)
 
-    def wait(self, step: int, timeout_s: float = WAIT_S) -> None:
-        """Until a worker is at this gate."""
+    def wait(self, step: int, timeout_s: float = WAIT_S, *, workers: int = 1) -> None:
+        """Until so many workers are at this gate; the others may still be in the step before."""
         deadline = time.monotonic() + timeout_s
-        while step not in self._arrived:
+        while self._arrived[step] < workers:
             ready, _, _ = select.select([self._arrivals], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no worker has come to gate {step} within {timeout_s} s"
+            assert ready, f"{self._arrived[step]} of {workers} workers have come to gate {step} within {timeout_s} s"
             *lines, self._rest = (self._rest + os.read(self._arrivals, 4096)).split(b"\n")
             self._arrived.update(map(int, lines))
 
