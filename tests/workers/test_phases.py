@@ -120,7 +120,7 @@ def lose_one_in_the_second_phase(
         command = unisono("run", script, "-n", 3, "--run-dir", tmp_path / "hurt", "--", gates.folder, kind)
         gates.wait(9)
         gates.open(9, command.generation("w3 joins"))
-        command.wait(60)
+        command.wait()
     return command
 
 
