@@ -150,6 +150,38 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
     assert "the newest checkpoint is step-0000000002; to go on from it: unisono run --resume" in output
 
 
+def test_what_the_head_said_last_is_heard_before_another_one_follows(tmp_path: Path) -> None:
+    """Also by a command that stood still meanwhile: the head that follows must know that steps were done."""
+    script, gate, directory = tmp_path / "train.py", tmp_path / "gate", tmp_path / "run"
+    script.write_text(SCRIPT.replace("step.number == 5", "step.number in (0, 5)"))
+    gate.mkdir()
+    for name in ("reached", "go"):
+        os.mkfifo(gate / name)
+    command = [*RUN, "-n", "1", "--run-dir", directory, script, "--", str(gate)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            (gate / "reached").read_text()
+            address = find(str(directory))
+            os.kill(process.pid, signal.SIGSTOP)
+            (gate / "go").write_text("go")
+            (gate / "reached").read_text()
+            deadline = time.monotonic() + WAIT_S
+            while (status := ask_status(address))["step"] is None:
+                assert time.monotonic() < deadline
+            pids = {json.loads((directory / "head.json").read_text())["pid"], status["workers"][0]["pid"]}
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            wait_until_gone(pids, deadline)
+            os.kill(process.pid, signal.SIGCONT)
+            output, _ = process.communicate(timeout=WAIT_S)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 1, output
+    assert "another one takes over" in output
+    assert "was killed by signal 9 (SIGKILL); no worker that holds the run's state is left" in output
+
+
 def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: Path) -> None:
     """From then on there is something to lose. Not each of them: a snapshot has all that the head knows."""
 

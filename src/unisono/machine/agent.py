@@ -203,6 +203,8 @@ class _Agent:
         self._unsent: Message | None = None
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._head_is_done = False
+        self._is_connected = False
+        self._lost_head: Child | None = None  # what it said last is not all heard
         self._is_leaving = False
         self._num_signals = 0
         self._on_signal = -1
@@ -306,11 +308,16 @@ class _Agent:
             )
             await connection.send(encode(hello))
             sender = asyncio.create_task(self._send(connection))
+            self._is_connected = True
             try:
                 async for data in connection:
                     self._hear(decode(data if isinstance(data, bytes) else data.encode()))
             finally:
                 sender.cancel()
+                self._is_connected = False
+                lost, self._lost_head = self._lost_head, None
+                if lost is not None and not self._is_leaving:
+                    self._follow(lost)
         return "the connection to the head has closed"
 
     async def _send(self, connection: ClientConnection) -> None:
@@ -347,6 +354,8 @@ class _Agent:
                 self._on_signal = message.on_signal
                 self.run_dir = message.path
             case Welcome():
+                if self._agent_id:
+                    self._repeat_exits()
                 self._agent_id = message.agent_id
                 self._run_id = message.run_id
                 self._away_since = None
@@ -363,7 +372,14 @@ class _Agent:
             return
         if child.exit_code == 0:
             self._head_is_done = True  # `_talk` hears first what it has said last
-            return
+        elif self._is_connected:
+            self._lost_head = child  # so does the head that follows: its memory is among that
+        else:
+            self._follow(child)
+
+    def _follow(self, child: Child) -> None:
+        """Start another head after one that has died."""
+        assert self._head is not None
         words = "".join(f"\n{line}" for line in child.output.last_lines)
         reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{words}"
         if not self._head.may_start_again():
@@ -467,11 +483,20 @@ class _Agent:
         )
 
     def _worker_ended(self, child: Child) -> None:
+        self._tell_exit(child)
+        if self._num_signals:
+            self._leave_when_alone()
+
+    def _tell_exit(self, child: Child) -> None:
         assert child.exit_code is not None
         words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
         self._outbox.put_nowait(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
-        if self._num_signals:
-            self._leave_when_alone()
+
+    def _repeat_exits(self) -> None:
+        """Say again who has ended: what was said into a connection that broke is lost. Whoever knows it, ignores it."""
+        for child in self._workers.values():
+            if child.exit_code is not None:
+                self._tell_exit(child)
 
     def _leave_when_alone(self) -> None:
         """In ``unisono join``, after a signal: the run goes on, and nobody of this machine takes part in it."""
