@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from tests.waiting import WAIT_S
+from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
@@ -174,18 +174,22 @@ LOADS_SLOWLY = """
 def test_a_run_goes_on_whose_checkpoint_takes_longer_to_load_than_an_exchange_may(
     unisono: Unisono, script: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """What was loaded while the others gave up is there when all try again; to load it anew would have no end."""
+    """What was loaded while the others gave up is there when all try again; to load it anew would have no end.
+
+    The first worker goes on as soon as it hears that the others have given up: after three times it would be sent away.
+    """
     gates = tmp_path / "gates"
     name = script(LOADS_SLOWLY.format(root=str(Path(__file__).resolve().parents[2]), gates=str(gates)))
-    options = ["--workers", 2, "--run-dir", "run", "--timeout-s", 1, "--exchange", "shared", name, "--"]
+    limits = ["--timeout-s", SILENCE_S, "--heartbeat-timeout-s", WAIT_S]
+    options = ["--workers", 2, "--run-dir", "run", *limits, "--exchange", "shared", name, "--"]
     first = unisono("run", *options, 2)
     assert first.wait() == 0, first.err
     with Gates(gates, [0, 1, 2]) as held:
         again = unisono("run", *options, 4)
         held.wait(0)
-        again.line("trying again; generation 2")
-        held.open(0)
+        held.open(0, 2)
         assert again.wait() == 0, again.err
+        again.line("trying again; generation 2")
     assert [line for line in again.out if "load " in line] == ["[w0] load 0"]
     assert len(list(read(tmp_path / "run"))) == 5
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]) == 1
