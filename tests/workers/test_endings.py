@@ -15,9 +15,11 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
@@ -30,7 +32,7 @@ from unisono.journal import JOURNAL, summary
 from unisono.lifetime import PARENT, Memory
 from unisono.machine import agent, headprocess
 from unisono.machine.children import PIPE_BYTES, Child, Nursery, Output, spawn
-from unisono.messages import Ended, Evict, RunDirectory, Start, Welcome
+from unisono.messages import AgentHello, Ended, Evict, RunDirectory, Start, Welcome, decode, encode
 from unisono.watch.terminal import Plain
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -79,6 +81,40 @@ def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
     assert (command.err[-1], guest.err[-1]) == (f"unisono: failed: {reason}",) * 2
     assert alarms([*command.err, *guest.err]) == []
     assert (summary(run_dir)["state"], summary(run_dir)["reason"]) == ("failed", reason)
+
+
+def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others() -> None:
+    """Else a head that stands still for some seconds is ended before it has read why, and the others wait for it."""
+    reached, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def stand_still(connection: ServerConnection) -> None:
+        assert isinstance(decode(await connection.recv(decode=False)), AgentHello)
+        await connection.send(encode(Welcome(run_id="x", heartbeat_s=0.5, agent_id="agent0")))
+        ended = decode(await connection.recv(decode=False))
+        assert isinstance(ended, Ended)
+        reached.set()
+        await goes_on.wait()
+        await connection.send(encode(ended))
+        await connection.wait_closed()
+
+    async def interrupt() -> None:
+        job = agent.Job(arguments=["train.py"], num_workers=1, start="spawn")
+        head = cast(headprocess.HeadProcess, SimpleNamespace(start=lambda *_: None))
+        with contextlib.closing(Memory("unisono-token")) as secret:
+            async with serve(stand_still, "127.0.0.1", 0) as server:
+                url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+                own = agent._Agent(job, url, "token", secret, Plain(), head)
+                running = asyncio.create_task(own.run())
+                while not own._agent_id:
+                    await asyncio.sleep(0)
+                os.kill(os.getpid(), signal.SIGINT)
+                await reached.wait()
+                done, _ = await asyncio.wait({running}, timeout=2 * agent.LAST_WORDS_S)
+                goes_on.set()
+                assert not done
+                assert await running == 128 + signal.SIGINT
+
+    asyncio.run(asyncio.wait_for(interrupt(), WAIT_S))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["int", "kill"])
