@@ -75,7 +75,7 @@ def main() -> None:
                 data,
                 batch_size=BATCH_SIZE,
                 microbatches=arguments.microbatches,
-                epochs=1000,
+                epochs=10**9,
                 max_steps=arguments.steps + phase,
             ):
                 for inputs, labels in step:

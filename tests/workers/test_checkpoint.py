@@ -19,6 +19,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +32,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from tests.waiting import WAIT_S
-from tests.workers.conftest import Unisono
+from tests.waiting import SILENCE_S, WAIT_S
+from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
+from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
 from unisono.checkpoint import files, saving
@@ -47,6 +49,7 @@ from unisono.training.keeping import Keeper
 from unisono.training.tracked import Tracked
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
+ROOT = str(Path(__file__).resolve().parents[2])
 STEP_POINTS = [at for at in POINTS if at not in ("in_recovery", "in_admission")]
 CHECKPOINT_POINTS = [at for at in POINTS if at.startswith("checkpoint")]
 NUM_KILLS = 4  # of one directory, before it is let to its end
@@ -57,6 +60,10 @@ RUNS = range(14) if os.environ.get("UNISONO_TEST_ALL") else range(2)
 def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The run that was never stopped, and wrote no checkpoint before its end."""
     return run_workers(SCRIPT, 2, directory=tmp_path_factory.mktemp("calm") / "run", arguments=["--every", "0"])
+
+
+PATIENT = ["--heartbeat-timeout-s", str(WAIT_S)]
+"""Nobody is lost because it waits for its turn."""
 
 
 def names(directory: Path) -> list[str]:
@@ -79,7 +86,9 @@ def check_readable(directory: Path) -> None:
 
 @pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("number", RUNS)
-def test_killing_the_whole_run_again_and_again_changes_no_bit(number: int, calm: Outcome, tmp_path: Path) -> None:
+def test_killing_the_whole_run_again_and_again_changes_no_bit(
+    number: int, calm: Outcome, tmp_path: Path, mark: str
+) -> None:
     draw = random.Random(number)
     directory = tmp_path / "run"
     workers, killed = draw.randint(1, 4), 0
@@ -93,6 +102,7 @@ def test_killing_the_whole_run_again_and_again_changes_no_bit(number: int, calm:
         outcome = run_workers(SCRIPT, workers, directory=directory, options=options, faults=faults)
         assert outcome.exit_code in (0, -signal.SIGKILL), outcome.output
         killed += outcome.exit_code != 0
+        wait_until_gone({*marked(mark), *forked()}, time.monotonic() + WAIT_S)  # who still ends holds the directory
         check_readable(directory)
         workers = draw.choice([other for other in (1, 2, 3, 4) if other != workers])
     end = run_workers(SCRIPT, workers, directory=directory, options=["--resume", str(directory)])
@@ -110,7 +120,7 @@ def test_losing_one_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, 
     """The attempt that it was part of is dropped, and made again without it."""
     directory = tmp_path / "run"
     faults = Faults().kill(worker, at=at)
-    outcome = run_workers(SCRIPT, 2, directory=directory, faults=faults, arguments=["--every", "1"])
+    outcome = run_workers(SCRIPT, 2, directory=directory, faults=faults, options=PATIENT, arguments=["--every", "1"])
     assert outcome.exit_code == 0, outcome.output
     assert (outcome.digests, outcome.final) == (calm.digests, calm.final)
     check_readable(directory)
@@ -137,7 +147,7 @@ def test_what_was_saved_after_the_loop_is_there_whoever_was_lost(at: str, tmp_pa
     """All have forgotten the request when the first begins to write, unless they wait to hear that it is done."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SAVES_AT_THE_END))
-    outcome = run_workers(script, 2, directory=tmp_path / "run", faults=Faults().kill("w0", at=at))
+    outcome = run_workers(script, 2, directory=tmp_path / "run", options=PATIENT, faults=Faults().kill("w0", at=at))
     assert outcome.exit_code == 0, outcome.output
     assert "saved True" in outcome.output
     check_readable(tmp_path / "run")
@@ -174,18 +184,22 @@ LOADS_SLOWLY = """
 def test_a_run_goes_on_whose_checkpoint_takes_longer_to_load_than_an_exchange_may(
     unisono: Unisono, script: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """What was loaded while the others gave up is there when all try again; to load it anew would have no end."""
+    """What was loaded while the others gave up is there when all try again; to load it anew would have no end.
+
+    The first worker goes on as soon as it hears that the others have given up: after three times it would be sent away.
+    """
     gates = tmp_path / "gates"
-    name = script(LOADS_SLOWLY.format(root=str(Path(__file__).resolve().parents[2]), gates=str(gates)))
-    options = ["--workers", 2, "--run-dir", "run", "--timeout-s", 1, "--exchange", "shared", name, "--"]
+    name = script(LOADS_SLOWLY.format(root=ROOT, gates=str(gates)))
+    limits = ["--timeout-s", SILENCE_S, *PATIENT]
+    options = ["--workers", 2, "--run-dir", "run", *limits, "--exchange", "shared", name, "--"]
     first = unisono("run", *options, 2)
     assert first.wait() == 0, first.err
     with Gates(gates, [0, 1, 2]) as held:
         again = unisono("run", *options, 4)
         held.wait(0)
-        again.line("trying again; generation 2")
-        held.open(0)
+        held.open(0, 2)
         assert again.wait() == 0, again.err
+        again.line("trying again; generation 2")
     assert [line for line in again.out if "load " in line] == ["[w0] load 0"]
     assert len(list(read(tmp_path / "run"))) == 5
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]) == 1
@@ -199,6 +213,7 @@ def test_sigterm_finishes_the_step_writes_and_leaves_with_the_code_that_was_aske
     arguments = ["--workers", 2, "--run-dir", directory, SCRIPT, "--", "--every", "0", "--steps", "100000"]
     command = unisono("run", *arguments)
     command.line("did step 3")
+    command.line(" steps  loss ")  # so the command has heard before what a signal is to do
     os.kill(command.pid, signal.SIGTERM)
     assert command.wait() == 75
     check_readable(directory)
@@ -222,7 +237,7 @@ def test_a_pause_begins_with_a_checkpoint(
     directory = tmp_path / "run"
     for name, value in Faults().kill("w1", at="before_combine", step=4).environment().items():
         monkeypatch.setenv(name, value)
-    options = ["--workers", "2:2", "--max-restarts", 0, "--run-dir", directory]
+    options = ["--workers", "2:2", "--max-restarts", 0, "--run-dir", directory, *PATIENT]
     command = unisono("run", *options, SCRIPT, "--", "--every", 0)
     command.line("paused: 1 of at least 2 workers")
     assert unisono("stop", directory).wait() == 0
@@ -248,14 +263,6 @@ def test_sigterm_of_a_run_alone(mark: str, calm: Outcome, tmp_path: Path) -> Non
 
 
 # -- alone, in this process ------------------------------------------------------------------------------
-
-
-def wait_for_disk(run: unisono.Run) -> None:
-    """So that every checkpoint that is due is made, although these steps are faster than any disk."""
-    saver = run._keeper.saver
-    for task in (saver._publish, saver._attempt.task if saver._attempt is not None else None):
-        if task is not None:
-            task.wait()
 
 
 class Seen:
@@ -1061,7 +1068,7 @@ def test_two_runs_cannot_go_on_in_one_directory(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("nursery")
 def test_workers_cannot_take_the_directory_of_a_run_that_is_going(unisono: Unisono, tmp_path: Path) -> None:
     first = unisono("run", "--workers", 2, "--run-dir", tmp_path / "run", SCRIPT, "--", "--steps", 100000)
-    first.line("did step 1")
+    first.line(" steps  loss ")  # so the command has heard what a signal is to do
     second = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "run"), "--resume", "auto"],
         capture_output=True, text=True, timeout=WAIT_S, check=False,
@@ -1080,6 +1087,10 @@ def test_workers_cannot_take_the_directory_of_a_run_that_is_going(unisono: Uniso
 FAILS_ONCE = """
     import pathlib, sys, torch, unisono
 
+    sys.path.insert(0, {root!r})
+    from tests.workers.disk import wait_for_disk
+
+    failed = pathlib.Path("failed")
     with unisono.Run(seed=1, checkpoint=unisono.Checkpoints(every_steps=3)) as run:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1090,16 +1101,18 @@ FAILS_ONCE = """
                 step.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            if any(run.directory.glob("checkpoints/step-*")) and not pathlib.Path("failed").exists():
-                pathlib.Path("failed").touch()
-                sys.exit("it was to fail")
+            if not failed.exists():
+                wait_for_disk(run)
+                if any(run.directory.glob("checkpoints/step-*")):
+                    failed.touch()
+                    sys.exit("it was to fail")
 """
 
 
 @pytest.mark.usefixtures("nursery")
 def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "train.py").write_text(textwrap.dedent(FAILS_ONCE))
+    (tmp_path / "work" / "train.py").write_text(textwrap.dedent(FAILS_ONCE.format(root=ROOT)))
     there = ["sh", "-c", 'cd work && exec "$@"', "sh"]
     options = ["-n", 2, "--threads", 2, "--run-dir", "../run", "train.py", "--", 4]
     assert unisono("run", *options, before=there).wait() == 1

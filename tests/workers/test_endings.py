@@ -15,12 +15,15 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
+from tests.workers.gates import Gates
 from unisono import rundir
 from unisono.checkpoint import files
 from unisono.decisions.roster import Policy
@@ -29,12 +32,13 @@ from unisono.journal import JOURNAL, summary
 from unisono.lifetime import PARENT, Memory
 from unisono.machine import agent, headprocess
 from unisono.machine.children import PIPE_BYTES, Child, Nursery, Output, spawn
-from unisono.messages import Ended, Evict, RunDirectory, Start, Welcome
+from unisono.messages import AgentHello, Ended, Evict, RunDirectory, Start, Welcome, decode, encode
 from unisono.watch.terminal import Plain
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
+ROOT = str(Path(__file__).resolve().parents[2])
 FOR_EVER = ["--steps", 1_000_000, "--every", 0]
 WITHOUT_CHECKPOINTS = """
     import torch, unisono
@@ -49,6 +53,8 @@ WITHOUT_CHECKPOINTS = """
                 print("did step 3", flush=True)
 """
 Script = Callable[..., str]
+PATIENT = ("--heartbeat-timeout-s", WAIT_S)
+"""Nobody is lost because it waits for its turn."""
 
 
 def alarms(lines: list[str]) -> list[str]:
@@ -63,7 +69,7 @@ def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
     number: signal.Signals, reason: str, unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 2, "--run-dir", run_dir)
+    command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 2, "--run-dir", run_dir, *PATIENT)
     command.line("did step 3")
     guest = unisono(
         "join", json.loads((run_dir / "head.json").read_text())["url"], "--token-file", run_dir / "token", "-n", 1
@@ -75,6 +81,40 @@ def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
     assert (command.err[-1], guest.err[-1]) == (f"unisono: failed: {reason}",) * 2
     assert alarms([*command.err, *guest.err]) == []
     assert (summary(run_dir)["state"], summary(run_dir)["reason"]) == ("failed", reason)
+
+
+def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others() -> None:
+    """Else a head that stands still for some seconds is ended before it has read why, and the others wait for it."""
+    reached, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def stand_still(connection: ServerConnection) -> None:
+        assert isinstance(decode(await connection.recv(decode=False)), AgentHello)
+        await connection.send(encode(Welcome(run_id="x", heartbeat_s=0.5, agent_id="agent0")))
+        ended = decode(await connection.recv(decode=False))
+        assert isinstance(ended, Ended)
+        reached.set()
+        await goes_on.wait()
+        await connection.send(encode(ended))
+        await connection.wait_closed()
+
+    async def interrupt() -> None:
+        job = agent.Job(arguments=["train.py"], num_workers=1, start="spawn")
+        head = cast(headprocess.HeadProcess, SimpleNamespace(start=lambda *_: None))
+        with contextlib.closing(Memory("unisono-token")) as secret:
+            async with serve(stand_still, "127.0.0.1", 0) as server:
+                url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+                own = agent._Agent(job, url, "token", secret, Plain(), head)
+                running = asyncio.create_task(own.run())
+                while not own._agent_id:
+                    await asyncio.sleep(0)
+                os.kill(os.getpid(), signal.SIGINT)
+                await reached.wait()
+                done, _ = await asyncio.wait({running}, timeout=2 * agent.LAST_WORDS_S)
+                goes_on.set()
+                assert not done
+                assert await running == 128 + signal.SIGINT
+
+    asyncio.run(asyncio.wait_for(interrupt(), WAIT_S))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["int", "kill"])
@@ -117,8 +157,9 @@ def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Scrip
 
 def test_an_interrupted_run_writes_a_checkpoint_and_says_how_to_go_on(unisono: Unisono, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = unisono("run", SCRIPT, "-n", 2, "--run-dir", run_dir, "--", *FOR_EVER)
+    command = unisono("run", SCRIPT, "-n", 2, "--run-dir", run_dir, *PATIENT, "--", *FOR_EVER)
     command.line("did step 3")
+    command.line(" steps  loss ")  # so the command has heard before what a signal is to do
     os.kill(command.pid, signal.SIGINT)
     assert command.wait() == 128 + signal.SIGINT
     (checkpoint,) = files.complete(run_dir / files.FOLDER)
@@ -170,7 +211,7 @@ WITHOUT_STREAMS = """
 def test_a_script_that_leaves_no_standard_streams_has_success(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     """None, one that is closed, and one that can do nothing."""
     training = textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=5)).replace("print(", "(lambda *_, **__: 0)(")
-    command = unisono("run", script(textwrap.dedent(WITHOUT_STREAMS) + training), "-n", 3, "--run-dir", "run")
+    command = unisono("run", script(textwrap.dedent(WITHOUT_STREAMS) + training), "-n", 3, "--run-dir", "run", *PATIENT)
     assert command.wait() == 0, command.err
     assert summary(tmp_path / "run")["state"] == "finished"
     assert [line for line in command.err if line.startswith("[w") or "ended" in line] == [], "nobody was lost"
@@ -250,13 +291,17 @@ def test_a_nursery_that_is_not_there_is_one_line(
 
 
 WITHOUT_FILES = """
-    import json, os, resource, signal, torch, unisono
+    import json, os, resource, signal, sys, torch, unisono
+    from pathlib import Path
     from unisono import member
+    sys.path.insert(0, {root!r})
+    from tests.workers.gates import wait_at
 
     with unisono.Run(seed=1) as run:
         model = torch.nn.Linear(2, 1)
         run.track(model=model)
         for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=20):
+            wait_at(Path("gates") / str(step.number))
             for batch in step:
                 step.backward(model(batch).mean())
             if step.number == 3 and member.told().worker_id == "w1":
@@ -268,17 +313,23 @@ WITHOUT_FILES = """
 """
 
 
-def test_a_worker_that_cannot_be_started_is_told_and_the_others_go_on(unisono: Unisono, script: Script) -> None:
-    command = unisono("run", script(WITHOUT_FILES.format(head=False)), "-n", 2)
-    assert command.wait() == 0, command.err
-    command.line("it could not be started: [Errno 24] Too many open files; see the limits of processes, open files")
+def test_a_worker_that_cannot_be_started_is_told_and_the_others_go_on(
+    unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    name = script(WITHOUT_FILES.format(root=ROOT, head=False))
+    with Gates(tmp_path / "gates", [5]) as held:
+        command = unisono("run", name, "-n", 2, *PATIENT)
+        command.line("it could not be started: [Errno 24] Too many open files; see the limits of processes, open files")
+        held.open(5)
+        assert command.wait() == 0, command.err
 
 
 def test_a_head_that_cannot_be_started_again_ends_the_run_in_words(
     unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    command = unisono("run", script(WITHOUT_FILES.format(head=True)), "-n", 2, "--run-dir", run_dir)
+    name = script(WITHOUT_FILES.format(root=ROOT, head=True))
+    command = unisono("run", name, "-n", 2, "--run-dir", run_dir, *PATIENT)
     assert command.wait() == 1
     command.line("was killed by signal 9 (SIGKILL); another one could not be started: [Errno 24]")
     assert not any("Traceback" in line for line in command.err)
@@ -358,7 +409,7 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
         assert guest._workers == {"w1": child}
         assert guest._outbox.empty()
         child.kill()
-        assert await child.ended_within(10)
+        assert await child.ended_within(WAIT_S)
 
     asyncio.run(start())
 

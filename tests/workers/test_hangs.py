@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -41,9 +42,9 @@ def test_a_sample_that_never_comes_ends_the_run_by_name(unisono: Unisono, script
     and only a newcomer waits.
     """
     name = script(ONE_SAMPLE_NEVER_COMES)
-    limits = ("--late-s", 0.4, "--aside-s", 1.5, "--hang-s", 4, "--heartbeat-s", 0.1)
+    limits = ("--late-s", 0.4, "--aside-s", 3, "--hang-s", 6, "--heartbeat-s", 0.1, "--heartbeat-timeout-s", WAIT_S)
     command = unisono("run", name, "--workers", 2, *limits)
-    assert command.wait(60) == 1
+    assert command.wait() == 1
     told = command.err
     place = "step 1, micro-batch 2 (samples 30, 31, 32)"
     assert len([line for line in told if "is late: no progress" in line and place in line]) == 2, told
@@ -79,7 +80,7 @@ def test_an_export_of_the_main_worker_after_the_loop_may_take_longer_than_a_step
     unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
     """The other worker waits at the end of the run; nobody is left aside, or ended, for that."""
-    limits = ("--aside-s", 3, "--late-s", 4, "--heartbeat-s", 0.1)
+    limits = ("--aside-s", 3, "--late-s", 4, "--heartbeat-s", 0.1, "--heartbeat-timeout-s", WAIT_S)
     command = unisono("run", script(EXPORTS_AT_THE_END), "--workers", 2, *limits)
     command.line("is late: no progress")
     (tmp_path / "go").touch()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import unisono
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from unisono.checkpoint import files
 from unisono.journal import compare, summary
@@ -75,7 +76,7 @@ def test_runs_of_a_script_s_children_are_runs_of_their_own(
     script(OWN, "own.py")
     name = script(WITH_CHILDREN)
     command = unisono("run", name, "-n", 1, "--run-dir", "run", "--overwrite", "--threads", 2)
-    told = command.line("told", 150).partition("told ")[2].split()
+    told = command.line("told").partition("told ")[2].split()
     assert command.wait() == 0, command.err
     assert set(told) <= {"UNISONO_TEST", "UNISONO_NURSERY"}, "what is for this worker alone"
     done = files.complete(tmp_path / "run" / files.FOLDER)
@@ -131,7 +132,7 @@ def test_a_child_of_a_script_that_runs_alone_ends_at_sigterm(tmp_path: Path) -> 
             child.start()
             assert os.read(reading, 1) == b"1"
             child.terminate()
-            child.join(20)
+            child.join(WAIT_S)
             assert child.exitcode == -signal.SIGTERM
     os.close(reading)
     os.close(writing)
@@ -181,6 +182,10 @@ FORKS = """
 """
 
 
+PATIENT = ("--heartbeat-timeout-s", WAIT_S, "--aside-s", WAIT_S, "--hang-s", WAIT_S)
+"""Nobody is lost because its children take their time."""
+
+
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "workers"])
 def test_a_fork_of_a_worker_takes_no_part(
     alone: bool, unisono: Unisono, script: Script, tmp_path: Path, mark: str
@@ -192,7 +197,7 @@ def test_a_fork_of_a_worker_takes_no_part(
     if alone:
         command = Command([sys.executable, name], tmp_path, mark)
     else:
-        command = unisono("run", name, "-n", 2, "--run-dir", "workers")
+        command = unisono("run", name, "-n", 2, "--run-dir", "workers", *PATIENT)
     try:
         assert command.wait() == 0, command.err
     finally:

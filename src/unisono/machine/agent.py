@@ -65,6 +65,7 @@ __all__ = ["Job", "join", "machine_label", "run"]
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
 LAST_WORDS_S: Final = 0.5
+TELL_S: Final = 10.0  # for a head that stands still to tell the other machines that this command ends the run
 OPEN_S: Final = 10.0
 RETRY_S: Final = 0.05
 NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
@@ -202,6 +203,8 @@ class _Agent:
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._unsent: Message | None = None
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._is_told = asyncio.Event()
+        self._is_told.set()
         self._head_is_done = False
         self._is_connected = False
         self._lost_head: Child | None = None  # what it said last is not all heard
@@ -241,6 +244,9 @@ class _Agent:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._outbox.join()  # the head hears of every end that this agent has seen
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TELL_S):
+                    await self._is_told.wait()
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
         self._conclude(ended)
@@ -349,6 +355,7 @@ class _Agent:
             case Evict():
                 self._evict(message.worker_id)
             case Ended():
+                self._is_told.set()
                 self._finish(self._left_by_signal(message))
             case RunDirectory():
                 self._on_signal = message.on_signal
@@ -368,6 +375,7 @@ class _Agent:
             self._over.set_result(ended)
 
     def _head_ended(self, child: Child) -> None:
+        self._is_told.set()  # as far as it will be
         if self._is_leaving or self._head is None:
             return
         if child.exit_code == 0:
@@ -525,10 +533,17 @@ class _Agent:
             self._outbox.put_nowait(Stop(reason=self._stops_for))
 
     def _end_now(self, reason: str, exit_code: int) -> None:
-        """The head hears of it before it hears of the ends of the workers, and tells the other machines."""
+        """The head hears of it before it hears of the ends of the workers, and tells the other machines.
+
+        It tells this one as well, which is waited for (once) where others may have joined.
+        """
         ended = Ended(ok=False, reason=reason, exit_code=exit_code)
         if self._head is not None:
             self._outbox.put_nowait(ended)
+        if self._head is not None and self._agent_id and self._num_signals == 1:
+            self._is_told.clear()
+        else:
+            self._is_told.set()
         self._finish(ended)
 
     def _left_by_signal(self, ended: Ended) -> Ended:
