@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.patterns.runner import run_pattern
+from tests.waiting import PATIENT, WAIT_S
 from tests.workers.processes import Seat, Team
 from unisono.journal import Difference, compare
 from unisono.testing import run_workers
@@ -26,8 +27,7 @@ CLASSES = {
     "different": "all ended well, and something differs: silent",
 }
 TEAMS = (2, 3)
-DEADLINE_S = 100.0
-OPTIONS = ("--timeout-s", "15")
+OPTIONS = (*PATIENT, "--timeout-s", "15")
 """Workers that wait for each other in different places are told so after this time."""
 CONSEQUENCES = {"RunStopped", "PeerLost"}
 """What a worker raises because another one has failed."""
@@ -94,7 +94,7 @@ def _train_alone(seat: Seat, name: str, directory: Path, endings: Path) -> None:
 def _run_alone(name: str, folder: Path) -> Ran:
     directory, endings = folder / "alone", folder / "alone-endings"
     endings.mkdir()
-    with Team(1, _train_alone, name, directory, endings, deadline_s=DEADLINE_S) as team:
+    with Team(1, _train_alone, name, directory, endings, deadline_s=WAIT_S) as team:
         team.results()
     return _ran("alone", directory, endings, output="")
 
@@ -105,9 +105,7 @@ def _run_team(name: str, size: int, folder: Path) -> Ran:
     script = Path(__file__).with_name("runner.py")
     arguments = [name, os.fspath(endings)]
     try:
-        outcome = run_workers(
-            script, size, directory=directory, arguments=arguments, options=OPTIONS, timeout_s=DEADLINE_S
-        )
+        outcome = run_workers(script, size, directory=directory, arguments=arguments, options=OPTIONS, timeout_s=WAIT_S)
     except TimeoutError as error:
         return Ran(f"{size} workers", directory, "failed", str(error), ())
     return _ran(f"{size} workers", directory, endings, outcome.output, failed=outcome.exit_code != 0)

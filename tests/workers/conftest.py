@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE, WAIT_S
+from tests.waiting import PATIENT, WAIT_S
 from unisono.lifetime import PARENT
 from unisono.machine.worker import STACK_SIGNAL
 
@@ -250,14 +250,14 @@ Unisono = Callable[..., Command]
 def unisono(tmp_path: Path, mark: str) -> Iterator[Unisono]:
     """Start ``unisono ARGUMENTS`` in the test's folder; ``before``: a command that starts it.
 
-    `PATIENCE` goes before the options of a run, so those that the test gives count.
+    `PATIENT` goes before the options of a run, so those that the test gives count.
     """
     started: list[Command] = []
 
     def start(*arguments: object, before: Sequence[str] = ()) -> Command:
         words = [*map(str, arguments)]
         if words[:1] == ["run"]:
-            words[1:1] = PATIENCE
+            words[1:1] = PATIENT
         command = Command([*before, sys.executable, "-P", "-m", "unisono", *words], tmp_path, mark)
         started.append(command)
         return command

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import WAIT_S
+from tests.waiting import PATIENT, WAIT_S
 from tests.workers.uneven_training import NUM_LEAVES
 from unisono.journal import Line, compare
 from unisono.testing import Faults, Outcome, run_workers
@@ -19,13 +20,14 @@ pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("uneven_training.py")
 LATE = 10
-"""The step in which a worker is late; by then all paces are known."""
-LATE_S = 6.0
-"""Much longer than the others need to compute all of a step."""
+"""The step in which a worker is late; by then all paces are known, and nothing is computed twice to compare it."""
 EACH = ["--each-s", "0.03"]
 """How long a micro-batch takes: much longer than what a busy machine adds to it."""
 EXTRA = ["--extra-s", "0.09"]
 """A slow worker takes four times as long."""
+MEASURED = [*EXTRA, "--own-clock"]
+"""... by a clock that only that moves, so that the paces are exactly these."""
+SLOW = "takes 4.0x as long as the others for a micro-batch: it gets"
 SHARED = ["--exchange", "shared"]
 TWO_LEVEL = ["--exchange", "two-level", "--simulate-hosts", "2"]
 
@@ -46,7 +48,7 @@ def start(tmp_path: Path) -> Start:
             workers,
             directory=tmp_path / name,
             arguments=[*EACH, *arguments],
-            options=options,
+            options=[*PATIENT, *options],
             faults=faults,
             timeout_s=WAIT_S,
         )
@@ -61,7 +63,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker to which nothing happens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run")
+        return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run", timeout_s=WAIT_S)
 
 
 def steps(outcome: Outcome) -> list[Line]:
@@ -72,52 +74,64 @@ def leaves(line: Line, worker: str) -> int:
     return int(line["workers"][worker]["leaves"])
 
 
-def late(seconds: float = LATE_S) -> Faults:
-    return Faults().delay("w1", seconds, step=LATE, at="before_backward")
+def said(outcome: Outcome) -> list[str]:
+    """What was said about the shares."""
+    return [line["balance"] for line in steps(outcome) if "balance" in line]
 
 
-def test_a_slow_worker_gets_less_and_is_named(calm: Outcome, start: Start, tmp_path: Path) -> None:
-    hurt = start("slow", 2, *EXTRA)
+def late() -> Faults:
+    return Faults().delay("w1", 1.0, step=LATE, at="before_backward")
+
+
+@pytest.mark.parametrize("exchange", ["shared", "gloo"])
+def test_a_slow_worker_gets_less_and_is_named(exchange: str, calm: Outcome, start: Start, tmp_path: Path) -> None:
+    hurt = start("slow", 2, *MEASURED, options=["--exchange", exchange])
     assert hurt.digests == calm.digests
     assert hurt.final == calm.final
+    assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES} now"]
+    assert said(hurt)[0] in hurt.output
     lines = steps(hurt)
     assert leaves(lines[0], "w1") == NUM_LEAVES // 2, "nothing is known at first"
-    assert leaves(lines[-1], "w1") < NUM_LEAVES // 2 < leaves(lines[-1], "w0")
-    told = [line["balance"] for line in lines if "balance" in line]
-    assert any("w1 takes" in text and "as long as the others for a micro-batch" in text for text in told), told
-    assert told[0] in hurt.output
+    if exchange == "gloo":  # where nobody sees the others' work, and helps
+        assert (leaves(lines[-1], "w0"), leaves(lines[-1], "w1")) == (NUM_LEAVES - 1, 1)
     assert compare(tmp_path / "slow", tmp_path / "slow").startswith("identical: 16 steps"), "it knows these lines"
 
 
-def test_a_worker_that_is_fast_again_is_given_its_share_back(calm: Outcome, start: Start) -> None:
-    hurt = start("changing", 2, *EXTRA, "--until-step", "9")
+@pytest.mark.parametrize("exchange", ["shared", "gloo"])
+def test_a_worker_that_is_fast_again_is_given_its_share_back(exchange: str, calm: Outcome, start: Start) -> None:
+    hurt = start("changing", 2, *MEASURED, "--until-step", "9", options=["--exchange", exchange])
     assert hurt.digests == calm.digests
-    lines = steps(hurt)
-    assert leaves(lines[8], "w1") < NUM_LEAVES // 2
-    assert leaves(lines[-1], "w1") > leaves(lines[8], "w1")
+    again = f"w1 is as fast as the others again: it gets {NUM_LEAVES // 2} of {NUM_LEAVES} now"
+    assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES} now", again]
+    if exchange == "gloo":
+        lines = steps(hurt)
+        assert (leaves(lines[8], "w1"), leaves(lines[-1], "w1")) == (1, NUM_LEAVES // 2)
 
 
-HELPED = {"shared": SHARED, "two-level": TWO_LEVEL} if os.environ.get("UNISONO_TEST_ALL") else {"shared": SHARED}
-"""On two hosts four workers take turns on the cores, and who is done in time depends on who else runs: `make soak`."""
-
-
-@pytest.mark.parametrize("options", HELPED.values(), ids=HELPED)
+@pytest.mark.parametrize(("options", "workers"), [(SHARED, 2), (TWO_LEVEL, 4)], ids=["shared", "two-level"])
 def test_members_that_are_done_compute_what_a_late_one_has_not_started(
-    options: list[str], calm: Outcome, start: Start
+    options: list[str], workers: int, calm: Outcome, start: Start, tmp_path: Path
 ) -> None:
-    """Without it the late one would compute all of its share after its delay; it has the larger one of its host's."""
-    hurt = start("late", 2 if options is SHARED else 4, *EXTRA, "--slow", "0", faults=late(), options=options)
+    """It stays in its first micro-batch until they have; without help it would stay there for ever."""
+    pipe = tmp_path / "computed"
+    os.mkfifo(pipe)
+    held = ["--helped", str(pipe), "--helped-step", str(LATE)]
+    hurt = start("late", workers, *MEASURED, "--slow", "0", *held, options=options)
     assert hurt.digests == calm.digests
-    before, line = steps(hurt)[LATE - 1 : LATE + 1]
+    (slow,) = said(hurt)
+    share = re.search(rf"w0 {SLOW} (\d) of {NUM_LEAVES} now", slow)
+    assert share is not None, slow
+    line = steps(hurt)[LATE]
     assert sum(leaves(line, worker) for worker in line["workers"]) == NUM_LEAVES
-    assert leaves(line, "w1") <= 1 < leaves(before, "w1")
+    assert leaves(line, "w1") == 1
+    assert leaves(line, "w0") > int(share[1]), "on its host, only the late one has had more than it computed"
 
 
 @pytest.mark.parametrize("at", ["before_combine", "published", "reduced", "committed"])
 @pytest.mark.parametrize("killed", ["w0", "w1"])
 def test_a_helper_or_the_late_one_may_die(killed: str, at: str, calm: Outcome, start: Start) -> None:
     """The one has left leaves out that the other has computed; what dies with either is computed again."""
-    hurt = start("killed", 2, faults=late(1.0).kill(killed, step=LATE, at=at))
+    hurt = start("killed", 2, faults=late().kill(killed, step=LATE, at=at))
     assert "SIGKILL" in hurt.output
     assert hurt.digests == calm.digests
     assert hurt.final == calm.final
@@ -133,7 +147,7 @@ def test_a_kill_among_uneven_workers_changes_no_bit(calm: Outcome, start: Start)
 
 def test_balance_can_be_turned_off(calm: Outcome, start: Start) -> None:
     """Everybody computes as many micro-batches, however slow, and nobody helps."""
-    hurt = start("unbalanced", 2, *EXTRA, "--unbalanced", faults=late(1.0))
+    hurt = start("unbalanced", 2, *EXTRA, "--unbalanced", faults=late())
     assert hurt.digests == calm.digests
     assert {leaves(line, worker) for line in steps(hurt) for worker in ("w0", "w1")} == {NUM_LEAVES // 2}
     assert not any("balance" in line for line in steps(hurt))
@@ -164,5 +178,6 @@ def test_the_parts_of_a_step_are_all_of_it(exchange: str, start: Start, tmp_path
         assert sum(told[1:]) <= sum(wall[1:-1]) * 1.02, "more than there was"
         assert abs(statistics.median(off)) <= 0.02, off
         assert min(map(abs, off[2::4])) <= 0.02, f"of the steps that end with an evaluation: {off[2::4]}"
-    waiting = {worker: sum(line["workers"][worker]["last"]["waiting"] for line in lines[2:]) for worker in ("w0", "w1")}
-    assert waiting["w0"] > waiting["w1"]
+    # In most steps: in some, the slow one may have waited for the other's turn on a core.
+    waiting = [[line["workers"][worker]["last"]["waiting"] for line in lines[2:]] for worker in ("w0", "w1")]
+    assert statistics.median(waiting[0]) > statistics.median(waiting[1])

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from tests.waiting import SILENCE_S, WAIT_S
+from tests.waiting import PATIENT, SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
@@ -60,10 +60,6 @@ RUNS = range(14) if os.environ.get("UNISONO_TEST_ALL") else range(2)
 def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The run that was never stopped, and wrote no checkpoint before its end."""
     return run_workers(SCRIPT, 2, directory=tmp_path_factory.mktemp("calm") / "run", arguments=["--every", "0"])
-
-
-PATIENT = ["--heartbeat-timeout-s", str(WAIT_S)]
-"""Nobody is lost because it waits for its turn."""
 
 
 def names(directory: Path) -> list[str]:
@@ -190,7 +186,7 @@ def test_a_run_goes_on_whose_checkpoint_takes_longer_to_load_than_an_exchange_ma
     """
     gates = tmp_path / "gates"
     name = script(LOADS_SLOWLY.format(root=ROOT, gates=str(gates)))
-    limits = ["--timeout-s", SILENCE_S, *PATIENT]
+    limits = ["--timeout-s", SILENCE_S]
     options = ["--workers", 2, "--run-dir", "run", *limits, "--exchange", "shared", name, "--"]
     first = unisono("run", *options, 2)
     assert first.wait() == 0, first.err
@@ -237,7 +233,7 @@ def test_a_pause_begins_with_a_checkpoint(
     directory = tmp_path / "run"
     for name, value in Faults().kill("w1", at="before_combine", step=4).environment().items():
         monkeypatch.setenv(name, value)
-    options = ["--workers", "2:2", "--max-restarts", 0, "--run-dir", directory, *PATIENT]
+    options = ["--workers", "2:2", "--max-restarts", 0, "--run-dir", directory]
     command = unisono("run", *options, SCRIPT, "--", "--every", 0)
     command.line("paused: 1 of at least 2 workers")
     assert unisono("stop", directory).wait() == 0

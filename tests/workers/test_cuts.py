@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import WAIT_S
+from tests.waiting import PATIENT, WAIT_S
 from tests.workers.uneven_training import NUM_LEAVES
 from unisono.decisions.tree import cover
 from unisono.testing import Faults, run_workers
@@ -16,16 +16,18 @@ pytestmark = pytest.mark.usefixtures("nursery")
 
 SCRIPT = Path(__file__).with_name("uneven_training.py")
 STEPS = 16
-SLOW_S = 0.3
+EACH_S, SLOW_S = 0.01, 0.3
+"""How long a micro-batch and an exchange take every worker, by a clock that nothing else moves."""
 
 
 def test_a_slow_exchange_makes_the_cuts_coarse(tmp_path: Path) -> None:
     """Of 8 micro-batches 3 workers get 3, 3 and 2 at first, which are 5 nodes; soon each sends only one."""
     slow = Faults()
     for step in range(STEPS):
-        slow = slow.delay("w0", SLOW_S, step=step, at="reduced")
-    arguments, options = ["--steps", str(STEPS)], ["--exchange", "gloo"]
-    calm = run_workers(SCRIPT, 1, directory=tmp_path / "calm", arguments=arguments)
+        slow = slow.delay("", SLOW_S, step=step, at="reduced")
+    arguments = ["--steps", str(STEPS), "--own-clock", "--each-s", str(EACH_S)]
+    options = [*PATIENT, "--exchange", "gloo"]
+    calm = run_workers(SCRIPT, 1, directory=tmp_path / "calm", arguments=arguments, timeout_s=WAIT_S)
     hurt = run_workers(
         SCRIPT, 3, directory=tmp_path / "hurt", arguments=arguments, options=options, faults=slow, timeout_s=WAIT_S
     )

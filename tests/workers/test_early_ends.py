@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from unisono.journal import read, summary
 
@@ -57,12 +56,8 @@ TRAINING = """
     """
 
 
-PATIENT = ("--heartbeat-timeout-s", WAIT_S, "--aside-s", WAIT_S)
-"""Nobody is lost, or left aside, because it waits for its turn, or for the test."""
-
-
 def start(unisono: Unisono, script: Script, how: str, who: str) -> Command:
-    return unisono("run", script(TRAINING), "--workers", 3, "--heartbeat-s", 0.1, *PATIENT, "--", how, who)
+    return unisono("run", script(TRAINING), "--workers", 3, "--heartbeat-s", 0.1, "--", how, who)
 
 
 @pytest.mark.parametrize("how", ["break after", "break before", "break for another", "return"])

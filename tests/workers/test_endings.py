@@ -53,8 +53,6 @@ WITHOUT_CHECKPOINTS = """
                 print("did step 3", flush=True)
 """
 Script = Callable[..., str]
-PATIENT = ("--heartbeat-timeout-s", WAIT_S)
-"""Nobody is lost because it waits for its turn."""
 
 
 def alarms(lines: list[str]) -> list[str]:
@@ -69,7 +67,7 @@ def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
     number: signal.Signals, reason: str, unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 2, "--run-dir", run_dir, *PATIENT)
+    command = unisono("run", script(WITHOUT_CHECKPOINTS.format(epochs=10**9)), "-n", 2, "--run-dir", run_dir)
     command.line("did step 3")
     guest = unisono(
         "join", json.loads((run_dir / "head.json").read_text())["url"], "--token-file", run_dir / "token", "-n", 1
@@ -157,7 +155,7 @@ def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Scrip
 
 def test_an_interrupted_run_writes_a_checkpoint_and_says_how_to_go_on(unisono: Unisono, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = unisono("run", SCRIPT, "-n", 2, "--run-dir", run_dir, *PATIENT, "--", *FOR_EVER)
+    command = unisono("run", SCRIPT, "-n", 2, "--run-dir", run_dir, "--", *FOR_EVER)
     command.line("did step 3")
     command.line(" steps  loss ")  # so the command has heard before what a signal is to do
     os.kill(command.pid, signal.SIGINT)
@@ -211,7 +209,7 @@ WITHOUT_STREAMS = """
 def test_a_script_that_leaves_no_standard_streams_has_success(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     """None, one that is closed, and one that can do nothing."""
     training = textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=5)).replace("print(", "(lambda *_, **__: 0)(")
-    command = unisono("run", script(textwrap.dedent(WITHOUT_STREAMS) + training), "-n", 3, "--run-dir", "run", *PATIENT)
+    command = unisono("run", script(textwrap.dedent(WITHOUT_STREAMS) + training), "-n", 3, "--run-dir", "run")
     assert command.wait() == 0, command.err
     assert summary(tmp_path / "run")["state"] == "finished"
     assert [line for line in command.err if line.startswith("[w") or "ended" in line] == [], "nobody was lost"
@@ -318,7 +316,7 @@ def test_a_worker_that_cannot_be_started_is_told_and_the_others_go_on(
 ) -> None:
     name = script(WITHOUT_FILES.format(root=ROOT, head=False))
     with Gates(tmp_path / "gates", [5]) as held:
-        command = unisono("run", name, "-n", 2, *PATIENT)
+        command = unisono("run", name, "-n", 2)
         command.line("it could not be started: [Errno 24] Too many open files; see the limits of processes, open files")
         held.open(5)
         assert command.wait() == 0, command.err
@@ -329,7 +327,7 @@ def test_a_head_that_cannot_be_started_again_ends_the_run_in_words(
 ) -> None:
     run_dir = tmp_path / "run"
     name = script(WITHOUT_FILES.format(root=ROOT, head=True))
-    command = unisono("run", name, "-n", 2, "--run-dir", run_dir, *PATIENT)
+    command = unisono("run", name, "-n", 2, "--run-dir", run_dir)
     assert command.wait() == 1
     command.line("was killed by signal 9 (SIGKILL); another one could not be started: [Errno 24]")
     assert not any("Traceback" in line for line in command.err)

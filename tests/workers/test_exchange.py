@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.workers.processes import KILLED, Seat, Team, num_descriptors, num_thr
 from unisono.decisions.plan import plan, replan
 from unisono.decisions.tree import Node, fold, leaf, schedule
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
-from unisono.exchange import NUM_FACTS, Combined, Exchange, Share
+from unisono.exchange import NUM_FACTS, Combined, Exchange, Share, wire
 from unisono.exchange.alone import Alone
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.host import MAX_NODES, MAX_TEAM, Board, Host
@@ -192,6 +193,7 @@ class Member:
         self.seat = seat
         self.timeout_s = timeout_s
         self.path = path
+        wire.CONNECT_S = timeout_s  # in this process; a machine on which all wait for their turn has no firewall
         self.board = Board.create()
         store = self.store("boards")
         store.set(str(seat.rank), self.board.address)
@@ -223,6 +225,15 @@ class Member:
         return Wire(
             self.store(name), rank, size, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=self.timeout_s
         )
+
+
+def hurry(exchange: Exchange, timeout_s: float) -> None:
+    """Let no further wait of this member take longer. It has met the others at their leisure."""
+    if isinstance(exchange, SharedMemory | TwoLevel):
+        exchange._host._timeout_s = timeout_s
+    if isinstance(exchange, Network | TwoLevel) and exchange._wire is not None:
+        exchange._wire._timeout_s = timeout_s
+        exchange._wire._connected()._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def resources() -> tuple[int, int]:
@@ -388,7 +399,9 @@ def test_interrupt_ends_a_blocked_wait(kind: str, size: int, operation: str, tmp
 
 
 def _late(seat: Seat, kind: str, path: str) -> str:
-    exchange = Member(kind, seat, path, timeout_s=0.5).enter(1, range(seat.size))
+    exchange = Member(kind, seat, path).enter(1, range(seat.size))
+    exchange.all_gather(b"")
+    hurry(exchange, 0.5)
     if seat.rank == 0:
         return str(seat.hear())
     with pytest.raises((DeadlineExceeded, PeerLost)) as raised:
@@ -399,7 +412,7 @@ def _late(seat: Seat, kind: str, path: str) -> str:
 
 @every_team
 def test_a_wait_ends_at_its_deadline(kind: str, size: int, tmp_path: pathlib.Path) -> None:
-    """When a member never comes; the others may learn it from the first that gives up."""
+    """When a member does not come to it; the others may learn it from the first that gives up."""
     with Team(size, _late, kind, str(tmp_path)) as team:
         for rank in range(1, size):
             team.result(rank)
@@ -439,13 +452,15 @@ def _hold_at(point: str, seat: Seat) -> None:
 
 
 def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_kind: str) -> dict[str, Any]:
-    member, layout = Member(kind, seat, path, timeout_s=SILENCE_S if kind == "network" else WAIT_S), layouts()[0]
+    member, layout = Member(kind, seat, path), layouts()[0]
     before = resources()
     exchange = member.enter(1, range(seat.size))
     exchange.prepare(layout)
     share = share_of(exchange, 0, NUM_LEAVES)
     outcomes = [Outcome.of(exchange.combine(share, facts_of(seat.rank, 0)))]
     exchange.prepare(layout)
+    if kind == "network":  # a survivor may have sent all to the victim, and then waits for another survivor
+        hurry(exchange, 4 * SILENCE_S)
     share = share_of(exchange, 1, NUM_LEAVES)
     if seat.rank == victim:
         _hold_at(point, seat)
@@ -652,7 +667,7 @@ def test_changed_nodes_do_not_leave_a_host() -> None:
         host = Host(boards[rank], local_boards, local, generation=1, timeout_s=WAIT_S)
         lane = None
         if local == 0:
-            lane = Wire(store, place, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=SILENCE_S)
+            lane = Wire(store, place, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=WAIT_S)
         members.append(TwoLevel(host, lane, num_lanes=1, hosts=hosts, rank=rank))
     together(*(lambda m=m: m.prepare(layouts()[0]) for m in members))
     shares = [share_of(member, 1, 3) for member in members]
@@ -747,7 +762,9 @@ def _one_does_not_come(seat: Seat) -> tuple[str, tuple[str, ...]]:
     return str(raised.value), raised.value.peers
 
 
-def test_the_error_of_a_wire_names_who_did_not_come() -> None:
+def test_the_error_of_a_wire_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the store has told: a process that stood still meanwhile must not give up a moment before."""
+    monkeypatch.setattr("unisono.exchange.wire.FORM_GRACE_S", WAIT_S)
     with Team(1, _one_does_not_come) as team:
         ((told, peers),) = team.results()
     assert peers == ("w7",)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import SILENCE_S, WAIT_S
+from tests.waiting import PATIENT, SILENCE_S, WAIT_S
 from tests.workers.small_training import BATCH_SIZE, NUM_SAMPLES
 from unisono.faults import POINTS
 from unisono.testing import Faults, Outcome, run_workers
@@ -59,12 +59,16 @@ def representative() -> list[Case]:
 CASES = list(all_cases()) if os.environ.get("UNISONO_TEST_ALL") else representative()
 
 
+def run(directory: Path, workers: int | str, faults: Faults | None = None, options: Sequence[str] = PATIENT) -> Outcome:
+    return run_workers(SCRIPT, workers, directory=directory, options=options, faults=faults, timeout_s=WAIT_S)
+
+
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker to which nothing happens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        outcome = run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run")
+        outcome = run(tmp_path_factory.mktemp("calm") / "run", 1)
     assert outcome.exit_code == 0, outcome.output
     assert len(set(outcome.digests)) == STEPS
     return outcome
@@ -90,7 +94,7 @@ def step_of(at: str) -> int:
 @pytest.mark.parametrize(("exchange", "workers", "at", "rank"), CASES)
 def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, calm: Outcome, tmp_path: Path) -> None:
     """Whoever is killed, wherever it is: the others finish the step, and all that follows, with the same result."""
-    options = ["--exchange", *EXCHANGES[exchange]]
+    options = [*PATIENT, "--exchange", *EXCHANGES[exchange]]
     count: int | str = workers
     if at in ("in_recovery", "in_admission"):
         # Something to recover from, and somebody to admit: with a minimum of workers, the others wait for the newcomer.
@@ -101,7 +105,7 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
     else:
         faults = Faults().kill(f"w{rank}", step=step_of(at), at=at)
         num_lost = 1
-    hurt = run_workers(SCRIPT, count, directory=tmp_path / "run", options=options, faults=faults, timeout_s=WAIT_S)
+    hurt = run(tmp_path / "run", count, faults, options)
     assert hurt.output.count("SIGKILL") >= num_lost, f"nobody was killed there:\n{hurt.output}"
     if num_lost == workers and rank < workers:
         assert hurt.exit_code != 0, hurt.output
@@ -115,7 +119,7 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
 def test_a_step_whose_teller_is_killed_is_counted(step: int, calm: Outcome, tmp_path: Path) -> None:
     """Rank 0 tells of a step after its commit, and may be lost in between."""
     faults = Faults().kill("w0", at="after_step", step=step)
-    hurt = run_workers(SCRIPT, 2, directory=tmp_path / "run", faults=faults, timeout_s=60)
+    hurt = run(tmp_path / "run", 2, faults)
     assert_same_bits(hurt, calm)
     assert f"unisono: finished: {STEPS} steps in " in hurt.output
 
@@ -128,7 +132,7 @@ def test_down_to_the_last_worker(calm: Outcome, tmp_path: Path) -> None:
         .kill("w3", step=3, at="after_backward")
         .kill("w1", step=5, at="committed")
     )
-    hurt = run_workers(SCRIPT, 4, directory=tmp_path / "run", options=["--max-restarts", "0"], faults=faults)
+    hurt = run(tmp_path / "run", 4, faults, [*PATIENT, "--max-restarts", "0"])
     assert_same_bits(hurt, calm)
     sizes = [len(line["workers"]) for line in hurt.lines if line["kind"] == "step"]
     assert (sizes[0], sizes[2], sizes[-1]) == (4, 3, 1), hurt.output
@@ -138,7 +142,7 @@ def test_down_to_the_last_worker(calm: Outcome, tmp_path: Path) -> None:
 def test_all_but_one_at_the_same_point(at: str, calm: Outcome, tmp_path: Path) -> None:
     """Three of four workers are killed in the same step, at the same point."""
     faults = Faults().kill("w0", step=STEP, at=at).kill("w1", step=STEP, at=at).kill("w3", step=STEP, at=at)
-    hurt = run_workers(SCRIPT, 4, directory=tmp_path / "run", options=["--max-restarts", "0"], faults=faults)
+    hurt = run(tmp_path / "run", 4, faults, [*PATIENT, "--max-restarts", "0"])
     assert_same_bits(hurt, calm)
     assert list(hurt.lines[-2].get("workers", ["w2"])) == ["w2"]
 
@@ -148,7 +152,7 @@ def test_a_stopped_worker_is_noticed_by_its_silence(exchange: str, calm: Outcome
     """SIGSTOP: the process is there, its connections are open, and nothing comes from it."""
     options = ["--exchange", exchange, "--heartbeat-timeout-s", f"{SILENCE_S}", "--timeout-s", f"{10 * WAIT_S}"]
     faults = Faults().stop("w1", step=STEP, at="after_backward")
-    hurt = run_workers(SCRIPT, 3, directory=tmp_path / "run", options=options, faults=faults, timeout_s=WAIT_S)
+    hurt = run(tmp_path / "run", 3, faults, options)
     assert_same_bits(hurt, calm)
     silent = re.search(r"worker w1 .* has been silent for ([0-9.]+) s", hurt.output)
     assert silent is not None, hurt.output
@@ -158,7 +162,7 @@ def test_a_stopped_worker_is_noticed_by_its_silence(exchange: str, calm: Outcome
 def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
     """A micro-batch that raises on one worker only makes that worker the suspect, and costs no bit."""
     faults = Faults().fail("w1", step=STEP, at="before_backward")
-    hurt = run_workers(SCRIPT, 3, directory=tmp_path / "run", faults=faults)
+    hurt = run(tmp_path / "run", 3, faults)
     assert_same_bits(hurt, calm)
     assert "worker w1" in hurt.output
     assert "is suspect: micro-batch" in hurt.output
@@ -168,7 +172,7 @@ def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
 def test_an_error_that_comes_again(tmp_path: Path) -> None:
     """A micro-batch that raises on two workers is a bug: the run ends and says where, the traceback last and once."""
     faults = Faults().fail("", step=STEP, microbatch=2, at="before_backward")
-    hurt = run_workers(SCRIPT, 3, directory=tmp_path / "run", faults=faults)
+    hurt = run(tmp_path / "run", 3, faults)
     assert hurt.exit_code == 1
     assert re.search(r"failed at step 3, micro-batch 2 \(samples [0-9, .]+\).*as before on worker w", hurt.output)
     assert hurt.output.count("Traceback (most recent call last)") == 1

@@ -20,7 +20,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from tests.pure.test_membership import step_done, training
-from tests.waiting import PATIENCE, WAIT_S
+from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import ask_status, find
 from unisono.decisions.roster import Agent, Policy, State
@@ -43,7 +43,7 @@ from unisono.messages import (
 from unisono.testing import run_workers
 
 # The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
-RUN = [sys.executable, "-m", "unisono", "run", *PATIENCE, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
+RUN = [sys.executable, "-m", "unisono", "run", *PATIENT, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
 M = TypeVar("M", bound=Message)
 
 # A script that stands still at a step until the test has done what it wants to do there.

@@ -182,10 +182,6 @@ FORKS = """
 """
 
 
-PATIENT = ("--heartbeat-timeout-s", WAIT_S, "--aside-s", WAIT_S, "--hang-s", WAIT_S)
-"""Nobody is lost because its children take their time."""
-
-
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "workers"])
 def test_a_fork_of_a_worker_takes_no_part(
     alone: bool, unisono: Unisono, script: Script, tmp_path: Path, mark: str
@@ -197,7 +193,7 @@ def test_a_fork_of_a_worker_takes_no_part(
     if alone:
         command = Command([sys.executable, name], tmp_path, mark)
     else:
-        command = unisono("run", name, "-n", 2, "--run-dir", "workers", *PATIENT)
+        command = unisono("run", name, "-n", 2, "--run-dir", "workers")
     try:
         assert command.wait() == 0, command.err
     finally:

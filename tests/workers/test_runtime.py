@@ -97,7 +97,7 @@ class Served:
 
     def __init__(self, policy: Policy, heartbeat_s: float = 0.1, run_dir: str = "") -> None:
         self.token = "secret"
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256, reuse_port=True)
         self.port = self.listener.getsockname()[1]
         self.url = f"ws://127.0.0.1:{self.port}"
         self.members: list[Member] = []
@@ -529,9 +529,12 @@ def test_a_head_that_was_stopped_first_hears_what_was_said_meanwhile(
 def test_a_head_that_stays_away_ends_the_wait(serve: Callable[..., Served]) -> None:
     served = serve(2)
     member = served.member("w0", head_away_s=0.3)
-    served.loop.call_soon_threadsafe(served.head.over.set)
-    with pytest.raises(RunStopped, match=r"has been away for \d+ s"):
-        member.wait_notice(0, WAIT_S)
+    with socket.socket() as kept:  # so that no other head gets the port, and refuses
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind(served.listener.getsockname())
+        served.loop.call_soon_threadsafe(served.head.over.set)
+        with pytest.raises(RunStopped, match=r"has been away for \d+ s"):
+            member.wait_notice(0, WAIT_S)
 
 
 def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
