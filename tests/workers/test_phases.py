@@ -74,6 +74,7 @@ import pathlib, sys, torch, unisono
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 sys.path.insert(0, HERE)
+from tests.workers.disk import wait_for_disk
 from tests.workers.gates import wait_at
 
 with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=6) if RESUMES else None) as run:
@@ -89,6 +90,7 @@ with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=6) if RESUME
         data = TensorDataset(inputs, labels)
         for step in run.steps(data, batch_size=24, microbatches=8, epochs=1000, max_steps=steps):
             wait_at(pathlib.Path(sys.argv[1]) / str(step.number))
+            wait_for_disk(run)
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y), weight=len(y))
             optimizer.step()
