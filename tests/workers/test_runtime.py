@@ -709,7 +709,7 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
         """
     )
     command = unisono(
-        *("run", name, "--workers", 2, "--late-s", 2, "--aside-s", 4),
+        *("run", name, "--workers", 2, "--late-s", 2, "--aside-s", 4, "--hang-s", 15),
         *("--heartbeat-s", 0.1, "--max-restarts", 0),
     )
     assert "step 5, micro-batch 3" in command.line("is late: no progress for")
