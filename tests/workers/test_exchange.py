@@ -843,6 +843,18 @@ def test_prepare_frees_what_is_not_kept(pair: Pair) -> None:
     exchange.close()
 
 
+def test_a_member_without_leaves_waits_for_those_who_have_not_shown_theirs(pair: Pair) -> None:
+    """It may be there first, and would begin the combine before anybody could be helped."""
+    together(*(lambda member=member: member.all_gather(b"") for member in pair.members))
+    idle, late = (member._host for member in pair.members)
+    idle.show_work([])
+    assert idle.pause(0.001)
+    late.show_work([3, 4, 5])
+    assert [idle.take([1.0, 1.0], elapsed_s=9.0) for _ in range(3)] == [5, 4, None]
+    assert not idle.pause(0.001)
+    assert [late.start(place, leaf) for place, leaf in enumerate([3, 4, 5])] == [True, False, False]
+
+
 def test_the_error_of_a_wait_names_the_worker_that_was_waited_for() -> None:
     boards = [Board.create() for _ in range(2)]
     addresses = [board.address for board in boards]

@@ -92,7 +92,8 @@ class Work(Protocol):
         ...
 
     def pause(self, seconds: float) -> bool:
-        """Wait for a moment, if another member has leaves that it has not started. False: nothing to wait for.
+        """Wait for a moment, if another member has leaves that it has not started, or has not shown its work so far.
+        False: nothing to wait for.
 
         Until then there is nothing to gain from beginning the combine, for which that member has to come anyway.
         """

@@ -168,6 +168,7 @@ class _Peer:
         self.sheet = _Sheet.from_buffer(sheet.map)
         self.left = _word(self.sheet, "left")
         self.started = _word(self.sheet, "started")
+        self.work = _word(self.sheet, "work")
         self.words = {name: _word(self.sheet, name) for name in ("published", "reduced", "mailed", "opened")}
         self.mapped: dict[str, Tensor] = {}
 
@@ -297,6 +298,7 @@ class Host:
         self._work_deadline = time.perf_counter() + self._timeout_s
         fence()
         sheet.work[0] = (self._turn + 1) & 0xFFFFFFFF
+        futex_wake(self._me.work)
 
     def start(self, place: int, leaf: int) -> bool:
         """This member comes to a leaf of its list. Local.
@@ -344,7 +346,8 @@ class Host:
         return best[1]
 
     def pause(self, seconds: float) -> bool:
-        """Wait for a moment, if another member has leaves that it has not started: it may yet need help.
+        """Wait for a moment, if another member may yet need help: it has leaves that it has not started, or has not
+        shown its work so far.
 
         Returns:
             False: there is nothing to wait for.
@@ -353,11 +356,17 @@ class Host:
             return False
         taken = self._taken()
         for peer in self._peers:
-            if peer is not self._me and not peer.left.value and self._is_at_work(peer):
-                started, left = self._left_of(peer, taken)
-                if left:
-                    futex_wait(peer.started, started, seconds)
-                    return True
+            if peer is self._me or peer.left.value:
+                continue
+            shown = peer.work.value
+            if shown != (self._turn + 1) & 0xFFFFFFFF:
+                futex_wait(peer.work, shown, seconds)
+                return True
+            fence()
+            started, left = self._left_of(peer, taken)
+            if left:
+                futex_wait(peer.started, started, seconds)
+                return True
         return False
 
     def _left_of(self, peer: _Peer, taken: set[int]) -> tuple[int, list[int]]:
