@@ -237,7 +237,8 @@ def test_the_other_side_comes_back(cable: Cable, unisono: Unisono, run_dir: Path
         gates.open(40)
         gates.wait(50)
         cable.mend()
-        gates.open(50, hosts.left.generation("join", after="has been silent"))  # of those that replace the lost ones
+        lost = r"has been silent|has closed its connection"
+        gates.open(50, hosts.left.generation("join", after=lost))  # of those that replace the lost ones
         assert hosts.left.wait() == 0, hosts.left.err
         assert hosts.right.wait() == 0, hosts.right.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")

@@ -180,13 +180,17 @@ class Command:
         """Wait for a line with this text in it.
 
         Args:
-            after: only a line that comes later than one with this text in it.
+            after: only a line that comes later than one in which this regular expression is found.
             pattern: a regular expression that is found in the line as well.
         """
 
         def found() -> str | None:
             for lines in (self.out, self.err):
-                begin = 0 if not after else next((n + 1 for n, line in enumerate(lines) if after in line), len(lines))
+                begin = (
+                    0
+                    if not after
+                    else next((n + 1 for n, line in enumerate(lines) if re.search(after, line)), len(lines))
+                )
                 for line in lines[begin:]:
                     if text in line and re.search(pattern, line):
                         return line
