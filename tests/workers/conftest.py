@@ -186,12 +186,10 @@ class Command:
 
         def found() -> str | None:
             for lines in (self.out, self.err):
-                begin = (
-                    0
-                    if not after
-                    else next((n + 1 for n, line in enumerate(lines) if re.search(after, line)), len(lines))
-                )
-                for line in lines[begin:]:
+                later = iter(lines)
+                if after:
+                    any(re.search(after, line) for line in later)  # goes on after the first that fits
+                for line in later:
                     if text in line and re.search(pattern, line):
                         return line
             return None
