@@ -83,6 +83,26 @@ class Cable:
         for side in (0, 1):
             do(*self.inside(side), "iptables", "-F")
 
+    def wait_until_whole(self) -> None:
+        """Both hosts find each other. After a cut, they may hold for some seconds that there is no way."""
+        deadline = time.monotonic() + WAIT_S
+        for side in (0, 1):
+            do("ip", "-n", self.names[side], "neigh", "flush", "all")
+            while not self.reaches_other(side):
+                assert time.monotonic() < deadline, f"{self.names[side]} does not reach the other host"
+
+    def reaches_other(self, side: int) -> bool:
+        """Whether the other host answers to this one's wish for a connection: no."""
+        with self.socket(side, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect((ADDRESSES[1 - side], CLOSED_PORT))
+            except ConnectionRefusedError:
+                return True
+            except OSError:  # no route, or no answer
+                return False
+        return False
+
     def drop(self, side: int, *match: str) -> None:
         """Let what arrives on this side (0: the head's) be lost, where it matches."""
         do(*self.inside(side), "iptables", "-A", "INPUT", "-i", self.links[side], *match, "-j", "DROP")
@@ -152,6 +172,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cable]:
 @pytest.fixture
 def cable(hosts: Cable) -> Iterator[Cable]:
     """The cable between both hosts; whole again at the end."""
+    hosts.wait_until_whole()
     yield hosts
     hosts.mend()
 
