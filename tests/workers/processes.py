@@ -36,7 +36,9 @@ import torch
 
 from tests.waiting import WAIT_S
 
-__all__ = ["KILLED", "Seat", "Team", "num_descriptors", "num_threads", "when_blocked_in"]
+__all__ = ["KILLED", "Seat", "Team", "end_watching", "num_descriptors", "num_threads", "when_blocked_in"]
+
+_WATCHER = "watches its caller"
 
 KILLED = "killed by the test"
 STACKS_S = 20.0  # how long a hung process has to write its stacks
@@ -207,13 +209,15 @@ def _end_with_parent(parent: int) -> None:
 
 
 def when_blocked_in(functions: set[str], act: Callable[[], object]) -> threading.Thread:
-    """Call ``act`` in a thread as soon as the calling thread is inside one of these functions."""
+    """Call ``act`` in a thread as soon as the calling thread is inside one of these functions.
+
+    The thread holds frames of its caller, and all that these refer to, until it has ended: see `end_watching`.
+    """
     caller = threading.get_ident()
 
     def watch() -> None:
         pause = threading.Event()
-        while True:
-            frame = sys._current_frames().get(caller)
+        while (frame := sys._current_frames().get(caller)) is not None:
             while frame is not None:
                 if frame.f_code.co_name in functions:
                     act()
@@ -221,9 +225,16 @@ def when_blocked_in(functions: set[str], act: Callable[[], object]) -> threading
                 frame = frame.f_back
             pause.wait(0.001)
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=watch, name=_WATCHER, daemon=True)
     thread.start()
     return thread
+
+
+def end_watching() -> None:
+    """Wait until all threads of `when_blocked_in` have acted, or their callers have ended."""
+    for thread in threading.enumerate():
+        if thread.name == _WATCHER:
+            thread.join(WAIT_S)
 
 
 def num_descriptors() -> int:

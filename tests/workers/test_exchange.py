@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.waiting import SILENCE_S, WAIT_S
-from tests.workers.processes import KILLED, Seat, Team, num_descriptors, num_threads, when_blocked_in
+from tests.workers.processes import (
+    KILLED,
+    Seat,
+    Team,
+    end_watching,
+    num_descriptors,
+    num_threads,
+    when_blocked_in,
+)
 from unisono.decisions.plan import plan, replan
 from unisono.decisions.tree import Node, fold, leaf, schedule
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
@@ -71,6 +79,7 @@ def one_thread() -> Iterator[None]:
 def collected() -> Iterator[None]:
     """What a caught error remembers maps memory."""
     yield
+    end_watching()
     gc.collect()
 
 
