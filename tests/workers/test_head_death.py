@@ -29,6 +29,7 @@ from unisono.journal import JOURNAL, compare, read
 from unisono.lifetime import end_when_silent
 from unisono.messages import (
     AgentHello,
+    Ended,
     Hello,
     MemberInfo,
     Message,
@@ -36,6 +37,7 @@ from unisono.messages import (
     RunDirectory,
     Snapshot,
     StepDone,
+    Stop,
     Told,
     decode,
     encode,
@@ -201,6 +203,27 @@ def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: 
             assert committed.count(0) == 1
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_a_head_waits_at_the_end_for_the_command_that_has_yet_to_find_it() -> None:
+    """It follows one that has died. The run may be over before the command is connected, which has to hear of it."""
+    command = Agent(agent_id="agent0", host="lab", primary=True, pid=1)
+    state = State(policy=Policy(start=1, maximum=1), agents={"agent0": command})
+
+    async def story() -> None:
+        async with serving(run_id="next", snapshot=_Memory(state, 0.0, "").encode()) as (head, url):
+            outside = await dial(url)
+            await outside.send(encode(Stop(reason="enough")))
+            await outside.wait_closed()
+            assert not head.over.is_set()
+            agent = await dial(url)
+            hello = AgentHello(host="lab", pid=1, num_workers=0, primary=True, agent_id="agent0")
+            await agent.send(encode(hello))
+            assert (await hear(agent, Ended)).reason == "enough"
+            await agent.close()
+            await asyncio.wait_for(head.over.wait(), WAIT_S)
+
+    asyncio.run(asyncio.wait_for(story(), 2 * WAIT_S))
 
 
 def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> None:

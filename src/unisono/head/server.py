@@ -160,6 +160,7 @@ class Head:
             self._note_place(worker)
         self._url = url
         self._job = job or {}
+        self._informed: set[str] = set()  # who has been told how the run ended
         self.over = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> None:
@@ -307,9 +308,18 @@ class Head:
             if name and self._lines.get(name) is line:
                 del self._lines[name]
                 self._happens(name, Lost(reason=why))
-            if self._state.ended is not None and not self._state.agents.keys() & self._lines.keys():
-                self.over.set()  # everybody who shows it to a user has heard it
+            if self._state.ended is not None and self._all_informed():
+                self.over.set()
             await line.sender
+
+    def _all_informed(self) -> bool:
+        """Whether everybody who shows the end of the run to a user has heard of it.
+
+        The command that started the run is waited for: it may not have found this head yet, and ends it when it ends.
+        """
+        agents = self._state.agents
+        commands = {agent_id for agent_id, agent in agents.items() if agent.primary}
+        return commands <= self._informed and not agents.keys() & self._lines.keys()
 
     def _welcome(self, line: _Line, first: Message) -> str:
         """Take in whoever says hello; returns its name."""
@@ -334,6 +344,7 @@ class Head:
         line.put(encode(welcome))
         if self._state.ended is not None:
             line.put(encode(self._state.ended))
+            self._informed.add(name)
             return name
         try:
             self._happens(name, first)
@@ -406,6 +417,8 @@ class Head:
                 line.put(None)
             else:
                 line.put(encode(action.message))
+                if isinstance(action.message, Ended):
+                    self._informed.add(action.to)
         if reason and self._state.ended is None:
             self._tell_agents(Told(text=reason))
         self._set_timer()
