@@ -40,15 +40,20 @@ NEEDS = {"fashion_mnist": "data/fashion-mnist", "language_model": "data/english"
 """What ``make data`` fetches."""
 
 
+DIRECTORY = "{directory}"
+"""In the arguments of a script: where its run goes, if it is alone."""
+
+
 @dataclass(frozen=True)
 class Training:
     """A script with its arguments, to be run by either version."""
 
     name: str
     script: Path
-    arguments: Callable[[Path], Sequence[str]]
-    """Run directory -> arguments, for a run that is alone."""
-    arguments_of_workers: Sequence[str]
+    arguments: tuple[str, ...]
+
+    def arguments_for(self, directory: Path) -> list[str]:
+        return [str(directory) if argument == DIRECTORY else argument for argument in self.arguments]
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,11 @@ class Library:
             raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
 
     def train_alone(self, training: Training, directory: Path) -> None:
-        self.run(training.script, *training.arguments(directory))
+        self.run(training.script, *training.arguments_for(directory))
 
     def train(self, training: Training, directory: Path, workers: int, *options: str | Path) -> None:
         command = ("-P", "-m", "unisono", "run", training.script, "--workers", str(workers), "--run-dir", directory)
-        self.run(*command, *options, "--", *training.arguments_of_workers)
+        self.run(*command, *options, "--", *training.arguments_for(directory))
 
 
 def main() -> int:
@@ -132,16 +137,9 @@ def trainings(folder: Path) -> Iterator[Training]:
     script = folder / "recipe.py"
     script.write_text(RECIPE)
     for name in RECIPES:
-        told = (name, str(MICROBATCHES))
-        yield Training(name, script, lambda to, told=told: (*told, str(to)), (*told, "ignored"))
-    for name, (path, *told_) in EXAMPLES.items():
-        example = tuple(told_)
-        yield Training(
-            name,
-            ROOT / path,
-            lambda to, example=example: (*example, "--run-dir", str(to)),
-            example,
-        )
+        yield Training(name, script, (name, str(MICROBATCHES), DIRECTORY))
+    for name, (path, *arguments) in EXAMPLES.items():
+        yield Training(name, ROOT / path, (*arguments, "--run-dir", DIRECTORY))
 
 
 def compare_training(training: Training, before: Library, now: Library, folder: Path, workers: Sequence[int]) -> str:
@@ -171,8 +169,7 @@ def compare_resumed(before: Library, now: Library, folder: Path, workers: Sequen
     place, script = folder / "resumed", ROOT / "tests" / "workers" / "checkpointed_training.py"
 
     def training(steps: int) -> Training:
-        told = ("--steps", str(steps), "--every", "3")
-        return Training("resumed", script, lambda to: (str(to), *told), told)
+        return Training("resumed", script, (DIRECTORY, "--steps", str(steps), "--every", "3"))
 
     before.train_alone(training(STEPS), place / "calm")
     verdict = ""
