@@ -297,7 +297,7 @@ class Host:
         sheet.num_taken[0] = 0
         self._work_deadline = time.perf_counter() + self._timeout_s
         fence()
-        sheet.work[0] = (self._turn + 1) & 0xFFFFFFFF
+        sheet.work[0] = self._next_turn
         futex_wake(self._me.work)
 
     def start(self, place: int, leaf: int) -> bool:
@@ -359,7 +359,7 @@ class Host:
             if peer is self._me or peer.left.value:
                 continue
             shown = peer.work.value
-            if shown != (self._turn + 1) & 0xFFFFFFFF:
+            if shown != self._next_turn:
                 futex_wait(peer.work, shown, seconds)
                 return True
             fence()
@@ -378,9 +378,14 @@ class Host:
         at_work = [peer.sheet for peer in self._peers if self._is_at_work(peer)]
         return {leaf for sheet in at_work for leaf in sheet.taken[: sheet.num_taken[0]]}
 
+    @property
+    def _next_turn(self) -> int:
+        """The number of the combine that this member will publish next, as a counter shows it."""
+        return (self._turn + 1) & 0xFFFFFFFF
+
     def _is_at_work(self, peer: _Peer) -> bool:
         """Whether its lists are those of the combine that this member will publish next."""
-        at_work: bool = peer.sheet.work[0] == (self._turn + 1) & 0xFFFFFFFF
+        at_work: bool = peer.work.value == self._next_turn
         fence()
         return at_work
 
