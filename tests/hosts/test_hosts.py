@@ -92,16 +92,24 @@ class Cable:
                 assert time.monotonic() < deadline, f"{self.names[side]} does not reach the other host"
 
     def reaches_other(self, side: int) -> bool:
-        """Whether the other host answers to this one's wish for a connection: no."""
-        with self.socket(side, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1.0)
-            try:
-                probe.connect((ADDRESSES[1 - side], CLOSED_PORT))
-            except ConnectionRefusedError:
-                return True
-            except OSError:  # no route, or no answer
-                return False
-        return False
+        """Whether the other host answers this one."""
+        try:
+            self.knock(side, timeout_s=1.0)
+        except OSError:  # no route, or no answer
+            return False
+        return True
+
+    def knock(self, side: int = 0, timeout_s: float | None = None) -> float:
+        """How long a host waits for the other's answer to its wish for a connection: no.
+
+        Raises:
+            OSError: there is none.
+        """
+        with self.socket(side, socket.SOCK_STREAM) as probe, contextlib.suppress(ConnectionRefusedError):
+            probe.settimeout(timeout_s)
+            since = time.monotonic()
+            probe.connect((ADDRESSES[1 - side], CLOSED_PORT))
+        return time.monotonic() - since
 
     def drop(self, side: int, *match: str) -> None:
         """Let what arrives on this side (0: the head's) be lost, where it matches."""
@@ -126,17 +134,10 @@ class Cable:
         with ThreadPoolExecutor(1) as thread:  # a namespace is entered by a thread, and left with it
             return thread.submit(enter_and_open).result()
 
-    def round_trip_s(self) -> float:
-        """How long the head's host waits for the other's answer to its wish for a connection: no."""
-        with self.socket(0, socket.SOCK_STREAM) as probe, contextlib.suppress(ConnectionRefusedError):
-            since = time.monotonic()
-            probe.connect((ADDRESSES[1], CLOSED_PORT))
-        return time.monotonic() - since
-
     def wait_for_round_trip(self, least_s: float, most_s: float) -> None:
         """None takes less; and one takes no more, though a busy machine makes many of them longer."""
         deadline = time.monotonic() + WAIT_S
-        while (seconds := self.round_trip_s()) > most_s:
+        while (seconds := self.knock()) > most_s:
             assert time.monotonic() < deadline, f"no answer within {most_s} s, the last one after {seconds:.3f} s"
         assert seconds >= least_s
 
@@ -317,7 +318,7 @@ def test_a_long_way_costs_time_only(
         gates.open(40)
         gates.wait(54)
         cable.lengthen(relay)
-        assert cable.round_trip_s() >= 2 * DELAY_S
+        assert cable.knock() >= 2 * DELAY_S
         gates.open(54)
         gates.wait(55)
         gates.open(55)

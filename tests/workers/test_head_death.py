@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -82,70 +83,88 @@ SAVES = SCRIPT.replace(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A run whose first worker stands at a step until the test has done what it wants to do there."""
+
+    process: subprocess.Popen[str]
+    directory: Path
+    gate: Path
+
+    def wait_until_reached(self) -> None:
+        (self.gate / "reached").read_text()
+
+    def go_on(self) -> None:
+        (self.gate / "go").write_text("go")
+
+    def head(self) -> int:
+        """The process id of the head."""
+        return int(json.loads((self.directory / "head.json").read_text())["pid"])
+
+    def output(self) -> str:
+        """All that was said, when the command has ended."""
+        return self.process.communicate(timeout=WAIT_S)[0]
+
+
+@contextlib.contextmanager
+def held_run(folder: Path, text: str, workers: int) -> Iterator[Held]:
+    """`unisono run` of a script; yields when its first worker is at the gate."""
+    script, gate, directory = folder / "train.py", folder / "gate", folder / "run"
+    script.write_text(text)
+    gate.mkdir()
+    for name in ("reached", "go"):
+        os.mkfifo(gate / name)
+    command = [*RUN, "-n", str(workers), "--run-dir", directory, script, "--", gate]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            held = Held(process, directory, gate)
+            held.wait_until_reached()
+            yield held
+        except BaseException:
+            process.kill()
+            raise
+
+
 @pytest.mark.parametrize("also_a_worker", [False, True], ids=["head", "head-and-worker"])
 def test_another_head_takes_over_and_no_worker_restarts(
     tmp_path: Path, also_a_worker: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unisono.cli.reach.TIMEOUT_S", WAIT_S)  # whoever calls only waits
-    script, gate = tmp_path / "train.py", tmp_path / "gate"
-    script.write_text(SCRIPT)
-    gate.mkdir()
-    for name in ("reached", "go"):
-        os.mkfifo(gate / name)
+    with held_run(tmp_path, SCRIPT, 3) as run:
+        address = find(str(run.directory))
+        before = ask_status(address)
+        old = run.head()
+        os.kill(old, signal.SIGKILL)
+        if also_a_worker:
+            os.kill(before["workers"][-1]["pid"], signal.SIGKILL)
+        wait_until_gone({old}, time.monotonic() + WAIT_S)
+        after = ask_status(address)
+        run.go_on()
+        output = run.output()
     calm_gate = tmp_path / "calm"
     calm_gate.mkdir()
     (calm_gate / "go").write_text("")
-    calm = run_workers(script, 1, directory=tmp_path / "one", arguments=[str(calm_gate)])
+    calm = run_workers(tmp_path / "train.py", 1, directory=tmp_path / "one", arguments=[str(calm_gate)])
     assert calm.exit_code == 0, calm.output
 
-    directory = tmp_path / "three"
-    command = [*RUN, "-n", "3", "--run-dir", directory, script, "--", str(gate)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            (gate / "reached").read_text()
-            address = find(str(directory))
-            before = ask_status(address)
-            old = json.loads((directory / "head.json").read_text())["pid"]
-            os.kill(old, signal.SIGKILL)
-            if also_a_worker:
-                os.kill(before["workers"][-1]["pid"], signal.SIGKILL)
-            wait_until_gone({old}, time.monotonic() + WAIT_S)
-            after = ask_status(address)
-            (gate / "go").write_text("go")
-            output, _ = process.communicate(timeout=WAIT_S)
-        except BaseException:
-            process.terminate()
-            raise
-
-    assert process.returncode == 0, output
+    assert run.process.returncode == 0, output
     assert "another one takes over" in output
     assert after["started"] == before["started"]
     assert after["reason"] == before["reason"] or also_a_worker
     assert before["reason"] == "all are ready; generation 1 with 3 workers"
-    assert compare(tmp_path / "one", directory).startswith("identical: 12 steps")
-    generations = {line["generation"] for line in read(directory / JOURNAL) if line["kind"] == "step"}
+    assert compare(tmp_path / "one", run.directory).startswith("identical: 12 steps")
+    generations = {line["generation"] for line in read(run.directory / JOURNAL) if line["kind"] == "step"}
     assert (generations == {1}) is not also_a_worker, output
 
 
 def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp_path: Path) -> None:
     """The head that follows knows that steps were done; the run ends, and names the checkpoint to go on from."""
-    script, gate, directory = tmp_path / "train.py", tmp_path / "gate", tmp_path / "run"
-    script.write_text(SAVES)
-    gate.mkdir()
-    for name in ("reached", "go"):
-        os.mkfifo(gate / name)
-    command = [*RUN, "-n", "2", "--run-dir", directory, script, "--", gate]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            (gate / "reached").read_text()
-            workers = [worker["pid"] for worker in ask_status(find(str(directory)))["workers"]]
-            for pid in (json.loads((directory / "head.json").read_text())["pid"], *workers):
-                os.kill(pid, signal.SIGKILL)
-            output, _ = process.communicate(timeout=WAIT_S)
-        except BaseException:
-            process.terminate()
-            raise
-    assert process.returncode == 1, output
+    with held_run(tmp_path, SAVES, 2) as run:
+        workers = [worker["pid"] for worker in ask_status(find(str(run.directory)))["workers"]]
+        for pid in (run.head(), *workers):
+            os.kill(pid, signal.SIGKILL)
+        output = run.output()
+    assert run.process.returncode == 1, output
     assert "another one takes over" in output
     assert "begins again" not in output
     assert "no worker that holds the run's state is left" in output
@@ -154,32 +173,21 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
 
 def test_what_the_head_said_last_is_heard_before_another_one_follows(tmp_path: Path) -> None:
     """Also by a command that stood still meanwhile: the head that follows must know that steps were done."""
-    script, gate, directory = tmp_path / "train.py", tmp_path / "gate", tmp_path / "run"
-    script.write_text(SCRIPT.replace("step.number == 5", "step.number in (0, 5)"))
-    gate.mkdir()
-    for name in ("reached", "go"):
-        os.mkfifo(gate / name)
-    command = [*RUN, "-n", "1", "--run-dir", directory, script, "--", str(gate)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            (gate / "reached").read_text()
-            address = find(str(directory))
-            os.kill(process.pid, signal.SIGSTOP)
-            (gate / "go").write_text("go")
-            (gate / "reached").read_text()
-            deadline = time.monotonic() + WAIT_S
-            while (status := ask_status(address))["step"] is None:
-                assert time.monotonic() < deadline
-            pids = {json.loads((directory / "head.json").read_text())["pid"], status["workers"][0]["pid"]}
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            wait_until_gone(pids, deadline)
-            os.kill(process.pid, signal.SIGCONT)
-            output, _ = process.communicate(timeout=WAIT_S)
-        except BaseException:
-            process.kill()
-            raise
-    assert process.returncode == 1, output
+    with held_run(tmp_path, SCRIPT.replace("step.number == 5", "step.number in (0, 5)"), 1) as run:
+        address = find(str(run.directory))
+        os.kill(run.process.pid, signal.SIGSTOP)
+        run.go_on()
+        run.wait_until_reached()
+        deadline = time.monotonic() + WAIT_S
+        while (status := ask_status(address))["step"] is None:
+            assert time.monotonic() < deadline
+        pids = {run.head(), status["workers"][0]["pid"]}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_until_gone(pids, deadline)
+        os.kill(run.process.pid, signal.SIGCONT)
+        output = run.output()
+    assert run.process.returncode == 1, output
     assert "another one takes over" in output
     assert "was killed by signal 9 (SIGKILL); no worker that holds the run's state is left" in output
 
@@ -228,21 +236,10 @@ def test_a_head_waits_at_the_end_for_the_command_that_has_yet_to_find_it() -> No
 
 def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> None:
     """It has ended the workers as well: there is nothing to take over."""
-    script, gate, directory = tmp_path / "train.py", tmp_path / "gate", tmp_path / "run"
-    script.write_text(SCRIPT)
-    gate.mkdir()
-    for name in ("reached", "go"):
-        os.mkfifo(gate / name)
-    command = [*RUN, "-n", "1", "--run-dir", directory, script, "--", str(gate)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            (gate / "reached").read_text()
-            os.kill(json.loads((directory / "head.json").read_text())["pid"], signal.SIGTERM)
-            output, _ = process.communicate(timeout=WAIT_S)
-        except BaseException:
-            process.terminate()
-            raise
-    assert process.returncode == 1, output
+    with held_run(tmp_path, SCRIPT, 1) as run:
+        os.kill(run.head(), signal.SIGTERM)
+        output = run.output()
+    assert run.process.returncode == 1, output
     assert "the head has ended the run" in output
     assert "takes over" not in output
 
