@@ -34,6 +34,7 @@ FLOORS = {
     "decisions.balance": 1,
     "decisions.cadence": 1,
     "decisions.checks": 1,
+    "decisions.layout": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,

@@ -1,0 +1,60 @@
+"""Who holds which part of the run's state, and in how many copies: a value, and the questions that are asked of it.
+
+A run's state is cut into named **parts**; each part is held by one or more workers. Survival of a loss, admission of
+newcomers, checkpoints and the comparison of the workers ask the layout instead of assuming that everybody holds
+everything. A new layout is a new function that makes a `StateLayout` from the members of a generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["EVERYTHING", "StateLayout", "replicated"]
+
+EVERYTHING: Final = "everything"
+"""The only part of a replicated state."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Which workers hold each part of the state. Equal on all members of a generation.
+
+    Args:
+        holders: part -> ids of the workers that hold it, in the order of their ranks.
+    """
+
+    holders: Mapping[str, tuple[str, ...]]
+
+    def parts_of(self, worker_id: str) -> list[str]:
+        """Return the parts that a worker holds."""
+        return [part for part, holders in self.holders.items() if worker_id in holders]
+
+    def lost(self, survivors: Collection[str]) -> list[str]:
+        """Return the parts of which no survivor holds a copy."""
+        return [part for part, holders in self.holders.items() if not any(one in survivors for one in holders)]
+
+    def survives(self, survivors: Collection[str]) -> bool:
+        """Return whether the survivors together hold the whole state."""
+        return not self.lost(survivors)
+
+    def source(self, part: str, able: Collection[str]) -> str | None:
+        """Return the worker that gives a part to newcomers and writes it into checkpoints.
+
+        Args:
+            able: workers that have the part now (and, for a checkpoint, see the run's directory).
+
+        Returns:
+            The first holder in the order of ranks that is able; None if there is none.
+        """
+        return next((one for one in self.holders[part] if one in able), None)
+
+    def copies(self, part: str) -> tuple[str, ...]:
+        """Return the workers whose copies of a part must be equal to the bit."""
+        return self.holders[part]
+
+
+def replicated(worker_ids: Sequence[str]) -> StateLayout:
+    """Return the layout of data-parallel training: every worker holds everything."""
+    return StateLayout({EVERYTHING: tuple(worker_ids)})
