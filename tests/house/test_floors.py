@@ -54,19 +54,21 @@ FLOORS = {
     "training.process": 2,
     "state": 2,
     # 3, strategies: what a step means.
-    "training.gradients": 3,
+    "training.buffers": 3,
+    "training.folding": 3,
+    "training.microbatch": 3,
+    "training.untouched": 3,
     "training.tracked": 3,
     "training.guards": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
+    "rounds": 4,
     "training.connect": 4,
-    "training.team": 4,
-    "training.rounds": 4,
-    "training.agreement": 4,
-    "training.evaluation": 4,
+    "training.upcoming": 4,
     "training.step": 4,
     "training.keeping": 4,
+    "training.loop": 4,
     "training.run": 4,
     "machine.worker": 4,
     "machine.nursery": 4,
@@ -106,7 +108,9 @@ NEIGHBOURS = {
     "link": {"lifetime"},
     "store": {"member"},
     "rundir": {"journal"},
-    "training.tracked": {"training.gradients"},
+    "training.tracked": {"training.buffers", "training.folding"},
+    "training.folding": {"training.buffers", "training.untouched"},
+    "training.microbatch": {"training.folding"},
     "training.guards": {"training.tracked"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
@@ -115,20 +119,11 @@ NEIGHBOURS = {
     "machine.children": {"machine.nursery"},  # what is said between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
-    "training.rounds": {"training.team"},
-    "training.agreement": {"training.rounds", "training.team"},
-    "training.step": {"training.agreement", "training.rounds", "training.team"},
-    "training.evaluation": {"training.agreement", "training.rounds", "training.team"},
-    "training.keeping": {"training.rounds", "training.team"},
-    "training.run": {
-        "training.agreement",
-        "training.connect",
-        "training.evaluation",
-        "training.keeping",
-        "training.rounds",
-        "training.step",
-        "training.team",
-    },
+    "training.upcoming": {"rounds"},
+    "training.step": {"rounds"},
+    "training.keeping": {"rounds"},
+    "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
+    "training.run": {"rounds", "training.connect", "training.keeping", "training.loop", "training.step"},
 }
 
 PURE = {

@@ -33,9 +33,10 @@ from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import Wire
 from unisono.member import Member
+from unisono.rounds.standing import Report
+from unisono.rounds.team import AloneTeam
+from unisono.rounds.team import Team as RunTeam
 from unisono.training.run import Run
-from unisono.training.team import AloneTeam, Report
-from unisono.training.team import Team as RunTeam
 
 __all__ = ["AloneRun", "Place", "StaticRun", "train_on"]
 

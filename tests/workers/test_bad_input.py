@@ -24,6 +24,7 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.decisions.plan import Plan
 from unisono.errors import (
     DeadlineExceeded,
     DivergenceError,
@@ -34,9 +35,11 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.journal import read
-from unisono.training.rounds import Rounds
+from unisono.rounds.life import Rounds
+from unisono.rounds.standing import Report
+from unisono.rounds.team import AloneTeam
+from unisono.rounds.together import Together
 from unisono.training.step import Step
-from unisono.training.team import AloneTeam, Report
 from unisono.training.tracked import Tracked
 
 
@@ -298,7 +301,7 @@ def test_losses_that_cannot_be_trained_on(loop: Loop, spoil: Callable[[Tensor], 
 def test_a_loss_that_is_not_a_number_names_its_samples(loop: Loop) -> None:
     with pytest.raises(LossError) as caught:
         loop.train(lambda step, batch: step.backward(loop.loss(batch) * torch.nan))
-    first = loop.run._step.sample_indices(0)
+    first = loop.run._loop.step.sample_indices(0)
     assert len(first) == 6
     assert f"(samples {first})" in str(caught.value)
 
@@ -578,7 +581,7 @@ def test_an_error_of_user_code_says_where_it_came_from(loop: Loop) -> None:
             loop = Loop(run)
             loop.train(backward)
     (note,) = caught.value.__notes__
-    samples = ", ".join(map(str, run._step.sample_indices(1)))
+    samples = ", ".join(map(str, run._loop.step.sample_indices(1)))
     assert note == f"(in step 0, micro-batch 1, samples {samples})"
 
 
@@ -763,15 +766,21 @@ class Divided(AloneTeam):
     worker_ids = ("w0", "w1")
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
-        return [report, msgspec.structs.replace(report, kind="step", num_leaves=8)]
+        return [report, msgspec.structs.replace(report, kind="step", title="a step of 8 micro-batches")]
+
+
+class WaitingEvaluation(Together):
+    kind, title = "evaluation", "an evaluation of 3 batches"  # type: ignore[assignment,misc]
+
+    def combine(self, plan: Plan) -> Any:
+        raise DeadlineExceeded("waited")
 
 
 def test_workers_that_do_different_things() -> None:
     """Both wait for the other until a deadline; when they meet then, they find out, and do not try again for ever."""
     rounds = Rounds(Divided(torch.device("cpu")), Tracked())
-    rounds.start("evaluation", 3)
     with pytest.raises(StepError, match=says("w0 is at an evaluation of 3", "w1 is at a step of 8", "run.is_main")):
-        rounds.recover(DeadlineExceeded("waited"), [])
+        list(rounds.play(WaitingEvaluation(rounds.members, lambda: None)))
 
 
 def test_workers_that_have_drifted_apart() -> None:

@@ -355,7 +355,7 @@ def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:
         pass
 
     def fail(run: unisono.Run, step: unisono.Step) -> None:
-        if run._rounds is not None and run._rounds.phase == 1 and step.number == 4:
+        if run._rounds is not None and run._rounds.place.phase == 1 and step.number == 4:
             raise Stop
 
     with pytest.raises(Stop):

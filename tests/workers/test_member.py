@@ -18,7 +18,7 @@ from unisono.errors import DeadlineExceeded
 from unisono.exchange import Exchange
 from unisono.member import Member
 from unisono.messages import Beat, Hello, Holding, MemberInfo, Message, Notice, Suspect, Welcome, decode, encode
-from unisono.training.team import HeadTeam
+from unisono.rounds.team import HeadTeam
 
 M = TypeVar("M", bound=Message)
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")

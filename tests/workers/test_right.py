@@ -22,8 +22,9 @@ from unisono.decisions.cursor import Cursor
 from unisono.errors import StepError
 from unisono.exchange.alone import Alone
 from unisono.journal import read
-from unisono.training.gradients import Buffers, GradientFolder
-from unisono.training.run import Run
+from unisono.rounds.life import Rounds
+from unisono.training.buffers import Buffers
+from unisono.training.folding import GradientFolder
 
 SEED = 11
 EXACT = 1e-10
@@ -244,7 +245,7 @@ def _sum_of_nans(order: tuple[int, int]) -> list[int]:
         folder.start_leaf(leaf, exchange.slot)
         folder.backward((parameter * NANS[leaf]).sum(), 1.0)
         folder.finish_leaf(1.0, 1.0)
-    (slot,) = folder.held.values()
+    (slot,) = folder.nodes.values()
     return slot.gradients[0].view(torch.int32).tolist()
 
 
@@ -398,8 +399,8 @@ def test_a_parameter_that_nothing_used_keeps_no_gradient() -> None:
 
 def test_frozen_parameters_have_no_gradient_and_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = []
-    make = Run._make_folder
-    monkeypatch.setattr(Run, "_make_folder", lambda run: (layouts.append(folder := make(run)), folder)[1])
+    use = Rounds.use
+    monkeypatch.setattr(Rounds, "use", lambda rounds, layout: (layouts.append(layout), use(rounds, layout))[1])
     with AloneRun(seed=SEED) as run:
         model = nn.Sequential(nn.Linear(12, 1000), nn.Linear(1000, 4))
         model[0].requires_grad_(False)
@@ -410,9 +411,9 @@ def test_frozen_parameters_have_no_gradient_and_no_room(monkeypatch: pytest.Monk
                 step.backward(F.cross_entropy(model(x), y))
             assert model[0].weight.grad is None
             optimizer.step()
-    (folder,) = layouts
-    assert [entry.name for entry in folder.layout.gradients] == ["model.1.weight", "model.1.bias"]
-    assert folder.layout.num_rows < 4 * 4004 / 512 + 10
+    (layout,) = layouts
+    assert [entry.name for entry in layout.gradients] == ["model.1.weight", "model.1.bias"]
+    assert layout.num_rows < 4 * 4004 / 512 + 10
 
 
 def test_what_was_frozen_in_mid_run_is_not_updated_any_more() -> None:

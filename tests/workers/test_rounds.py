@@ -16,7 +16,9 @@ import torch
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import StaticTeam
-from unisono.decisions.cadence import Place
+from unisono.decisions.cadence import Place, Word
+from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
 from unisono.exchange import NUM_FACTS, Exchange, Share
@@ -26,10 +28,15 @@ from unisono.exchange.host import Board
 from unisono.exchange.shared import SharedMemory
 from unisono.facts import Facts
 from unisono.member import Member
+from unisono.rounds import Nothing
+from unisono.rounds.admission import Admission
+from unisono.rounds.gradient import CommittedStep
+from unisono.rounds.life import Rounds
+from unisono.rounds.members import Members
+from unisono.rounds.standing import Report
+from unisono.rounds.team import AloneTeam, HeadTeam
 from unisono.state import quick_digest
 from unisono.training.keeping import Keeper
-from unisono.training.rounds import Rounds
-from unisono.training.team import LOST, AloneTeam, HeadTeam, Report
 from unisono.training.tracked import Tracked
 
 CPU = torch.device("cpu")
@@ -90,10 +97,10 @@ class ScriptedTeam(AloneTeam):
         self.enter(3)
         return self.meet(report)
 
-    def newest(self) -> int:
+    def newest_generation(self) -> int:
         return 2 if 2 in self.script.generations and self.generation < 2 else 0
 
-    def halts_with(self, generation: int) -> bool:
+    def stops_at(self, generation: int) -> bool:
         return not self.script.generations[generation].members
 
     def paused(self) -> bool:
@@ -104,12 +111,41 @@ class ScriptedTeam(AloneTeam):
         return self.meet(report)
 
 
-def share(rounds: Rounds, nodes: Any, held: dict[Any, Any], num_leaves: int) -> None:
-    for node in nodes[rounds.team.rank]:
-        if node not in held:
-            slot = held[node] = rounds.team.exchange.slot()
-            slot.memory.zero_()
-            slot.scalars[0] = float(min((node.index + 1) << node.level, num_leaves) - (node.index << node.level))
+class Sum:
+    """A step of slots that hold their number of leaves; ``before_commit`` is called on its first attempt."""
+
+    kind, title, num_leaves = "step", "a step", NUM_LEAVES
+
+    def __init__(self, members: Members, before_commit: Callable[[Plan], None] = lambda plan: None) -> None:
+        self.members, self.before_commit = members, before_commit
+
+    def first_plan(self) -> Plan:
+        return even_plan(self.members.size, NUM_LEAVES)
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        nodes = self.members.slots.nodes
+        for node in plan.nodes[self.members.rank]:
+            if node not in nodes:
+                slot = nodes[node] = self.members.new_slot()
+                slot.memory.zero_()
+                slot.scalars[0] = float(min((node.index + 1) << node.level, NUM_LEAVES) - (node.index << node.level))
+        yield from ()
+
+    def combine(self, plan: Plan) -> CommittedStep:
+        self.before_commit(plan)
+        summed = self.members.sum(Share(NUM_LEAVES, plan.nodes, self.members.slots.nodes), Facts())
+        self.members.slots.result = summed.slot
+        assert self.members.slots.layout is not None
+        return CommittedStep(self.members, 0, self.members.slots.layout, summed.digest)
+
+    def interrupt(self) -> list[Node]:
+        return list(self.members.slots.nodes)
+
+    def finish(self) -> None:
+        pass
 
 
 def take_part(seat: Seat, why: str) -> None:
@@ -125,32 +161,27 @@ def take_part(seat: Seat, why: str) -> None:
         None, tracked=tracked, policy=None, resume="", anyway=(), also_anyway=(), command="", overwrite=False,
         device=CPU, threads=1,
     )  # fmt: skip
-    rounds.join(0, {}, lambda: None)
+    assert Admission(rounds).join(0, {}, lambda: None)
     rounds.use(FlatLayout([("p", torch.zeros(4))], []))
+
+    def lose(plan: Plan) -> None:
+        """It gives its part, and the loss comes before it has seen what became of it."""
+        if name == "b" and team.generation == 1:
+            copies = {node: slot.copy_to(team.exchange.slot()) for node, slot in rounds.members.slots.nodes.items()}
+            facts = [*Facts(notice=float(team.newest_generation()))]
+            team.exchange.combine(Share(NUM_LEAVES, plan.nodes, copies), [*facts, *(0.0,) * (NUM_FACTS - len(facts))])
+            seat.hear()  # the others have
+            raise PeerLost("c is gone")
+
     for step in range(NUM_STEPS):
-        rounds.step = step
+        rounds.move_to(Place(phase=0, step=step, total=step, lines=0))
         keeper.boundary(rounds)
         team.is_begun = True
-        plan, held = rounds.start("step", NUM_LEAVES), dict[Any, Any]()
-        while True:
-            try:
-                share(rounds, plan.nodes, held, NUM_LEAVES)
-                if name == "b" and team.generation == 1:
-                    # It gives its part, and the loss comes before it has seen what became of it.
-                    copies = {node: slot.copy_to(team.exchange.slot()) for node, slot in held.items()}
-                    facts = [*Facts(notice=float(team.newest()))]
-                    team.exchange.combine(
-                        Share(NUM_LEAVES, plan.nodes, copies), [*facts, *(0.0,) * (NUM_FACTS - len(facts))]
-                    )
-                    seat.hear()  # the others have
-                    raise PeerLost("c is gone")
-                rounds.combine(plan, held, Facts())
-                if name != "b" and step == 0:
-                    seat.say("committed")
-                break
-            except LOST as lost:
-                plan = rounds.recover(lost, held)
-        rounds.release_result()
+        for _ in rounds.play(Sum(rounds.members, lose)):
+            pass
+        if name != "b" and step == 0:
+            seat.say("committed")
+        rounds.members.release_result()
         if name == "c":
             break
     team.exchange.close()
@@ -214,11 +245,12 @@ def test_what_a_member_holds_of_the_next_layout_waits_while_it_stands_by() -> No
     for place, view in enumerate(slot.gradients):
         view.fill_(float(place + 1))
     expected = bytes(slot.rows(0, new.num_rows).tolist())
-    rounds._held = {Node(0, 0): slot}
-    rounds._bring_slots(old)
+    slots = rounds.members.slots
+    slots.nodes = {Node(0, 0): slot}
+    slots.bring(team.exchange, old)
     team.exchange.slot().memory.fill_(7)
-    rounds._bring_slots(new)
-    kept = rounds._held[Node(0, 0)]
+    slots.bring(team.exchange, new)
+    kept = slots.nodes[Node(0, 0)]
     assert kept.layout == new
     assert bytes(kept.rows(0, new.num_rows).tolist()) == expected
     assert team.exchange.slot() is not kept
@@ -270,14 +302,15 @@ def test_members_that_stand_at_different_phases_begin_together_where_the_checkpo
     def begin_at(rank: int, phase: int) -> None:
         tracked, _ = _trained(0)
         rounds = Rounds(StaticTeam(cast(Exchange, Threads(rank, barrier, box))), tracked)
+        admission = Admission(rounds)
         for number in range(phase, 2):
 
             def begin(number: int = number) -> Place:
                 (tracked.load if number == place.phase else tracked.load_models)(saved)
                 return place
 
-            assert rounds.join(number, {}, begin) == (number == place.phase)
-        found[rank] = (rounds.step, f"{quick_digest(tracked.compared()):016x}")
+            assert admission.join(number, {}, begin) == (number == place.phase)
+        found[rank] = (rounds.place.step, f"{quick_digest(tracked.compared()):016x}")
 
     threads = [threading.Thread(target=begin_at, args=(rank, phase)) for rank, phase in enumerate(phases)]
     for thread in threads:
@@ -302,17 +335,14 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
             yield
             self.is_waiting = False
 
+    class Keeping(Nothing):
+        def report(self) -> Word:
+            waits.append(team.is_waiting)
+            return Word()
+
     team = Waiting(CPU)
-    rounds = Rounds(team, Tracked())
+    rounds = Rounds(team, Tracked(), reporter=Keeping())
     rounds.use(FlatLayout([("a", torch.zeros(3))], []))
-
-    def tell() -> tuple[float, ...]:
-        waits.append(team.is_waiting)
-        return ()
-
-    rounds.about_checkpoints = tell
-    plan = rounds.start("step", 1)
-    held: dict[Any, Any] = {}
-    share(rounds, plan.nodes, held, 1)
-    rounds.combine(plan, held, Facts())
+    for _ in rounds.play(Sum(rounds.members)):
+        pass
     assert waits == [True]

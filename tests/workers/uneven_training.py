@@ -25,7 +25,7 @@ import unisono
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.waiting import WAIT_S
 from unisono import faults
-from unisono.training import step as steps
+from unisono.rounds import clock as step_clock
 
 NUM_LEAVES = 8
 HELD = 1
@@ -80,7 +80,7 @@ def main() -> None:
     wall: list[float] = []
     clock = OwnClock()
     if arguments.own_clock:
-        steps.time = faults.time = clock  # type: ignore[attr-defined, assignment]
+        step_clock.time = faults.time = clock  # type: ignore[attr-defined, assignment]
     spend = clock.sleep if arguments.own_clock else time.sleep
     with unisono.Run(seed=5, balance=not arguments.unbalanced) as run:
         draw = torch.Generator().manual_seed(1)

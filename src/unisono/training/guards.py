@@ -7,7 +7,7 @@ the inner loop, and **refuse** such a change in words or, where the meaning is p
 ==========================================  ==================================================
 change within a micro-batch                 what happens
 ==========================================  ==================================================
-a trained parameter appears, goes, changes  `StepError` (values: see `unisono.training.gradients`)
+a trained parameter appears, goes, changes  `StepError` (values: see `unisono.training.buffers`)
 ``module.train()``, ``module.eval()``       put back before and after each micro-batch
 ``parameter.grad = ...``                    `StepError`, unless it was there before the backward
 options of an optimizer, its state          `StepError` at the end of the inner loop

@@ -25,10 +25,11 @@ from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal, has_steps, truncate
+from unisono.rounds.life import Rounds
+from unisono.rounds.team import Team
+from unisono.rounds.together import together
 from unisono.rundir import Lock, claim, describe, holder, make, read_facts
 from unisono.training.process import Process, tell
-from unisono.training.rounds import Rounds
-from unisono.training.team import Team
 from unisono.training.tracked import Tracked
 from unisono.words import count
 
@@ -102,6 +103,7 @@ class Keeper:
         self.saver = Saver(
             policy, directory, device, tracked.state, tracked.updated, journal=journal, is_there=self._is_there
         )
+        self._team: Team | None = None
         self._writes = False  # for all, as they have heard
         self._misses = False  # nobody sees the directory any more, and this member has said so
         self._look_at = 0.0
@@ -209,9 +211,10 @@ class Keeper:
         self._began = place
         return place
 
-    def joined(self, cursor: Cursor, rounds: Rounds) -> None:
+    def joined(self, cursor: Cursor, rounds: Rounds, lines: list[str]) -> None:
         """This member is in the run, and the directory is claimed."""
-        self.journal.go_on_at(rounds.lines, rounds.handed_over)
+        self._team = rounds.team
+        self.journal.go_on_at(rounds.place.lines, lines)
         if rounds.number > 0:
             self.saver.reaching = frozenset()  # the others know who writes, this member does not yet
         self.saver.recipe = self._recipe(cursor)
@@ -299,24 +302,27 @@ class Keeper:
 
     # -- with every combine --------------------------------------------------------------------------
 
-    def tell(self) -> Word:
+    def report(self) -> Word:
         """What to say about the run's directory, and what is written there."""
         if not self.saver.reaches and self._lock.is_held and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY_S
             self._is_there()
         return self.saver.tell()._replace(lines=float(self.journal.num_written))
 
-    def hear(self, words: Sequence[Sequence[float]], generation: int, team: Team) -> None:
+    def on_reports(self, reports: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
         """What all members said, by rank."""
-        said = [Word(*word) for word in words]
-        self.saver.hear(said, generation, team.worker_ids)
+        said = [Word(*word) for word in reports]
+        self.saver.hear(said, generation, worker_ids)
         self.journal.hear(int(max(word.lines for word in said)))
-        wrote, self._writes = self._writes, self.writes(team)
+        wrote, self._writes = self._writes, self._team is not None and self.writes(self._team)
         if wrote and not self.saver.reaching:
             self._miss()
         elif self._misses and self.saver.reaching:
             self._misses = False
             tell(f"unisono: the run directory {self.directory} is there again")
+
+    def unwritten_lines(self) -> list[str]:
+        return self.journal.unwritten()
 
     def writes(self, team: Team) -> bool:
         """Whether this member writes what one writes for all: the first that sees the directory."""
@@ -345,14 +351,14 @@ class Keeper:
         Raises:
             SystemExit: after SIGTERM, with the exit code of the policy.
         """
-        if rounds.halts() or self._leaving:
+        if rounds.stops() or self._leaving:
             self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
         if self._leaving:
             assert self.policy is not None
             raise SystemExit(self.policy.on_signal)
         rounds.boundary()
         self.saver.boundary(
-            self.place(rounds), rank=rounds.team.rank, generation=rounds.team.generation, metrics=self.metrics
+            rounds.place, rank=rounds.team.rank, generation=rounds.team.generation, metrics=self.metrics
         )
 
     def save_last(self, rounds: Rounds) -> None:
@@ -360,7 +366,7 @@ class Keeper:
         team = rounds.team
         with team.waiting():  # for a disk, which is nobody's fault
             self.saver.save_last(
-                self.place(rounds),
+                rounds.place,
                 rank=team.rank,
                 generation=team.generation,
                 worker_ids=team.worker_ids,
@@ -374,8 +380,5 @@ class Keeper:
             self.save_last(rounds)
             self.saver.finish()
 
-        rounds.together(work)
+        together(rounds, work)
         self.saver.confirm()
-
-    def place(self, rounds: Rounds) -> Place:
-        return Place(phase=rounds.phase, step=rounds.step, total=rounds.total, lines=rounds.lines)

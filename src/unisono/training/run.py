@@ -8,7 +8,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,32 +23,25 @@ from unisono import member as members
 from unisono.decisions.cadence import Checkpoints
 from unisono.decisions.checks import is_rehearsed, rehearsal
 from unisono.decisions.cursor import Cursor
-from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
-from unisono.errors import RunStopped, StepError, UnisonoError, UsageError
-from unisono.faults import at_step, point
+from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.journal import end_line
 from unisono.messages import RunDirectory, StepDone, Told
-from unisono.training.agreement import Agreement, Digests, check_digests
+from unisono.rounds.admission import Admission
+from unisono.rounds.agreement import Digests, check_digests
+from unisono.rounds.evaluation import Evaluator, Totals, check_batches, evaluate, evaluate_alone
+from unisono.rounds.life import Rounds
+from unisono.rounds.team import AloneTeam, HeadTeam, Team
+from unisono.rounds.together import together
 from unisono.training.connect import build_exchange
 from unisono.training.data import Fetcher, MapDataset, check_dataset
-from unisono.training.evaluation import Evaluator, Totals, check_batches, evaluate
-from unisono.training.gradients import GradientFolder
-from unisono.training.guards import (
-    Guards,
-    Structure,
-    UnusedGradients,
-    warn_of_clipping,
-    watched_schedulers,
-    watched_zero_grad,
-)
+from unisono.training.guards import Structure
 from unisono.training.keeping import Keeper
+from unisono.training.loop import TrainingLoop
 from unisono.training.process import Process, tell
 from unisono.training.randomness import seed_place
-from unisono.training.rounds import Rounds
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
-from unisono.training.step import Clock, Step, StepContext
-from unisono.training.team import AloneTeam, HeadTeam, Team
+from unisono.training.step import Step
 from unisono.training.tracked import Tracked
 from unisono.words import progress
 
@@ -132,14 +125,12 @@ class Run:
         self._writes = False
         self._phases = 0
         self._num_evaluations = 0
-        self._steps_before = 0
+        self._num_steps = 0  # of the run, that are done
         self._told_at = 0.0
         self._tells = False
         self._done: StepDone | None = None
-        self._step: Step | None = None
+        self._loop: TrainingLoop | None = None  # the one that has begun last
         self._training: Generator[Step, None, None] | None = None
-        self._inside = False
-        self._end_step: Callable[[], None] = _nothing
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -156,10 +147,8 @@ class Run:
         self._keeper.enter(self._run_id, alone=member is None)
         self._arithmetic.enter()
         self._team = self._make_team(member)
-        self._rounds = Rounds(self._team, self._tracked, balance=self._balance)
-        self._rounds.about_checkpoints = self._keeper.tell
-        self._rounds.heard_about_checkpoints = partial(self._keeper.hear, team=self._team)
-        self._rounds.unwritten = self._journal.unwritten
+        self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+        self._admission = Admission(self._rounds)
         self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
         seed_place(self.seed, "start")
         return self
@@ -176,8 +165,8 @@ class Run:
                 try:
                     if self._training is not None:
                         self._training.close()
-                    self._leave_step()
-                    self._note_where_it_was_left()
+                    if self._loop is not None:
+                        self._loop.leave()
                     digests = self._tracked.digests()
                     if self._joined:
                         self._end_together(self._rounds, digests)
@@ -187,8 +176,10 @@ class Run:
                 self._append(end_line(ok=True, digests=digests))
             else:
                 self._note_place(error)
-                if isinstance(error, SystemExit) and error.code in (None, 0) and self._is_step_complete():
-                    self._leave_step()
+                loop = self._loop
+                is_well = isinstance(error, SystemExit) and error.code in (None, 0)
+                if is_well and loop is not None and loop.step is not None and loop.step.is_complete:
+                    loop.leave()
                 if self._joined and not self._is_others_affair(error):
                     self._append_failure(error)
         finally:
@@ -208,10 +199,10 @@ class Run:
             DivergenceError: the members do not end with the same.
         """
         assert self._team is not None
-        self._team.leaving(rounds.phase, rounds.step)
+        self._team.leaving(rounds.place.phase, rounds.place.step)
         own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
-        letters = rounds.together(lambda: None, msgspec.msgpack.encode(own))
-        told = [msgspec.msgpack.decode(letter, type=Digests) for letter in letters]
+        payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
+        told = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
         check_digests(dict(zip(self._team.worker_ids, told, strict=False)))  # before anything of it is kept
         self._keeper.save_together(rounds)
         self._tell_done(None)
@@ -261,7 +252,7 @@ class Run:
             UsageError: an object has no ``state_dict``, or its name is taken.
         """
         self._process.check("run.track")
-        if self._inside:
+        if self._loop is not None and self._loop.is_open:
             raise UsageError("run.track was called inside of run.steps; track everything before the loop")
         self._tracked.add(objects)
         for name, value in objects.items():
@@ -330,8 +321,31 @@ class Run:
         self._tracked.check(self.device)
         num_steps = cursor.steps_per_epoch * epochs
         num_steps = num_steps if max_steps is None else min(num_steps, max_steps)
+        rounds, _ = self._in_rounds()
+        loop = TrainingLoop(
+            rounds=rounds,
+            tracked=self._tracked,
+            keeper=self._keeper,
+            journal=self._journal,
+            process=self._process,
+            cursor=cursor,
+            num_steps=num_steps,
+            make_fetcher=lambda cursor, upcoming: Fetcher(
+                dataset,
+                lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
+                seed=self.seed,
+                device=self.device,
+                collate=collate or default_collate,
+                loader_workers=loader_workers,
+                upcoming=upcoming,
+            ),
+            seed=self.seed,
+            rehearses=self._arithmetic.deterministic,
+            num_done=lambda: self._num_steps,
+            on_step=self._finish,
+        )
         # A generator would put the checks above off until the first step.
-        self._training = self._train(cursor, dataset, num_steps, collate, loader_workers)
+        self._training = self._train(loop)
         return self._training
 
     def save(self) -> None:
@@ -349,7 +363,7 @@ class Run:
         if self._rounds is None or not self._joined:
             raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
         self._keeper.saver.request()
-        if not self._inside:
+        if self._loop is None or not self._loop.is_open:
             self._keeper.save_together(self._rounds)
 
     def evaluate(
@@ -377,7 +391,7 @@ class Run:
         self._process.check("run.evaluate")
         if self._team is None or self._rounds is None:
             raise UsageError("run.evaluate works inside `with unisono.Run(...) as run:`")
-        if self._step is not None and self._step.microbatch is not None:
+        if self._loop is not None and self._loop.is_in_microbatch():
             raise UsageError(
                 "run.evaluate was called inside of `for batch in step`, where each worker is at another micro-batch: "
                 "call it after that loop"
@@ -404,151 +418,52 @@ class Run:
             tracked.eval()
         try:
             evaluator = Evaluator(fetcher, function, self._tracked, seed=self.seed)
-            totals = evaluate(
-                rounds,
-                evaluator,
-                num_batches=num_batches,
-                rehearses=rehearses,
-                number=self._num_evaluations,
-            )
+            if rounds is None:
+                totals = evaluate_alone(evaluator, num_batches=num_batches)
+            else:
+                totals = evaluate(
+                    rounds,
+                    evaluator,
+                    num_batches=num_batches,
+                    rehearses=rehearses,
+                    number=self._num_evaluations,
+                )
             self._num_evaluations += 1
         finally:
             fetcher.close()
             before.restore_modes()
         shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
-        self._append({"kind": "evaluation", "step": self._steps_before, "totals": shown})
+        self._append({"kind": "evaluation", "step": self._num_steps, "totals": shown})
         # Every member has evaluated other batches, and what comes next may draw random numbers.
         seed_place(self.seed, "after", self._journal.number)
         return totals
 
     # -- the outer loop ------------------------------------------------------------------------------
 
-    def _train(
-        self,
-        cursor: Cursor,
-        dataset: MapDataset,
-        num_steps: int,
-        collate: Callable[[list[Any]], Any] | None,
-        loader_workers: int,
-    ) -> Generator[Step, None, None]:
-        assert self._rounds is not None
-        assert self._team is not None
-        if self._inside:
+    def _train(self, loop: TrainingLoop) -> Generator[Step, None, None]:
+        """The generator behind `steps`."""
+        rounds, team = self._in_rounds()
+        if self._loop is not None and self._loop.is_open:
             raise UsageError(
                 "run.steps was called inside of another run.steps; finish the first, or train on both in one loop"
             )
-        self._leave_step()
-        if self._step is not None and self._joined:
-            self._note_where_it_was_left()
-            self._team.leaving(self._rounds.phase, self._rounds.step, goes_on=True)
-        rounds, phase = self._rounds, self._phases
-        self._phases += 1
-        first = self._join(phase, cursor, num_steps)
+        if self._loop is not None and self._loop.step is not None:
+            self._loop.leave()
+            if self._joined:
+                team.leaving(rounds.place.phase, rounds.place.step, goes_on=True)
+        phase, self._phases = self._phases, self._phases + 1
+        first = self._join(phase, loop.cursor, loop.num_steps)
         if first is None:
             return
-        if first >= num_steps > 0 and self.is_main:
-            tell(f"unisono: nothing is left to do: {progress(first, num_steps)} are done")
-        agreement = Agreement(rounds, rehearses=self._arithmetic.deterministic, num_steps=num_steps)
-        base = self._steps_before - first
-        ahead = _Ahead(rounds, cursor, num_steps, lambda number, plan: agreement.expected(number, base + number, plan))
-        fetcher = Fetcher(
-            dataset,
-            lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
-            seed=self.seed,
-            device=self.device,
-            collate=collate or default_collate,
-            loader_workers=loader_workers,
-            upcoming=ahead.upcoming,
-        )
-        folder = self._make_folder()
+        self._loop = loop
+        if first >= loop.num_steps > 0 and self.is_main:
+            tell(f"unisono: nothing is left to do: {progress(first, loop.num_steps)} are done")
+        yield from loop.run(phase, first)
 
-        def current_folder() -> GradientFolder:
-            nonlocal folder
-            if [id(parameter) for _, parameter in self._tracked.trained()] != folder.identities or (
-                self._tracked.buffers().places != folder.buffers.places
-            ):
-                folder.close()
-                folder = self._make_folder()
-            return folder
-
-        clock = Clock()
-        self._inside = True
-        unused = UnusedGradients(self._tracked)
-        context = StepContext(
-            rounds=rounds,
-            folder=current_folder,
-            fetcher=fetcher,
-            cursor=cursor,
-            seed=self.seed,
-            first_number=base,
-            note_plan=ahead.note,
-            guards=Guards(self._tracked),
-            unused=unused,
-            agreement=agreement,
-            process=self._process,
-        )
-
-        def before_update(name: str) -> None:
-            self._refuse_update(name)
-            unused.before_update(name)
-
-        hooks = self._tracked.before_updates(before_update)
-        try:
-            with (
-                warn_of_clipping(self._is_in_microbatch),
-                watched_zero_grad(unused.dropped),
-                watched_schedulers(self._refuse_schedule),
-            ):
-                for number in range(first, num_steps):
-                    at_step(number)
-                    self._note_position(number)
-                    self._team.in_loop((phase, number))
-                    self._keeper.boundary(rounds)
-                    seed_place(self.seed, "step", base + number)
-                    step = self._step = Step(context, number, clock)
-                    self._end_step = partial(self._finish, step, clock, base + num_steps)
-                    point("step_head")
-                    yield step
-                    self._process.check("run.steps")
-                    self._leave_step()
-            self._note_position(max(first, num_steps))
-            self._keeper.save_last(rounds)
-            self._step = None
-            self._team.in_loop(None)
-        finally:
-            self._inside = False
-            for hook in hooks:
-                hook.remove()
-            fetcher.close()
-            folder.close()
-
-    def _refuse_schedule(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raises: StepError: within the inner loop."""
-        if self._is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
-            raise StepError(
-                "the step() of a learning rate scheduler was called inside of `for batch in step`, where each worker "
-                "computes other micro-batches, so it would count other steps on each: call it after that loop"
-            )
-
-    def _is_in_microbatch(self) -> bool:
-        return self._step is not None and self._step.microbatch is not None
-
-    def _refuse_update(self, name: str) -> None:
-        """Raises: StepError: within the inner loop."""
-        if self._step is not None and self._step.microbatch is not None:
-            raise StepError(
-                f"{name}.step() was called inside of `for batch in step` (micro-batch {self._step.microbatch}), where "
-                "parameters have no gradient yet: call it after that loop"
-            )
-
-    def _note_position(self, step: int) -> None:
+    def _in_rounds(self) -> tuple[Rounds, Team]:
         assert self._rounds is not None
-        self._rounds.step, self._rounds.total, self._rounds.lines = step, self._steps_before, self._journal.number
-
-    def _note_where_it_was_left(self) -> None:
-        """A loop that was left by ``break`` has not come to its end, where it would have said so."""
-        if self._step is not None and self._rounds is not None and self._joined:
-            self._note_position(self._step.number + (1 if self._step.has_begun else 0))
+        assert self._team is not None
+        return self._rounds, self._team
 
     def _join(self, phase: int, cursor: Cursor, num_steps: int) -> int | None:
         """Get into the run; returns the step to begin with, None if the run is past this phase."""
@@ -556,13 +471,13 @@ class Run:
         assert self._team is not None
         rounds, recipe = self._rounds, self._keeper.recipe(cursor, num_steps)
         if self._joined:
-            rounds.enter_phase(phase, recipe)
+            rounds.enter_phase(recipe, msgspec.structs.replace(rounds.place, phase=phase, step=0))
             return 0
-        if not rounds.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
+        if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
             return None
         self._joined = True
-        self._steps_before = rounds.total
-        self._keeper.joined(cursor, rounds)
+        self._num_steps = rounds.place.total
+        self._keeper.joined(cursor, rounds, self._admission.lines)
         # All who see it: the first may be lost before, or be on a machine where that path is nothing.
         if self._keeper.saver.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy
@@ -575,39 +490,14 @@ class Run:
                 "have nothing to compute; use more micro-batches or fewer workers",
                 stacklevel=4,
             )
-        return rounds.step
+        return rounds.place.step
 
-    def _make_folder(self) -> GradientFolder:
-        assert self._rounds is not None
-        for _, parameter in self._tracked.parameters():
-            if not parameter.requires_grad:
-                parameter.grad = None  # of when it was trained; an optimizer would apply it again
-        frozen = [(name, one) for name, one in self._tracked.parameters() if not one.requires_grad]
-        folder = GradientFolder(self._tracked.trained(), self._tracked.buffers(), frozen, self._tracked.calls)
-        self._rounds.use(folder.layout)
-        return folder
-
-    def _leave_step(self) -> None:
-        """The loop goes on after the step that it got last, or was left there by ``break``.
-
-        Raises:
-            StepError: the step has no gradient.
-        """
-        end, self._end_step = self._end_step, _nothing
-        if self._inside or (self._step is not None and self._step.has_begun):
-            end()
-
-    def _is_step_complete(self) -> bool:
-        return self._step is not None and self._step.is_complete
-
-    def _finish(self, step: Step, clock: Clock, num_steps: int) -> None:
-        """The step is over: its line, for the journal and for who watches."""
+    def _finish(self, step: Step, seconds: dict[str, float], num_steps: int) -> None:
+        """A step is over: write its line into the journal, and tell those who watch the run."""
         assert self._team is not None
-        step.close()
-        point("after_step")
-        self._steps_before += 1
-        seconds = clock.reset()
-        assert self._rounds is not None
+        self._num_steps += 1
+        result = step.gradient.result
+        assert result is not None
         workers = {
             worker_id: {
                 "leaves": int(facts.leaves),
@@ -615,10 +505,16 @@ class Run:
                 "compute": round(facts.compute, 6),
                 "last": {part: round(value, 6) for part, value in facts.last.items()},
             }
-            for worker_id, facts in zip(self._team.worker_ids, self._rounds.facts, strict=False)
+            for worker_id, facts in zip(self._team.worker_ids, result.telemetry, strict=False)
         }
-        line = {
-            **step.line,
+        line: dict[str, Any] = {
+            "kind": "step",
+            "step": step.place,
+            "epoch": step.epoch,
+            "loss": step.loss,
+            "weight": step.gradient.weight,
+            "samples": step.num_samples,
+            "digest": f"{result.digest:016x}",
             "num_steps": num_steps,
             "generation": self._team.generation,
             "seconds": {name: round(value, 6) for name, value in seconds.items()},
@@ -629,8 +525,8 @@ class Run:
         if news := self._keeper.saver.news():
             line["checkpoint"] = news
         # Not a line of its own: who finishes this step after a loss knows of no change, and lines are numbered alike.
-        if step.news:
-            line["balance"] = step.news
+        if step.gradient.news:
+            line["balance"] = step.gradient.news
         if self._team.warnings:
             line["warnings"] = list(self._team.warnings)
             self._team.warnings.clear()
@@ -638,13 +534,13 @@ class Run:
         member = members.current()
         # The journal has all of them; on a screen, steps of milliseconds would say nothing else.
         if (
-            step.news
+            step.gradient.news
             and member is not None
             and self._team.rank == 0
             and time.monotonic() - self._told_at > TELL_EVERY_S
         ):
             self._told_at = time.monotonic()
-            member.send(Told(text=step.news))
+            member.send(Told(text=step.gradient.news))
         if member is not None:
             self._tell_done(
                 StepDone(
@@ -685,7 +581,7 @@ class Run:
             self._team is not None
             and self._keeper.writes(self._team)
             and (self._joined or members.current() is None)
-            and not self._team.is_out()
+            and not self._team.is_evicted()
         )
         if writes != self._writes:
             self._writes = writes
@@ -703,51 +599,12 @@ class Run:
 
     def _note_place(self, error: BaseException) -> None:
         """Say where in the data an error of the user's code came from."""
-        if self._step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
+        step = self._loop.step if self._loop is not None else None
+        if step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
             return
-        place = self._step.microbatch
-        if place is not None:
-            samples = self._step.sample_indices(place)
+        index = step.microbatch
+        if index is not None:
+            samples = step.sample_indices(index)
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
-            error.add_note(f"(in step {self._step.number}, micro-batch {place}, samples {shown})")
-            error.unisono_place = (self._step.place, place, samples)  # type: ignore[attr-defined]
-
-
-def _nothing() -> None:
-    pass
-
-
-class _Ahead:
-    """What this worker will probably compute next, for loader processes."""
-
-    def __init__(
-        self, rounds: Rounds, cursor: Cursor, num_steps: int, rehearsed: Callable[[int, Plan], int | None]
-    ) -> None:
-        self._rounds = rounds
-        self._cursor = cursor
-        self._num_steps = num_steps
-        self._rehearsed = rehearsed
-        self._number = -1
-        self._plan: Plan | None = None
-        self._other: int | None = None
-
-    def note(self, number: int, plan: Plan, other: int | None) -> None:
-        self._number, self._plan, self._other = number, plan, other
-
-    def upcoming(self) -> Iterator[tuple[int, int]]:
-        rank = self._rounds.team.rank
-        if self._plan is not None:
-            yield from ((self._number, leaf) for leaf in _of(self._plan, rank))
-            if self._other is not None:
-                yield self._number, self._other
-        for number in range(self._number + 1, self._num_steps):
-            plan = self._rounds.predicted(self._cursor.position(number).num_leaves)
-            yield from ((number, leaf) for leaf in _of(plan, rank))
-            other = self._rehearsed(number, plan)
-            if other is not None:
-                yield number, other
-
-
-def _of(plan: Plan, rank: int) -> Sequence[int]:
-    """A plan is of one generation, a rank perhaps of the next."""
-    return plan.ranges[rank] if rank < len(plan.ranges) else ()
+            error.add_note(f"(in step {step.number}, micro-batch {index}, samples {shown})")
+            error.unisono_place = (step.place, index, samples)  # type: ignore[attr-defined]

@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.errors import StepError, UsageError
 from unisono.state import digest_of_state, is_same_state
-from unisono.training.gradients import Buffers, Calls
+from unisono.training.buffers import Buffers
+from unisono.training.folding import Calls
 
 __all__ = ["Tracked"]
 

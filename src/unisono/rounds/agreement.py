@@ -21,10 +21,11 @@ from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minor
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError
 from unisono.facts import Facts, halves
+from unisono.rounds.members import Members
+from unisono.rounds.team import LOST
 from unisono.state import described, quick_digest
-from unisono.training.gradients import Fingerprint
-from unisono.training.rounds import Rounds
-from unisono.training.team import LOST
+from unisono.training.folding import Fingerprint
+from unisono.training.tracked import Tracked
 from unisono.words import listed
 
 __all__ = ["Agreement", "Digests", "check_digests"]
@@ -66,8 +67,9 @@ class Agreement:
         num_steps: of this ``run.steps``.
     """
 
-    def __init__(self, rounds: Rounds, *, rehearses: bool, num_steps: int) -> None:
-        self._rounds = rounds
+    def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, num_steps: int) -> None:
+        self._members = members
+        self._tracked = tracked
         self._rehearses = rehearses
         self._num_steps = num_steps
         self._step = -1
@@ -87,8 +89,8 @@ class Agreement:
         self._own = self._other = self._digest = None
         self._step = total
         is_last = number == self._num_steps - 1
-        is_team = self._rounds.team.size > 1
-        is_first = self._rounds.is_first_of_generation
+        is_team = self._members.size > 1
+        is_first = self._members.balancing.is_first_of_generation
         self._is_rehearsed = (
             is_team and self._rehearses and is_rehearsed(total, is_first_of_generation=is_first, is_last=is_last)
         )
@@ -97,7 +99,7 @@ class Agreement:
 
     def rehearsal(self, plan: Plan) -> Rehearsal | None:
         """Return what this member computes for others in this step; None: it is no rehearsal."""
-        return rehearsal(plan, self._rounds.team.rank, self._step) if self._is_rehearsed else None
+        return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
     def expected(self, number: int, total: int, plan: Plan) -> int | None:
         """Return the micro-batch of another member that this one will compute in a coming step, to fetch it ahead.
@@ -107,10 +109,13 @@ class Agreement:
             total: its number in the run.
             plan: what the plan of that step will probably be.
         """
-        team = self._rounds.team
-        if team.size < 2 or not self._rehearses or not is_rehearsed(total, is_last=number == self._num_steps - 1):
+        if (
+            self._members.size < 2
+            or not self._rehearses
+            or not is_rehearsed(total, is_last=number == self._num_steps - 1)
+        ):
             return None
-        return rehearsal(plan, team.rank, total).other
+        return rehearsal(plan, self._members.rank, total).other
 
     def note_own(self, fingerprint: Fingerprint) -> None:
         """Keep the fingerprint of this member's micro-batch that another one computes as well."""
@@ -122,7 +127,7 @@ class Agreement:
 
     def add_to(self, facts: Facts) -> Facts:
         """Return the facts with what this member has to compare."""
-        facts = facts._replace(arithmetic=float(self._rounds.team.arithmetic))
+        facts = facts._replace(arithmetic=float(self._members.arithmetic))
         if self._digest is not None:
             high, low = halves(self._digest)
             facts = facts._replace(compared=float(self._step), state_high=high, state_low=low)
@@ -154,10 +159,10 @@ class Agreement:
     # -- inside --------------------------------------------------------------------------------------
 
     def _digest_of_state(self) -> int:
-        return quick_digest(self._rounds.tracked.compared())
+        return quick_digest(self._tracked.compared())
 
     def _states_differ(self, facts: Sequence[Facts], states: Mapping[int, Any]) -> None:
-        ids = self._rounds.team.worker_ids
+        ids = self._members.worker_ids
         wrong = _odd_ones(states, [each.arithmetic for each in facts])
         if wrong is None:
             if not self._has_warned:
@@ -167,7 +172,7 @@ class Agreement:
         ranks, usual = wrong
         mine = {
             name: text
-            for tracked, value in self._rounds.tracked.compared().items()
+            for tracked, value in self._tracked.compared().items()
             for name, text in described(value, tracked).items()
         }
         details = self._tell(facts, _Details(state=mine))
@@ -178,7 +183,7 @@ class Agreement:
         )
 
     def _leaves_differ(self, facts: Sequence[Facts], owner: int, helper: int) -> None:
-        ids, leaf = self._rounds.team.worker_ids, int(facts[owner].own_leaf)
+        ids, leaf = self._members.worker_ids, int(facts[owner].own_leaf)
         details = self._tell(facts, _Details(leaves=[one for one in (self._own, self._other) if one is not None]))
         what = ""
         if details:
@@ -197,7 +202,7 @@ class Agreement:
         if any(each.compared != self._step for each in facts):
             return []  # who has finished this step before a loss does not look at it again
         try:
-            letters = self._rounds.gather(msgspec.msgpack.encode(details))
+            letters = self._members.gather(msgspec.msgpack.encode(details))
         except LOST:
             return []
         return [msgspec.msgpack.decode(letter, type=_Details) for letter in letters]

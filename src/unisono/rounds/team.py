@@ -1,9 +1,8 @@
 """The peers of this worker: the generation that it is in, and how it gets into the next.
 
 A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members do
-is collective: they call the same things in the same order. Each such thing is a **round** (the commit of a step, an
-evaluation), and rounds are counted. When a member is lost, the survivors meet in the next generation and tell each
-other which round they are in and which nodes of it they have; see `unisono.training.rounds`.
+is collective: they call the same things in the same order. When a member is lost, the survivors meet in the next
+generation and tell each other which round they are in and which nodes of it they have; see `unisono.rounds.life`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from unisono.exchange.alone import Alone
 from unisono.faults import point
 from unisono.member import Member
 from unisono.messages import Notice
+from unisono.rounds.standing import Report
 
-__all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Report", "Team"]
+__all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Team"]
 
 LOST = (PeerLost, DeadlineExceeded)
 """What ends a generation for its members: they meet again in the next."""
@@ -33,31 +33,6 @@ Samples = Callable[[], Sequence[int]]
 
 class LeftBehind(RunStopped):
     """The run goes on without this worker. Its process ends, and a new one may join."""
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member tells the others when they meet."""
-
-    fresh: bool
-    """It does not have the state of the run."""
-    phase: int
-    step: int
-    """The step within the phase that this member is at or will begin next."""
-    round: int
-    """The round that it has not finished yet."""
-    kind: str
-    """"step", "evaluation" or "together"."""
-    begun: bool = False
-    """It is inside that round, not at the boundary before it."""
-    num_leaves: int
-    have: list[tuple[int, int]] = []
-    """Nodes of that round that it has finished."""
-    lines: int = 0
-    """Lines of the journal."""
-    total: int = 0
-    """Steps of the run that are done, of all phases."""
-    recipe: dict[str, int | bool] = {}
-    """Of the phase in which the member got in, or would."""
 
 
 class Team(Protocol):
@@ -93,20 +68,20 @@ class Team(Protocol):
         """Tell the head that this member's exchange failed, which it may not have seen."""
         ...
 
-    def is_out(self) -> bool:
-        """The others go on without this worker, and it has not noticed yet."""
+    def is_evicted(self) -> bool:
+        """Return whether the others go on without this worker, which has not noticed yet."""
         ...
 
     def check(self) -> None:
         """Raise what an exchange would raise now, without waiting: a lost peer, or the end of the run."""
         ...
 
-    def newest(self) -> int:
-        """The newest planned generation that this member has heard of; 0 if none is to come."""
+    def newest_generation(self) -> int:
+        """Return the newest planned generation that this member has heard of; 0 if none is to come."""
         ...
 
-    def halts_with(self, generation: int) -> bool:
-        """Whether the run stops or pauses at this planned generation."""
+    def stops_at(self, generation: int) -> bool:
+        """Return whether the run stops or pauses at this planned generation."""
         ...
 
     def switch(self, generation: int, report: Report) -> list[Report]:
@@ -114,7 +89,7 @@ class Team(Protocol):
         ...
 
     def paused(self) -> bool:
-        """Fewer members are left than the run wants: wait at the next boundary."""
+        """Return whether fewer members are left than the run wants, so that they wait at the next boundary."""
         ...
 
     def wait_until_resumed(self, report: Report) -> list[Report]:
@@ -176,16 +151,16 @@ class AloneTeam:
     def suspect(self, lost: Exception) -> None:
         pass
 
-    def is_out(self) -> bool:
+    def is_evicted(self) -> bool:
         return False
 
     def check(self) -> None:
         pass
 
-    def newest(self) -> int:
+    def newest_generation(self) -> int:
         return 0
 
-    def halts_with(self, generation: int) -> bool:
+    def stops_at(self, generation: int) -> bool:
         return False
 
     def switch(self, generation: int, report: Report) -> list[Report]:
@@ -273,7 +248,7 @@ class HeadTeam:
             self._said_ready = True
             self._member.ready(phase)
         while True:
-            notice = self._await(lambda n: self._place_in(n) >= 0)
+            notice = self._await(lambda n: self._rank_in(n) >= 0)
             try:
                 self._enter(notice)
                 return self.meet(report)
@@ -282,8 +257,8 @@ class HeadTeam:
 
     def meet(self, report: Report) -> list[Report]:
         with self.waiting():
-            letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
-        return [msgspec.msgpack.decode(letter, type=Report) for letter in letters]
+            payloads = self.exchange.all_gather(msgspec.msgpack.encode(report))
+        return [msgspec.msgpack.decode(payload, type=Report) for payload in payloads]
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
         while True:
@@ -291,7 +266,7 @@ class HeadTeam:
             if self._newest_immediate() <= self.generation:
                 self.suspect(lost)
             notice = self._await(lambda n: n.immediate)
-            if self._place_in(notice) < 0:
+            if self._rank_in(notice) < 0:
                 raise LeftBehind(
                     f"generation {notice.generation} goes on without this worker ({notice.reason}); it ends, to "
                     f"join again"
@@ -310,10 +285,10 @@ class HeadTeam:
         peers = lost.peers if isinstance(lost, LOST) else ()
         self._member.suspect(self.generation, str(lost), [peer for peer in peers if peer != self._member.worker_id])
 
-    def is_out(self) -> bool:
+    def is_evicted(self) -> bool:
         with self._changed:
             later = [n for n in self._notices.values() if n.immediate and n.generation > self.generation]
-            return bool(later) and self._place_in(max(later, key=lambda n: n.generation)) < 0
+            return bool(later) and self._rank_in(max(later, key=lambda n: n.generation)) < 0
 
     def check(self) -> None:
         if self._alarm is not None:
@@ -323,14 +298,14 @@ class HeadTeam:
         if isinstance(self._alarm, RunStopped):
             raise self._alarm
 
-    def newest(self) -> int:
+    def newest_generation(self) -> int:
         with self._changed:
             planned = [
                 n.generation for n in self._notices.values() if not n.immediate and n.generation > self.generation
             ]
         return max(planned, default=0)
 
-    def halts_with(self, generation: int) -> bool:
+    def stops_at(self, generation: int) -> bool:
         notice = self._notices.get(generation)
         return notice is not None and (notice.paused or not notice.members)
 
@@ -339,7 +314,7 @@ class HeadTeam:
         if not notice.members:
             self._member.left()
             raise RunStopped(notice.reason)
-        if self._place_in(notice) < 0:
+        if self._rank_in(notice) < 0:
             self._member.left()
             raise SystemExit(0)
         try:
@@ -388,7 +363,7 @@ class HeadTeam:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _place_in(self, notice: Notice) -> int:
+    def _rank_in(self, notice: Notice) -> int:
         ids = [info.worker_id for info in notice.members]
         return ids.index(self._member.worker_id) if self._member.worker_id in ids else -1
 
@@ -413,7 +388,7 @@ class HeadTeam:
             self.generation = notice.generation
             self._notice = notice
             self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
-            self.rank, self.size = self._place_in(notice), len(notice.members)
+            self.rank, self.size = self._rank_in(notice), len(notice.members)
             self.worker_ids = tuple(info.worker_id for info in notice.members)
             self.warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):

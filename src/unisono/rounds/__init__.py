@@ -1,0 +1,121 @@
+"""What the members of a run do together: rounds.
+
+A **round** is work that is cut into leaves. Each member computes the leaves that the plan gives it, and at the end all
+members put the results together. The sum of a step's gradients is a round, and so are an evaluation and a checkpoint
+that everybody waits for; each kind is one file of this folder. `unisono.rounds.life` plays any of them, and lets it
+survive the loss of members. A new kind of round is one new file with a class that has the methods of `Round`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+from unisono.decisions.cadence import Word
+from unisono.decisions.plan import Plan
+from unisono.decisions.tree import Node
+from unisono.exchange.flat import FlatLayout
+
+__all__ = ["Finished", "Nothing", "Reporter", "Round"]
+
+
+class Finished(Protocol):
+    """Result of a finished round, kept so that slower members can still complete it."""
+
+    @property
+    def layout(self) -> FlatLayout | None:
+        """What was summed; None if the round sums nothing."""
+        ...
+
+    def stand_by(self, plan: Plan) -> None:
+        """Take part in the others' repetition of the round, without any node. Collective.
+
+        Args:
+            plan: which member of the new generation holds which nodes; this member holds none.
+
+        Raises:
+            PeerLost, DeadlineExceeded: another member was lost. DivergenceError: the repetition gave other bits.
+        """
+        ...
+
+
+class Round(Protocol):
+    """One piece of common work. `unisono.rounds.life.Rounds.play` calls the methods in the order in which they stand.
+
+    The exchanges of `compute` and `combine` may raise `PeerLost` or `DeadlineExceeded` at any point: then `interrupt`
+    is called, and `compute` and `combine` again, with the plan of what is missing.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Name of this kind of round, e.g. "step"; members that begin the same round as different kinds fail."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What the round is, for an error message: "a step of 8 micro-batches"."""
+        ...
+
+    @property
+    def num_leaves(self) -> int: ...
+
+    def first_plan(self) -> Plan:
+        """Return who computes which leaves when nothing is computed yet; equal on all members. Local."""
+        ...
+
+    def begin(self, plan: Plan) -> None:
+        """Get ready to compute; called once, with the first plan, which may give this member no leaf. Local."""
+        ...
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        """Compute the leaves that the plan gives this member and that it does not have. Local.
+
+        Whatever it yields goes to the script.
+        """
+        ...
+
+    def combine(self, plan: Plan) -> Finished:
+        """Put the results of all members together; returning means that the round is committed. Collective."""
+        ...
+
+    def interrupt(self) -> Collection[Node]:
+        """A member was lost: give up the plan. Returns the nodes that this member has complete. Local."""
+        ...
+
+    def finish(self) -> None:
+        """Put the result in force, after the commit."""
+        ...
+
+
+class Reporter(Protocol):
+    """Takes part in every combine with a report of its own: the one that writes checkpoints and the journal."""
+
+    def report(self) -> Word:
+        """Return this member's report; may wait for a copy in memory. Called before every combine."""
+        ...
+
+    def on_reports(self, reports: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
+        """Take note of the reports of all members, by rank. Called after every combine."""
+        ...
+
+    def unwritten_lines(self) -> list[str]:
+        """Return the lines of the journal that a newcomer may have to write."""
+        ...
+
+
+class Nothing:
+    """The result before the first round, and the reporter of a run that keeps nothing."""
+
+    layout: FlatLayout | None = None
+
+    def stand_by(self, plan: Plan) -> None:
+        raise AssertionError("no round is finished yet, so no member can be a round behind")
+
+    def report(self) -> Word:
+        return Word()
+
+    def on_reports(self, reports: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
+        pass
+
+    def unwritten_lines(self) -> list[str]:
+        return []

@@ -1,0 +1,158 @@
+"""How a member gets into a run with its state: as one of the first, or as a newcomer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from unisono.decisions.cadence import Place, differences, table
+from unisono.errors import RecipeError
+from unisono.rounds.life import Rounds
+from unisono.rounds.standing import Report
+from unisono.rounds.team import LOST
+from unisono.rounds.transfer import broadcast_state, share_state
+from unisono.state import pack
+
+__all__ = ["Admission"]
+
+Begin = Callable[[], Place | None]
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """This member has nothing of the run's state."""
+
+
+@dataclass(frozen=True)
+class _BeginsLater:
+    """The run begins at a place of a later phase, and this member has the models of that place."""
+
+    place: Place
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A newcomer holds the run's state, which it puts in force when its script comes to that place."""
+
+    source: Report
+    state: dict[str, Any]
+
+
+class Admission:
+    """This member's way into a run.
+
+    A script may have several phases (calls of ``run.steps``); `join` is called at the head of each until it succeeds.
+
+    Attributes:
+        lines: of the journal, which this member got with the state as a newcomer: those that it may have to write.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._team = rounds.team
+        self._tracked = rounds.tracked
+        self._state: _Fresh | _BeginsLater | _Arrived = _Fresh()
+        self.lines: list[str] = []
+
+    def join(self, phase: int, recipe: dict[str, int | bool], begin: Begin) -> bool:
+        """Get into the run, with its state. Collective for the members of the generation that admits this one.
+
+        Args:
+            recipe: of this phase, as this member's script has it.
+            begin: called on one member of a run that begins: loads the state that it shall begin with, and returns the
+                place of that state; None: the beginning. Of a state of a later phase it loads the models only.
+
+        Returns:
+            False if the run is in a later phase; call again there.
+
+        Raises:
+            RecipeError: the run has another recipe.
+        """
+        self._rounds.enter_phase(recipe, Place(phase=phase, step=0, total=0, lines=0))
+        while not isinstance(self._state, _Arrived):
+            try:
+                reports = self._meet(phase)
+                if all(report.fresh for report in reports):
+                    if (place := self._begin_together(reports, phase, recipe, begin)) is not None:
+                        self._rounds.start_at(0, place)
+                        return True
+                    if isinstance(self._state, _BeginsLater) and self._state.place.phase > phase:
+                        return False
+                else:
+                    self._receive(reports)
+            except LOST as lost:
+                self._team.suspect(lost)
+                self._state = _Fresh()
+        return self._arrive(self._state, phase, recipe)
+
+    def _meet(self, phase: int) -> list[Report]:
+        own = msgspec.structs.replace(self._rounds.report(), fresh=True)
+        if isinstance(self._state, _BeginsLater):  # this member is in the generation already
+            return self._team.meet(own)
+        return self._team.join(phase, own)
+
+    def _begin_together(
+        self, reports: list[Report], phase: int, recipe: dict[str, int | bool], begin: Begin
+    ) -> Place | None:
+        """The run begins, and nobody has its state yet. Collective.
+
+        Returns:
+            The place at which all begin now; None: not all members have come to that place in their scripts.
+        """
+        self._check_recipe(reports[0], phase, recipe)
+        place = self._load(begin)
+        if place is None:
+            own = reports[self._team.rank]
+            share_state(self._team, self._tracked, reports, self._rounds.layout)
+            return Place(phase=own.phase, step=own.step, total=own.total, lines=own.lines)
+        # All know by the reports who is at an earlier phase, also a member that is at that place already.
+        is_early = any(report.phase < place.phase for report in reports)
+        if len(reports) > 1:
+            packed = pack(self._tracked.state(), "tracked") if self._team.rank == 0 else None
+            state = broadcast_state(self._team.exchange, 0, packed)
+            if self._team.rank != 0:
+                (self._tracked.load_models if is_early else self._tracked.load)(state)
+        if is_early:
+            self._state = _BeginsLater(place)
+            return None
+        return place
+
+    def _load(self, begin: Begin) -> Place | None:
+        """Return what rank 0 has found to begin with. Collective."""
+        with self._team.waiting():
+            payload = msgspec.msgpack.encode(begin()) if self._team.rank == 0 else b""
+            return msgspec.msgpack.decode(self._team.exchange.all_gather(payload)[0], type=Place | None)
+
+    def _receive(self, reports: list[Report]) -> None:
+        """Get the state of a run that is under way. Collective."""
+        now, state = share_state(self._team, self._tracked, reports, self._rounds.layout)
+        assert state is not None
+        self.lines = state.pop("lines")
+        self._state = _Arrived(now[self._team.rank], state)
+
+    def _arrive(self, arrived: _Arrived, phase: int, recipe: dict[str, int | bool]) -> bool:
+        """Put the received state in force if the script has come to its place, else only the models.
+
+        The code before the next phase may compute data with the models. What it will track may not be made yet.
+        """
+        source = arrived.source
+        if source.phase > phase:
+            self._tracked.load_models(arrived.state)
+            return False
+        self._check_recipe(source, phase, recipe)
+        self._tracked.load(arrived.state)
+        place = Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines)
+        self._rounds.start_at(source.round, place, is_newcomer=True)
+        return True
+
+    def _check_recipe(self, other: Report, phase: int, recipe: dict[str, int | bool]) -> None:
+        """Raise RecipeError if this worker's recipe differs. Unchecked, it would silently contribute other leaves."""
+        if other.phase == phase and (rows := differences(other.recipe, recipe)):
+            raise RecipeError(
+                f"this worker's script has another recipe than the run:\n{table(rows, whose=('run', 'worker'))}\n"
+                "Was the script, or a file that it reads, changed after the run had begun? A worker that starts now "
+                "reads it anew"
+            )

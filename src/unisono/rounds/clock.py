@@ -1,0 +1,39 @@
+"""Where the wall time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from unisono.facts import PARTS
+
+__all__ = ["Clock"]
+
+
+@dataclass
+class Clock:
+    """The seconds of each part of a step. One part at a time, so they add up to the whole."""
+
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    last: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """The parts of the step before."""
+    _now: str = "other"
+    _since: float = field(default_factory=time.perf_counter)
+
+    def switch(self, part: str) -> None:
+        """Count the time from now on as ``part``."""
+        now = time.perf_counter()
+        self.parts[self._now] += now - self._since
+        self._now, self._since = part, now
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count so much of ``source`` as ``target`` instead."""
+        seconds = min(seconds, self.parts[source])
+        self.parts[source] -= seconds
+        self.parts[target] += seconds
+
+    def reset(self) -> dict[str, float]:
+        """Return the parts since the last reset."""
+        self.switch(self._now)
+        self.last, self.parts = self.parts, dict.fromkeys(PARTS, 0.0)
+        return self.last

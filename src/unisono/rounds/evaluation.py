@@ -1,0 +1,271 @@
+"""Exact totals over a dataset, shared out over the workers.
+
+A batch is a leaf: it is evaluated once, by the member that the plan names, and the totals of all batches are added in
+the order of the tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the
+workers.
+
+A batch must leave nothing behind: one worker has evaluated it, the others have not. So modes and buffers are put back
+after each batch. With its totals each worker sends digests of everything that is tracked, as it is afterwards: workers
+whose models are not the same any more would go on together and mix their results.
+
+Now and then each worker evaluates a batch of another one as well. The totals must be equal: a function that counts or
+remembers gives others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unisono.decisions.checks import rehearsal
+from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
+from unisono.decisions.tree import Node, fold, leaf
+from unisono.errors import DivergenceError, RecipeError, UsageError
+from unisono.faults import point
+from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests
+from unisono.rounds.life import Rounds
+from unisono.rounds.together import Gathered
+from unisono.state import digest_of_state, pack, quick_digest, unpack
+from unisono.training.buffers import Buffers
+from unisono.training.data import Fetcher
+from unisono.training.guards import Structure
+from unisono.training.randomness import seed_place
+from unisono.training.tracked import Tracked
+
+__all__ = ["Evaluator", "Totals", "check_batches", "evaluate", "evaluate_alone"]
+
+Totals = dict[str, Any]
+"""Totals by name: int, float, or a CPU tensor."""
+
+
+class Evaluator:
+    """Evaluates batches, and puts back what the function leaves behind. Local."""
+
+    def __init__(
+        self, fetcher: Fetcher, function: Callable[[Any], Mapping[str, Any]], tracked: Tracked, *, seed: int
+    ) -> None:
+        """
+        Args:
+            fetcher: batches are fetched as (0, batch).
+            function: batch -> totals of this batch by name.
+            tracked: whose modules are in the mode that they shall have.
+        """
+        self._fetcher = fetcher
+        self._function = function
+        self._seed = seed
+        self._structure = Structure(tracked)
+        self._buffers: Buffers = tracked.buffers()
+        self._buffers.start_step()
+
+    def comes(self, batch: int) -> bool:
+        """Return whether a batch comes from where others come; see `unisono.training.data.Fetcher.comes`."""
+        return self._fetcher.comes(0, batch)
+
+    def totals(self, batch: int) -> Totals:
+        """Return the totals of one batch.
+
+        Raises:
+            StepError: the function has made or replaced parameters.
+        """
+        data = self._fetcher.fetch(0, batch)
+        seed_place(self._seed, "evaluate", batch)
+        with torch.no_grad():
+            totals = self._function(data)
+            self._buffers.restore()
+        self._structure.check(f"batch {batch} of run.evaluate")
+        self._structure.restore_modes()
+        if not isinstance(totals, Mapping):
+            raise UsageError(
+                "the function of run.evaluate must return totals by name, e.g. {'correct': 93, 'samples': 100}; "
+                f"got a {type(totals).__qualname__}"
+            )
+        return {name: _total(value, name) for name, value in totals.items()}
+
+
+class EvaluationRound:
+    """The evaluation of all batches of a dataset.
+
+    Args:
+        rehearses: evaluate a batch of another worker as well, to compare the totals.
+        number: evaluations of the run that are done.
+    """
+
+    kind: Final = "evaluation"
+
+    def __init__(self, rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> None:
+        self.num_leaves = num_batches
+        self.title = f"an evaluation of {num_batches} batches"
+        self._members = rounds.members
+        self._team = rounds.team
+        self._tracked = rounds.tracked
+        self._place = rounds.place
+        self._evaluator = evaluator
+        self._rehearses = rehearses and self._members.size > 1
+        self._number = number
+        self._have: dict[int, Totals] = {}
+        self._twice: dict[int, str] = {}  # digests of the totals of batches that another member evaluates
+
+    def first_plan(self) -> Plan:
+        return even_plan(self._members.size, self.num_leaves)
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        for batch in plan.ranges[self._members.rank]:
+            if batch not in self._have:
+                self._have[batch] = self._evaluate(batch)
+                point("in_evaluation", batch)
+        other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
+        if other is not None and other not in self._have and self._evaluator.comes(other):
+            self._twice[other] = _digest(self._evaluate(other))
+        yield from ()
+
+    def combine(self, plan: Plan) -> Gathered:
+        state = self._tracked.compared() if self._members.size > 1 else {}
+        digests = Digests(self._team.arithmetic, {name: f"{quick_digest(part):016x}" for name, part in state.items()})
+        own = _Part.of(self._have, digests, self._twice)
+        parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own.encode())]
+        for part in parts:
+            self._have.update(part.totals())
+        by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
+        check_digests({worker: part.digests for worker, part in by_worker.items()})
+        _check_rehearsal(by_worker, self._have)
+        return Gathered(self._members, _Part.of(self._have, digests, {}).encode())
+
+    def interrupt(self) -> Collection[Node]:
+        self._rehearses, self._twice = False, {}
+        return [leaf(batch, self.num_leaves) for batch in self._have]
+
+    def finish(self) -> None:
+        point("evaluated")
+
+    def totals(self) -> Totals:
+        """Return the totals of all batches, once the round is over."""
+        return _add_up(self._have)
+
+    def _evaluate(self, batch: int) -> Totals:
+        self._team.check()
+        self._team.at(phase=self._place.phase, step=self._place.step, microbatch=batch, evaluates=True)
+        return self._evaluator.totals(batch)
+
+
+def evaluate(rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> Totals:
+    """Evaluate all batches and add up their totals; see `EvaluationRound`. Collective.
+
+    Raises:
+        DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
+    """
+    round_ = EvaluationRound(rounds, evaluator, num_batches=num_batches, rehearses=rehearses, number=number)
+    for _ in rounds.play(round_):
+        pass
+    return round_.totals()
+
+
+def evaluate_alone(evaluator: Evaluator, *, num_batches: int) -> Totals:
+    """Evaluate all batches here: before the training every worker does so for itself. Local."""
+    have = {}
+    for batch in range(num_batches):
+        have[batch] = evaluator.totals(batch)
+        point("in_evaluation", batch)
+    return _add_up(have)
+
+
+def check_batches(num_samples: int, batch_size: int) -> int:
+    """Return how many batches an evaluation has.
+
+    Raises:
+        RecipeError: none.
+    """
+    if num_samples < 1:
+        raise RecipeError("run.evaluate got an empty dataset (length 0)")
+    if batch_size < 1:
+        raise RecipeError(f"batch_size must be at least 1, got {batch_size}")
+    return math.ceil(num_samples / batch_size)
+
+
+def _add_up(have: Mapping[int, Totals]) -> Totals:
+    num_batches, names = len(have), have[0].keys()
+    for batch, totals in have.items():
+        if totals.keys() != names:
+            raise UsageError(
+                f"the function of run.evaluate gave {sorted(names)} for batch 0 and {sorted(totals)} for batch {batch}"
+            )
+    return {
+        name: fold(
+            {leaf(batch, num_batches): have[batch][name] for batch in range(num_batches)},
+            num_batches,
+            lambda a, b: a + b,
+        )
+        for name in names
+    }
+
+
+def _digest(totals: Totals) -> str:
+    return f"{digest_of_state(totals):016x}"
+
+
+def _check_rehearsal(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> None:
+    """Raise DivergenceError if a batch that two workers have evaluated has different totals."""
+    if len({part.digests.arithmetic for part in parts.values()}) > 1:
+        return
+    for worker, part in parts.items():
+        for batch, digest in part.twice.items():
+            if digest != _digest(have[batch]):
+                raise DivergenceError(
+                    f"batch {batch} of run.evaluate was evaluated by two workers, and its totals on {worker} are not "
+                    f"{have[batch]}, as on the other. The function must give the same totals on every worker. "
+                    f"{USUAL_CAUSES}"
+                )
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What one member tells the others: the totals of its batches, and digests of what it tracks."""
+
+    skeleton: bytes
+    tensors: list[tuple[str, list[int], bytes]]
+    digests: Digests
+    twice: dict[int, str]
+    """The digests of the totals of batches that other members evaluate."""
+
+    @classmethod
+    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str]) -> _Part:
+        packed = pack(have)
+        tensors = [(str(t.dtype), list(t.shape), t.contiguous().numpy().tobytes()) for t in packed.tensors]
+        return cls(packed.skeleton, tensors, digests, twice)
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def totals(self) -> dict[int, Totals]:
+        """Return the totals by batch."""
+        tensors = [
+            _tensor(raw, getattr(torch, kind.removeprefix("torch."))).view(shape) for kind, shape, raw in self.tensors
+        ]
+        found: dict[int, Totals] = unpack(self.skeleton, tensors)
+        return found
+
+
+def _total(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor):
+        wide = torch.float64 if value.dtype.is_floating_point else torch.int64
+        value = value.detach().to(device="cpu", dtype=wide)
+        return value if value.dim() else value.item()
+    if isinstance(value, (bool, int)):
+        return int(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"run.evaluate can add up numbers and tensors; {name!r} is a {type(value).__qualname__}"
+        ) from None
+
+
+def _tensor(raw: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)

@@ -1,0 +1,292 @@
+"""The sum of a step's gradients over its micro-batches: the round that trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from unisono.decisions.checks import Rehearsal
+from unisono.decisions.cursor import Cursor, StepPosition
+from unisono.decisions.plan import Plan
+from unisono.decisions.tree import Node
+from unisono.errors import DivergenceError, StepError
+from unisono.exchange import Share
+from unisono.exchange.flat import FlatLayout
+from unisono.facts import PARTS, Facts
+from unisono.faults import point
+from unisono.rounds.agreement import Agreement
+from unisono.rounds.balancing import Helping
+from unisono.rounds.clock import Clock
+from unisono.rounds.life import Rounds
+from unisono.rounds.members import Members, Summed
+from unisono.rounds.team import LOST
+from unisono.training.data import Fetcher
+from unisono.training.folding import GradientFolder
+from unisono.training.guards import Guards
+from unisono.training.microbatch import Microbatch
+from unisono.training.randomness import seed_place
+
+__all__ = ["CommittedStep", "GradientRound", "StepContext"]
+
+
+@dataclass
+class StepContext:
+    """What all steps of one ``run.steps`` share."""
+
+    rounds: Rounds
+    folder: Callable[[], GradientFolder]
+    """Returns the folder of the parameters that are trained now. Collective when these have changed."""
+    fetcher: Fetcher
+    cursor: Cursor
+    seed: int
+    phase: int
+    first_number: int
+    """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
+    note_plan: Callable[[int, Plan, int | None], None]
+    """Callback: (step, its plan, micro-batch of another member that this one computes as well), for loader processes.
+    """
+    guards: Guards
+    agreement: Agreement
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """The sums of a step, as far as a member that stands by must know them."""
+
+    members: Members
+    step: int
+    layout: FlatLayout
+    digest: int
+
+    def stand_by(self, plan: Plan) -> None:
+        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), Facts())
+        self.members.release(summed.slot)
+        if summed.digest != self.digest:
+            raise DivergenceError(
+                f"step {self.step} was computed again after a loss and its sums have digest "
+                f"{summed.digest:016x}, not {self.digest:016x}. Either a micro-batch does not give the same "
+                "gradient on every worker (see docs/guarantees.md for what a micro-batch may depend on), or the "
+                "hardware of a worker is broken"
+            )
+
+
+class GradientRound:
+    """One step: each member's micro-batches go to the script, and their gradients are summed.
+
+    Attributes:
+        microbatch: the one that is being loaded or computed; None outside of one.
+        news: why the plan differs from that of the step before; "" where it does not.
+        result: the means, once the round is over.
+    """
+
+    kind: Final = "step"
+
+    def __init__(self, context: StepContext, position: StepPosition, folder: GradientFolder) -> None:
+        self.num_leaves = position.num_leaves
+        self.title = f"a step of {position.num_leaves} micro-batches"
+        self.microbatch: Microbatch | None = None
+        self.news = ""
+        self.result: Summed | None = None
+        self._context = context
+        self._members = context.rounds.members
+        self._position = position
+        self._clock = context.clock
+        self._folder = folder
+        self._rehearsal: Rehearsal | None = None
+        self._num_computed = 0
+        self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
+        folder.start_step(position.num_leaves)
+        context.guards.start_step()
+
+    @property
+    def number(self) -> int:
+        """Of this step within the run."""
+        return self._context.first_number + self._position.number
+
+    @property
+    def loss(self) -> float:
+        """The mean loss. After the round."""
+        weight, weighted_loss = self._scalars
+        return weighted_loss / weight
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of all micro-batches. After the round."""
+        return self._scalars[0] * self.scale
+
+    def release(self) -> None:
+        """The script does not need the gradients any more."""
+        self._members.release_result()
+
+    # -- the round -----------------------------------------------------------------------------------
+
+    def first_plan(self) -> Plan:
+        plan, self.news = self._members.balancing.decide(self.num_leaves)
+        return plan
+
+    def begin(self, plan: Plan) -> None:
+        agreement = self._context.agreement
+        agreement.start_step(self._position.number, self.number)
+        self._rehearsal = agreement.rehearsal(plan)
+
+    def compute(self, plan: Plan) -> Iterator[Any]:
+        """Yield this member's micro-batches to the script, and fold the gradients."""
+        rehearsal = self._rehearsal
+        other = rehearsal.other if rehearsal is not None else None
+        self._context.note_plan(self._position.number, plan, other)
+        todo = plan.ranges[self._members.rank]
+        helping = self._members.balancing.helping(plan)
+        for index, leaf in enumerate(todo):
+            if helping is not None and not helping.start(index, leaf):
+                continue
+            is_last = index == len(todo) - 1
+            is_rehearsed = rehearsal is not None and leaf == rehearsal.own
+            following = None if is_last or is_rehearsed else todo[index + 1]
+            yield from self._compute_leaf(leaf, following, plan if is_last else None)
+            if is_rehearsed:
+                self._context.agreement.note_own(self._folder.fingerprint(leaf))
+        if other is not None and self._context.fetcher.comes(self._position.number, other):
+            yield from self._rehearse(other)
+        if helping is not None:
+            yield from self._help(helping)
+        self._clock.switch("exchange")
+
+    def combine(self, plan: Plan) -> CommittedStep:
+        """Sum what all members have folded: the commit of the step."""
+        self._context.guards.finish_step(self._position.number)
+        self._clock.switch("exchange")
+        self._note_progress(-1)
+        point("before_combine")
+        self._folder.copy_adopted()
+        nodes = self._members.slots.nodes
+        telemetry = self._context.agreement.add_to(self._telemetry())
+        self.result = summed = self._members.sum(Share(self.num_leaves, plan.nodes, nodes), telemetry)
+        self._members.slots.result = summed.slot
+        return CommittedStep(self._members, self._position.number, self._folder.layout, summed.digest)
+
+    def interrupt(self) -> Collection[Node]:
+        self._clock.switch("waiting")
+        self._rehearsal = None
+        self._folder.copy_adopted()
+        return list(self._members.slots.nodes)
+
+    def finish(self) -> None:
+        """Make the means the parameters' ``.grad``."""
+        summed = self.result
+        assert summed is not None
+        point("committed")
+        self._note_progress(-1)
+        self._context.agreement.check(summed.telemetry)
+        weight, weighted_loss = summed.slot.scalars.tolist()
+        self._scalars = weight, weighted_loss
+        if weight == 0.0:
+            raise StepError(
+                f"all micro-batches of step {self._position.number} have weight 0: there is no mean gradient"
+            )
+        self._folder.show(summed.slot)
+        self._clock.switch("other")
+        self._clock.move(summed.waiting_s, "exchange", "waiting")
+        seed_place(self._context.seed, "update", self.number)
+
+    # -- one micro-batch -----------------------------------------------------------------------------
+
+    def _compute_leaf(self, leaf: int, following: int | None, last_of: Plan | None) -> Iterator[Any]:
+        """Yield one micro-batch, and fold its gradient.
+
+        Args:
+            following: the leaf that will probably be computed after this one.
+            last_of: the plan, if this is the last leaf of it for this member.
+        """
+        self._clock.switch("data")
+        batch = self._fetch(leaf)
+        self._clock.switch("compute")
+        point("before_backward", leaf)
+        self._folder.start_leaf(leaf, self._members.new_slot, following)
+        if last_of is not None:
+            self._offer_rows(last_of)
+        seed_place(self._context.seed, "microbatch", self.number, leaf)
+        yield batch
+        for slot in self._fold():
+            self._members.release(slot)
+        self._num_computed += 1
+        point("after_backward", leaf)
+
+    def _rehearse(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
+        self._clock.switch("other")  # it says nothing about how fast this member is
+        batch = self._fetch(leaf)
+        self._folder.start_leaf(leaf, self._members.new_slot, apart=True)
+        seed_place(self._context.seed, "microbatch", self.number, leaf)
+        yield batch
+        self._fold()
+        self._context.agreement.note_other(self._folder.fingerprint(leaf))
+
+    def _help(self, helping: Helping) -> Iterator[Any]:
+        """Yield micro-batches of members that are late, as long as there is room for their sums."""
+        while len(self._members.slots.nodes) <= 2 + self.num_leaves.bit_length():
+            self._clock.switch("waiting")
+            taken = helping.take()
+            if taken is None:
+                return
+            yield from self._compute_leaf(taken, None, None)
+
+    def _fetch(self, leaf: int) -> Any:
+        self._context.rounds.team.check()
+        samples = partial(self._context.cursor.indices, self._position.number, leaf)
+        self._note_progress(leaf, samples)
+        self.microbatch = Microbatch(
+            self._folder,
+            self._position.number,
+            leaf,
+            num_samples=len(self._position.leaf(leaf)),
+            samples=samples,
+            scale=self.scale,
+        )
+        return self._context.fetcher.fetch(self._position.number, leaf)
+
+    def _fold(self) -> list[Any]:
+        """Fold what the script has computed; returns slots that are free again."""
+        microbatch, self.microbatch = self.microbatch, None
+        assert microbatch is not None
+        microbatch.finish()
+        freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss)
+        self._context.guards.finish_microbatch(microbatch.where, self._folder.trained)
+        return freed
+
+    def _offer_rows(self, plan: Plan) -> None:
+        """While the last backward runs, tell the exchange which rows of this member's nodes are complete."""
+        node, slot = self._folder.target
+        planned = plan.nodes[self._members.rank]
+        nodes = self._members.slots.nodes
+        slots = {**{held: nodes[held] for held in nodes if held in planned}, node: slot}
+        if set(slots) != set(planned):
+            return
+        share, folder = Share(plan.num_leaves, plan.nodes, slots), self._folder
+        exchange = self._members.exchange
+
+        def offer(rows_ready: int) -> None:
+            try:
+                exchange.offer(share, rows_ready)
+            except LOST:
+                folder.watch_rows(None)  # the combine will find out
+
+        folder.watch_rows(offer)
+
+    # -- what is told --------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """Power of two by which weights are divided, which is exact: gradients have the magnitude of a mean."""
+        return float(2.0 ** math.floor(math.log2(self._position.microbatch_size)))
+
+    def _note_progress(self, leaf: int, samples: Callable[[], Sequence[int]] | None = None) -> None:
+        team = self._context.rounds.team
+        team.at(phase=self._context.phase, step=self._position.number, microbatch=leaf, samples=samples)
+
+    def _telemetry(self) -> Facts:
+        now, last = self._clock.parts, self._clock.last
+        return Facts(self._num_computed, now["data"], now["compute"], *(last[part] for part in PARTS))

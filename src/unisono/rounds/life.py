@@ -1,0 +1,246 @@
+"""The life of a round, and how it survives the loss of members. Read `Rounds.play` first.
+
+Rounds are counted. A round is over for a member when it has seen the commit; a member that is lost at that moment can
+leave others who have not seen it. So two members are never more than one round apart, and after a loss:
+
+1. the survivors enter the next generation and **meet**: each reports its round and the nodes of it that it has;
+2. the members in the earlier round plan what is missing of it from these reports, compute it, and combine. A member
+   that is ahead **stands by**: it takes part in the combine, holds nothing, and drops the result after comparing its
+   digest with its own;
+3. then all are in the same round, meet again, and plan what is missing of that one.
+
+No member is sent gradients, nothing is rolled back, and finished nodes are never computed again. Newcomers are admitted
+between two rounds only (`unisono.rounds.admission`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from unisono.decisions.cadence import Place
+from unisono.decisions.layout import StateLayout, replicated
+from unisono.decisions.plan import Plan
+from unisono.decisions.tree import Node
+from unisono.errors import StepError
+from unisono.exchange.flat import FlatLayout
+from unisono.rounds import Finished, Nothing, Reporter, Round
+from unisono.rounds.members import Members
+from unisono.rounds.standing import Behind, Level, Met, Report, Standing, check_alike, plan_of_missing
+from unisono.rounds.team import LOST, Team
+from unisono.rounds.transfer import share_state
+from unisono.training.tracked import Tracked
+
+__all__ = ["Rounds"]
+
+CHECKPOINT = "together"
+"""The kind of the round in which all wait for a checkpoint."""
+
+
+class Rounds:
+    """This member's part in the rounds of a run.
+
+    Args:
+        tracked: the state that newcomers get.
+        reporter: takes part in every combine.
+        layout: who holds what of the state, from the ids of the members.
+
+    Attributes:
+        members: what a round exchanges with.
+        place: where the run stands.
+        number: of the round that this member has not finished yet.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        tracked: Tracked,
+        *,
+        reporter: Reporter | None = None,
+        balance: bool = True,
+        layout: Callable[[Sequence[str]], StateLayout] = replicated,
+    ) -> None:
+        self.team = team
+        self.tracked = tracked
+        self.reporter = reporter if reporter is not None else Nothing()
+        self.layout = layout
+        self.members = Members(team, self.reporter, balance=balance)
+        self.place = Place(phase=0, step=0, total=0, lines=0)
+        self.number = 0
+        self._recipe: dict[str, int | bool] = {}
+        self._round: Round | None = None
+        self._finished: Finished = Nothing()
+        self._standing: Standing = Level()
+        self._handled: tuple[int, int] | None = None  # (phase, step) of a boundary that others handled before
+
+    # -- a round -------------------------------------------------------------------------------------
+
+    def play(self, round_: Round) -> Iterator[object]:
+        """Take part in a round, from its plan to its commit. Collective.
+
+        Yields what the round yields while this member computes its leaves.
+
+        Raises:
+            RunStopped: the run is over, or goes on without this worker.
+        """
+        plan = self._begin(round_)
+        round_.begin(plan)
+        while True:
+            try:
+                yield from round_.compute(plan)
+                self._finished = round_.combine(plan)
+                break  # committed: whoever is lost from here on, this member holds the result
+            except LOST as lost:
+                plan = self._recover(round_, lost)
+        self.number += 1
+        self._round = None
+        self.members.slots.nodes = {}
+        round_.finish()
+
+    def _begin(self, round_: Round) -> Plan:
+        """Begin a round; returns its first plan. Local, except after a loss."""
+        self._round = round_
+        self.members.slots.nodes = {}
+        standing, self._standing = self._standing, Level()
+        if isinstance(standing, Level):
+            return round_.first_plan()
+        if isinstance(standing, Behind):  # the others wait for this member in a meeting
+            standing = self._meet()
+        return self._plan(round_, standing)
+
+    def _recover(self, round_: Round, lost: Exception) -> Plan:
+        """A member was lost: meet the survivors; returns the plan of what is missing. Collective."""
+        have = round_.interrupt()
+        return self._plan(round_, self._regroup(lost, have))
+
+    def _plan(self, round_: Round, met: Met | Behind) -> Plan:
+        self._standing = met if isinstance(met, Behind) else Level()
+        return plan_of_missing(met.reports, self.number, round_.num_leaves)
+
+    # -- meetings ------------------------------------------------------------------------------------
+
+    def _meet(self) -> Met | Behind:
+        try:
+            return self._catch_up(self.team.meet(self.report()))
+        except LOST as lost:
+            return self._regroup(lost)
+
+    def _regroup(self, lost: Exception, have: Collection[Node] = ()) -> Met | Behind:
+        return self._catch_up(self.team.regroup(self.report(have), lost), have)
+
+    def _catch_up(self, reports: Sequence[Report], have: Collection[Node] = ()) -> Met | Behind:
+        """After a meeting, stand by the members that are a round behind, until none is. Collective."""
+        while True:
+            try:
+                rounds = {report.round for report in reports}
+                # A round that is done again sums what it summed, also where this member's next one sums something else.
+                layout = self._finished.layout if min(rounds) < self.number else None
+                with self.team.waiting():
+                    slots = self.members.slots
+                    slots.bring(self.team.exchange, layout or slots.layout)
+                if rounds == {self.number}:
+                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.place.step)
+                    return Met(reports)
+                if min(rounds) == self.number:
+                    return Behind(reports, frozenset(one.kind for one in reports if one.round > self.number) - {""})
+                self._stand_by(reports)
+                reports = self.team.meet(self.report(have))
+            except LOST as lost:
+                reports = self.team.regroup(self.report(have), lost)
+
+    def _stand_by(self, reports: Sequence[Report]) -> None:
+        """Take part in the round that others have not finished. Collective."""
+        behind = min(reports, key=lambda report: report.round)
+        if behind.round != self.number - 1:
+            raise StepError(f"a member is in round {behind.round}, this one in {self.number}: more than one apart")
+        self._finished.stand_by(plan_of_missing(reports, behind.round, behind.num_leaves))
+
+    def report(self, have: Collection[Node] = ()) -> Report:
+        """Return what this member tells the others when they meet.
+
+        Args:
+            have: the nodes of the current round that it has complete.
+        """
+        current = self._round
+        return Report(
+            fresh=False,
+            phase=self.place.phase,
+            step=self.place.step,
+            round=self.number,
+            kind=current.kind if current is not None else "",
+            title=current.title if current is not None else "",
+            num_leaves=current.num_leaves if current is not None else 1,
+            have=[(node.level, node.index) for node in have],
+            lines=self.place.lines,
+            total=self.place.total,
+            recipe=self._recipe,
+        )
+
+    # -- between two rounds --------------------------------------------------------------------------
+
+    def enter_phase(self, recipe: dict[str, int | bool], place: Place) -> None:
+        """A phase of the script begins here, with its own recipe. Local."""
+        self._recipe, self.place = recipe, place
+
+    def move_to(self, place: Place) -> None:
+        """The script is at this step now. Local."""
+        self.place = place
+
+    def start_at(self, number: int, place: Place, *, is_newcomer: bool = False) -> None:
+        """Take part from this round on, holding the run's state. Local.
+
+        Args:
+            is_newcomer: the other members have handled the boundary at this place already.
+        """
+        self.number, self.place = number, place
+        self._handled = (place.phase, place.step) if is_newcomer else None
+        self.team.holding()
+
+    def use(self, layout: FlatLayout) -> None:
+        """Sum what this layout describes from now on. Collective."""
+        self.members.slots.layout = layout
+        if isinstance(self._standing, Behind):  # the members that are ahead wait for this member in a meeting
+            self._standing = self._meet()
+            return
+        try:
+            with self.team.waiting():
+                self.team.exchange.prepare(layout)
+        except LOST as lost:
+            self._standing = self._regroup(lost)
+
+    def stops(self) -> bool:
+        """Return whether the run stops or pauses at this boundary, so that its state is worth a checkpoint.
+
+        To be asked once at every boundary, before `boundary`; the same on all members.
+        """
+        begun = self._standing.begun
+        if begun or isinstance(self._standing, Behind):
+            # A loss has brought this member here when others had gone on already: all do what these have begun.
+            return CHECKPOINT in begun
+        if (self.place.phase, self.place.step) == self._handled:
+            return False
+        agreed = self.members.agreed_generation
+        return (agreed > self.team.generation and self.team.stops_at(agreed)) or self.team.paused()
+
+    def boundary(self) -> None:
+        """Move to the planned generation that all have agreed on, and wait while the run is paused. Collective where
+        there is something to do.
+
+        Raises:
+            RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
+        """
+        agreed = self.members.agreed_generation
+        if not isinstance(self._standing, Behind) and agreed > self.team.generation:
+            self._enter(lambda: self.team.switch(agreed, self.report()))
+        # Where others have gone on already, the pause comes after the step that these have begun.
+        while not isinstance(self._standing, Behind) and not self._standing.begun and self.team.paused():
+            self._enter(lambda: self.team.wait_until_resumed(self.report()))
+
+    def _enter(self, meet: Callable[[], list[Report]]) -> None:
+        """Go on with the members of another generation, and give newcomers the state. Collective."""
+        reports = meet()
+        try:
+            reports, _ = share_state(self.team, self.tracked, reports, self.layout, self.reporter.unwritten_lines)
+            self.team.holding()
+            self._standing = self._catch_up(reports)
+        except LOST as lost:
+            self._standing = self._regroup(lost)

@@ -1,0 +1,120 @@
+"""This member among those of its generation, as a round uses them: exchanges, plans and telemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from unisono.decisions.cadence import Word
+from unisono.exchange import NUM_FACTS, Exchange, Share
+from unisono.exchange.flat import Slot
+from unisono.exchange.slots import Slots
+from unisono.facts import Facts
+from unisono.rounds import Reporter
+from unisono.rounds.balancing import Balancing
+from unisono.rounds.team import Team
+
+__all__ = ["Members", "Summed"]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What all members hold after a sum."""
+
+    slot: Slot
+    """Gradients and float buffers are means, the rest of the tail are sums."""
+    digest: int
+    telemetry: Sequence[Facts]
+    """By rank."""
+    waiting_s: float
+    """How long this member waited for others."""
+
+
+class Members:
+    """The exchanges of one member with the others; each method says whether it is collective.
+
+    Args:
+        team: the members of the current generation.
+        reporter: takes part in every sum.
+        balance: give faster members more leaves.
+    """
+
+    def __init__(self, team: Team, reporter: Reporter, *, balance: bool) -> None:
+        self.team = team
+        self.balancing = Balancing(team, enabled=balance)
+        self.slots = Slots()
+        self.agreed_generation = 0
+        """The newest planned generation of which all members have heard: they can move there at the next boundary."""
+        self._reporter = reporter
+
+    @property
+    def rank(self) -> int:
+        return self.team.rank
+
+    @property
+    def size(self) -> int:
+        return self.team.size
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Of the members, by rank."""
+        return self.team.worker_ids
+
+    @property
+    def arithmetic(self) -> int:
+        """A fingerprint of what this worker's arithmetic depends on."""
+        return self.team.arithmetic
+
+    @property
+    def exchange(self) -> Exchange:
+        """That of the current generation."""
+        return self.team.exchange
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While in it, this member waits for others, and is not late. Local."""
+        return self.team.waiting()
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all members, by rank. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost.
+        """
+        self.team.check()
+        with self.team.waiting():
+            return self.team.exchange.all_gather(payload)
+
+    def sum(self, share: Share, telemetry: Facts) -> Summed:
+        """Add up the nodes of all members in tree order, and divide by the total weight. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost, and as far as this member knows there was no commit.
+        """
+        self.team.check()
+        exchange, generation = self.team.exchange, self.team.generation
+        found = exchange.work()
+        telemetry = telemetry._replace(
+            notice=float(self.team.newest_generation()),
+            first_of_host=float(self.rank if found is None else found[1][0]),
+        )
+        with self.team.waiting():
+            telemetry = telemetry.saying(self._reporter.report())  # may wait for a disk
+            combined = exchange.combine(share, [*telemetry, *(0.0,) * (NUM_FACTS - len(telemetry))])
+        told = [Facts(*each[: len(telemetry)]) for each in combined.facts]
+        self._reporter.on_reports([Word(*each.word) for each in told], generation, self.worker_ids)
+        self.agreed_generation = int(min(each.notice for each in told))
+        self.balancing.observe(told, share)
+        return Summed(combined.slot, combined.digest, told, combined.waiting_s)
+
+    def new_slot(self) -> Slot:
+        """Return a free slot; its entries are arbitrary. Local."""
+        return self.team.exchange.slot()
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back. Local."""
+        self.team.exchange.release(slot)
+
+    def release_result(self) -> None:
+        """Give the result of the last sum back: the script does not read it any more. Local."""
+        self.slots.release_result(self.team.exchange)

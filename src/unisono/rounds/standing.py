@@ -1,0 +1,100 @@
+"""Where a member stands among the others, between two rounds and after a loss: values, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from unisono.decisions.plan import Plan, plan, replan
+from unisono.decisions.tree import Node
+from unisono.errors import StepError
+
+__all__ = ["Behind", "Level", "Met", "Report", "Standing", "check_alike", "plan_of_missing"]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member tells the others when they meet."""
+
+    fresh: bool
+    """It does not have the state of the run."""
+    phase: int
+    step: int
+    """The step within the phase that this member is at or will begin next."""
+    round: int
+    """The round that it has not finished yet."""
+    kind: str = ""
+    """Of the round that it has begun; "" between two rounds."""
+    title: str = ""
+    """The same for a reader: "a step of 8 micro-batches"."""
+    num_leaves: int = 1
+    have: list[tuple[int, int]] = []
+    """Nodes of that round that it has finished."""
+    lines: int = 0
+    """Lines of the journal."""
+    total: int = 0
+    """Steps of the run that are done, of all phases."""
+    recipe: dict[str, int | bool] = {}
+    """Of the phase in which the member got in, or would."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """All members have finished the same rounds, and none of them holds a part of the next one."""
+
+    @property
+    def begun(self) -> frozenset[str]:
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class Met:
+    """The members have met after a loss and are in the same round; these reports say what each holds of it."""
+
+    reports: Sequence[Report]
+
+    @property
+    def begun(self) -> frozenset[str]:
+        """The kinds of this round that other members have begun."""
+        return frozenset(report.kind for report in self.reports if report.kind)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """This member is in the middle of a round that others have finished: all meet again before it begins the next."""
+
+    reports: Sequence[Report]
+    begun: frozenset[str]
+    """The kinds of the next round that others have begun."""
+
+
+Standing = Level | Met | Behind
+
+
+def plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int) -> Plan:
+    """Return who computes what of a round, given what the members that have not finished it hold."""
+    if not any(report.have for report in reports) and all(report.round == number for report in reports):
+        return plan(len(reports), num_leaves)
+    able = [report.round == number for report in reports]
+    held = [
+        [Node(level, index) for level, index in report.have] if is_able else []
+        for report, is_able in zip(reports, able, strict=True)
+    ]
+    return replan(held, able, num_leaves)
+
+
+def check_alike(reports: Mapping[str, Report], step: int) -> None:
+    """Compare what the members, by worker id, have begun.
+
+    Raises:
+        StepError: members have begun the same round as different things, and would wait for each other for ever.
+    """
+    begun = {worker: report.title for worker, report in reports.items() if report.kind}
+    if len(set(begun.values())) > 1:
+        raise StepError(
+            f"the workers do different things at step {step}: "
+            f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
+            "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
+            "all workers must call run.steps, run.evaluate and run.save alike"
+        )

@@ -1,0 +1,82 @@
+"""A round that is over when the first member has done something: a checkpoint that everybody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
+
+from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
+from unisono.decisions.tree import Node
+from unisono.exchange.flat import FlatLayout
+from unisono.rounds.life import CHECKPOINT, Rounds
+from unisono.rounds.members import Members
+
+__all__ = ["Gathered", "Together", "together"]
+
+
+class Gathered:
+    """The result of a round whose members exchange payloads: one payload that holds the parts of all members."""
+
+    layout: FlatLayout | None = None
+
+    def __init__(self, members: Members, payload: bytes) -> None:
+        self._members = members
+        self._payload = payload
+
+    def stand_by(self, plan: Plan) -> None:
+        """Give the slower members everything that they lack."""
+        self._members.gather(self._payload)
+
+
+class Together:
+    """Work that counts once the first member has done it. When that member is lost meanwhile, the next one does it.
+
+    Args:
+        work: called on all members, perhaps more than once; it may do nothing on all but the first.
+        payload: told to all members.
+    """
+
+    kind: Final = CHECKPOINT
+    title: Final = "a checkpoint"
+    num_leaves: Final = 1
+
+    def __init__(self, members: Members, work: Callable[[], None], payload: bytes = b"") -> None:
+        self._members = members
+        self._work = work
+        self._payload = payload
+        self.payloads: list[bytes] = []
+        """Of all members, by rank, once the round is over."""
+
+    def first_plan(self) -> Plan:
+        return even_plan(self._members.size, self.num_leaves)
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        with self._members.waiting():
+            self._work()
+        yield from ()
+
+    def combine(self, plan: Plan) -> Gathered:
+        self.payloads = self._members.gather(self._payload)
+        return Gathered(self._members, self._payload)
+
+    def interrupt(self) -> Collection[Node]:
+        return ()
+
+    def finish(self) -> None:
+        pass
+
+
+def together(rounds: Rounds, work: Callable[[], None], payload: bytes = b"") -> list[bytes]:
+    """Do something that counts once the first member has done it; the others wait for that. Collective.
+
+    Returns:
+        The payloads of all members, by rank.
+    """
+    round_ = Together(rounds.members, work, payload)
+    for _ in rounds.play(round_):
+        pass
+    return round_.payloads

@@ -1,0 +1,141 @@
+"""How the state of a run gets from one member to the others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from unisono.decisions.layout import EVERYTHING, StateLayout
+from unisono.errors import UsageError
+from unisono.exchange import Exchange
+from unisono.faults import point
+from unisono.rounds.standing import Report
+from unisono.rounds.team import Team
+from unisono.state import Packed, digest_of_tensor, pack, unpack
+from unisono.training.tracked import Tracked
+
+__all__ = ["agree", "broadcast_state", "share_state"]
+
+BROADCAST_BYTES = 16 << 20
+"""Tensors are batched into broadcasts of at most this size; on a high-latency link every broadcast costs a round trip.
+"""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What goes before the tensors of a state."""
+
+    skeleton: bytes
+    kinds: list[tuple[str, list[int]]]
+    """(dtype, shape) of each tensor."""
+    digests: list[int] = []
+
+    @classmethod
+    def of(cls, packed: Packed, *, digests: bool = False) -> _Header:
+        kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
+        return cls(packed.skeleton, kinds, [digest_of_tensor(tensor) for tensor in packed.tensors] if digests else [])
+
+
+def share_state(
+    team: Team,
+    tracked: Tracked,
+    reports: Sequence[Report],
+    layout_of: Callable[[Sequence[str]], StateLayout],
+    unwritten_lines: Callable[[], list[str]] = list,
+) -> tuple[list[Report], dict[str, Any] | None]:
+    """Give every fresh member the state of the run; where all are fresh, make them agree on that of rank 0. Collective.
+
+    Args:
+        reports: of all members, by rank.
+        unwritten_lines: of the journal, which newcomers may have to write.
+
+    Returns:
+        The reports as they are now: a newcomer stands where its source stands. And the state, on a newcomer.
+    """
+    if all(report.fresh for report in reports):
+        if len(reports) > 1:
+            agree(team, tracked)
+        return list(reports), None
+    if not any(report.fresh for report in reports):
+        return list(reports), None
+    holders = [one for one, report in zip(team.worker_ids, reports, strict=True) if not report.fresh]
+    giver = layout_of(team.worker_ids).source(EVERYTHING, holders)
+    assert giver is not None
+    source = team.worker_ids.index(giver)
+    packed = None
+    if team.rank == source:
+        packed = pack({**tracked.state(), "lines": unwritten_lines()}, "tracked")
+    state = broadcast_state(team.exchange, source, packed)
+    now = [reports[source] if report.fresh else report for report in reports]
+    return now, state if reports[team.rank].fresh else None
+
+
+def agree(team: Team, tracked: Tracked) -> None:
+    """Compare the states of members that begin together; where they differ, all take that of rank 0. Collective.
+
+    Raises:
+        UsageError: the members track tensors of other shapes.
+    """
+    packed = pack(tracked.state(), "tracked")
+    own = _Header.of(packed, digests=True)
+    payloads = team.exchange.all_gather(msgspec.msgpack.encode(own))
+    headers = [msgspec.msgpack.decode(payload, type=_Header) for payload in payloads]
+    first = headers[0]
+    different = [rank for rank, other in enumerate(headers) if other != first]
+    if not different:
+        return
+    ids = team.worker_ids
+    for rank in different:
+        if headers[rank].kinds != first.kinds:
+            raise UsageError(
+                f"{ids[rank]} tracks {len(headers[rank].kinds)} tensors whose shapes are not those of the "
+                f"{len(first.kinds)} of {ids[0]}; "
+                "all workers must build the same model"
+            )
+    state = broadcast_state(team.exchange, 0, packed)
+    if team.rank == 0:
+        return
+    if team.rank in different:
+        changed = [index for index, (a, b) in enumerate(zip(own.digests, first.digests, strict=True)) if a != b]
+        what = f"{len(changed)} tensors, the first is {packed.paths[changed[0]]}" if changed else "settings, no tensor"
+        warnings.warn(
+            f"{ids[team.rank]} starts with another state than {ids[0]}, whose "
+            f"is taken: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
+            stacklevel=2,
+        )
+    tracked.load(state)
+
+
+def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> dict[str, Any]:
+    """Return the state of rank ``source``, which gives it as ``packed``. Collective."""
+    mine = packed if exchange.rank == source else None
+    own = msgspec.msgpack.encode(_Header.of(mine)) if mine is not None else b""
+    header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=_Header)
+    empty = (torch.empty(shape, dtype=getattr(torch, kind)) for kind, shape in header.kinds)
+    tensors = mine.tensors if mine is not None else list(empty)
+    for group in _groups(tensors):
+        point("in_admission")
+        views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
+        together = torch.cat([view.cpu() for view in views]) if len(views) > 1 else views[0]
+        exchange.broadcast(together, source)
+        if mine is None:
+            for view, piece in zip(views, together.split([len(view) for view in views]), strict=True):
+                view.copy_(piece)
+    state: dict[str, Any] = unpack(header.skeleton, tensors)
+    return state
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Batch tensors in their order; the same on every member that knows their dtypes and shapes."""
+    groups: list[list[torch.Tensor]] = []
+    nbytes = BROADCAST_BYTES
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        if nbytes > BROADCAST_BYTES:
+            groups.append([])
+            nbytes = tensor.nbytes
+        groups[-1].append(tensor)
+    return groups

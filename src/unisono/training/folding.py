@@ -1,0 +1,426 @@
+"""Folding the gradients of micro-batches into nodes, parameter by parameter, as backward finishes them.
+
+The nodes that a worker holds are a binary counter: when leaf 7 arrives and ``n6``, ``n45`` and ``n03`` are held, its
+gradient runs up the whole **chain**, ``((g7 + n6) + n45) + n03``. That happens for each parameter in the hook that
+autograd calls when the parameter's gradient is complete, while the gradient is still in the cache; then ``.grad`` is
+dropped. So there is never more than one gradient beside the nodes, and there are at most ``log2(M) + 1`` of those.
+
+A leaf that is first in its chain has nothing to be added to. When its sibling comes next on this worker, its gradients
+are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own.
+
+What a micro-batch did to weights, loss and buffers, its **tail**, runs up the same chain when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from unisono.decisions.tree import Node, leaf, parent, sibling
+from unisono.errors import StepError
+from unisono.exchange.flat import Entry, FlatLayout, Rows, Slot, digest_rows
+from unisono.exchange.slots import Slots
+from unisono.state import digest_of_tensor
+from unisono.training.buffers import Buffers
+from unisono.training.untouched import Untouched
+
+__all__ = ["Calls", "Fingerprint", "GradientFolder"]
+
+OnRows = Callable[[int], None]
+"""Callback: so many rows of the current leaf's node are complete."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What one worker has computed of one micro-batch, to be compared with what another one has."""
+
+    leaf: int
+    digest: int
+    """Of everything: gradients, loss, weight, changes of buffers."""
+    weighted_loss: float
+    parts: dict[str, str]
+    """The digests of the gradients and of the changes of buffers, by name."""
+
+    def difference(self, other: Fingerprint, name: str, other_name: str) -> str:
+        """Return a sentence that says what differs first."""
+        if self.weighted_loss != other.weighted_loss:
+            loss = f"The weighted loss is {self.weighted_loss!r} on {name} and {other.weighted_loss!r} on {other_name}"
+        else:
+            loss = "The loss is the same"
+        parts = [part for part in self.parts if self.parts[part] != other.parts.get(part)]
+        if not parts:
+            return loss
+        more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
+        return f"{loss}; the first gradient or buffer that differs is that of {parts[0]!r}{more}"
+
+
+@dataclass
+class Calls:
+    """How often a script calls backward for one micro-batch, at most. Part of the state: who joins does not know it."""
+
+    known: int = 0
+    has_looked: bool = False
+    """This worker has compared the parameters before and after a micro-batch, bit by bit."""
+
+
+class _Leaf:
+    """The leaf whose gradients are coming in.
+
+    Attributes:
+        chain: (node, its slot) that the gradients are added to, one after the other; of a leaf that has nobody to be
+            added to, the node of its own.
+        is_left: of each node of the chain, whether it is the left operand of the addition.
+        target: the node that the leaf completes, and its slot.
+        opens: whether the leaf has nobody to be added to.
+        parts: by parameter, the parts of its gradient that the current call of backward has given so far.
+        pending: by parameter, the sum of the calls so far.
+    """
+
+    def __init__(self, node: Node, slots: Slots, num_leaves: int, num_parameters: int) -> None:
+        self.chain: list[tuple[Node, Slot]] = []
+        self.is_left: list[bool] = []
+        while (other := sibling(node, num_leaves)) is not None and other in slots.nodes:
+            self.chain.append((other, slots.nodes[other]))
+            self.is_left.append(other.index < node.index)
+            node = parent(node, num_leaves)
+        self.node = node
+        self.opens = not self.chain
+        self.is_apart = False
+        self.adopts = False
+        self.folded = [False] * num_parameters
+        self.used = [0] * num_parameters
+        self.parts = [0] * num_parameters
+        self.most_parts = [0] * num_parameters
+        self.first_complete = num_parameters  # parameters from here on are folded
+        self.num_calls = 0
+        self.pending: dict[int, Tensor] = {}
+        self.to_come: list[int] | None = None  # by parameter, of the current call if it is the last; None: it is not
+        self.in_backward = False
+
+    @property
+    def target(self) -> tuple[Node, Slot]:
+        return self.node, self.chain[-1][1]
+
+
+class GradientFolder:
+    """What one worker has summed of a step so far.
+
+    Args:
+        parameters: (name, parameter), those that need a gradient.
+        buffers: of the tracked modules.
+        frozen: (name, parameter), those that need none.
+        calls: what is known of the backward calls of a micro-batch; added to.
+        slots: the worker's slots in use; the nodes of the step are kept there.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        buffers: Buffers,
+        frozen: Sequence[tuple[str, nn.Parameter]] = (),
+        calls: Calls | None = None,
+        slots: Slots | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.layout = FlatLayout(parameters, buffers.named())
+        self.trained = list(parameters)
+        """(name, parameter), those whose gradients are summed."""
+        self._slots = slots if slots is not None else Slots()
+        self._parameters = [parameter for _, parameter in parameters]
+        self._untouched = Untouched(parameters, frozen)
+        self._calls = calls if calls is not None else Calls()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        # Only with one kind of sum do the rows become complete in the order of the parameters.
+        self._in_order = len({entry.sum_dtype for entry in self.layout.gradients}) == 1
+        self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
+        # By parameter, the parts of its gradient that one call gives; empty before this worker's first micro-batch.
+        self._parts_known: list[int] = []
+        self._leaf: _Leaf | None = None
+        self._last: _Leaf | None = None
+        self._on_rows: OnRows | None = None
+        self._adopted: dict[int, Tensor] = {}  # by parameter, what belongs into `_adopter`
+        self._adopter: Slot | None = None
+
+    def is_for(self, parameters: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> bool:
+        """Return whether the folder sums exactly these parameters and buffers."""
+        return (
+            len(parameters) == len(self._parameters)
+            and all(one is own for (_, one), own in zip(parameters, self._parameters, strict=True))
+            and buffers.owners == self.buffers.owners
+        )
+
+    @property
+    def nodes(self) -> dict[Node, Slot]:
+        """The nodes of the step that are complete; call `copy_adopted` before they are read."""
+        return self._slots.nodes
+
+    @property
+    def target(self) -> tuple[Node, Slot]:
+        """The node that the current leaf completes, and its slot."""
+        assert self._leaf is not None
+        return self._leaf.target
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._slots.nodes, self._adopted = {}, {}
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def start_step(self, num_leaves: int) -> None:
+        self._num_leaves = num_leaves
+        self._slots.nodes, self._adopted, self._adopter = {}, {}, None
+        self._leaf = None
+        self.buffers.start_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def show(self, combined: Slot) -> None:
+        """Make the combined means the parameters' ``.grad`` (views where the dtype allows) and the model's buffers."""
+        counts = combined.used.tolist()
+        for parameter, mean, count in zip(self._parameters, combined.gradients, counts, strict=True):
+            if count == 0:
+                parameter.grad = None
+            elif mean.dtype == parameter.dtype:
+                parameter.grad = mean
+            else:
+                parameter.grad = mean.to(parameter.dtype)
+        self.buffers.apply(combined.buffers)
+
+    # -- a micro-batch -------------------------------------------------------------------------------
+
+    def start_leaf(
+        self, index: int, new_slot: Callable[[], Slot], following: int | None = None, *, apart: bool = False
+    ) -> None:
+        """The next gradients are those of leaf ``index``.
+
+        Args:
+            new_slot: returns an empty slot, for a leaf that has nobody to be added to yet.
+            following: the leaf that will probably be computed after this one.
+            apart: the leaf is another member's. It is not added to the nodes, only `fingerprint` is of interest.
+        """
+        self._untouched.start(compare_bits=not self._calls.has_looked)
+        own = leaf(index, self._num_leaves)
+        current = _Leaf(own, Slots() if apart else self._slots, self._num_leaves, len(self._parameters))
+        current.is_apart = apart
+        if self._adopter is not (None if current.opens else current.chain[0][1]):
+            self.copy_adopted()
+        if current.opens:
+            current.chain = [(own, self._own_slot() if apart else new_slot())]
+        current.adopts = (
+            current.opens
+            and following is not None
+            and leaf(following, self._num_leaves) == sibling(own, self._num_leaves)
+        )
+        if current.adopts:
+            self._adopter = current.chain[0][1]
+        self._leaf = current
+        self._on_rows = None
+
+    def watch_rows(self, callback: OnRows | None) -> None:
+        """Until the current leaf ends, say how many rows of its node are complete, as they become so."""
+        self._on_rows = callback
+
+    def backward(self, loss: Tensor, seed: float, *, retain_graph: bool = False) -> None:
+        """Fold the gradients of ``seed * loss`` into the current leaf."""
+        current = self._leaf
+        assert current is not None
+        current.num_calls += 1
+        current.parts = [0] * len(self._parameters)
+        is_last = bool(self._parts_known) and current.num_calls == self._calls.known
+        current.to_come = [*self._parts_known] if is_last else None
+        if self._parts_known and current.num_calls > self._calls.known:
+            raise StepError(
+                f"step.backward was called {current.num_calls} times for this micro-batch and {self._calls.known} "
+                f"times for the first; "
+                "call it equally often for every micro-batch (at most as often as for the first), or add up the losses"
+            )
+        current.in_backward = True
+        try:
+            loss.backward(gradient=torch.full_like(loss, seed), retain_graph=retain_graph)
+        finally:
+            current.in_backward = False
+
+    def finish_leaf(self, weight: float, weighted_loss: float) -> list[Slot]:
+        """Everything of this leaf is there: add its tail, and keep the node that it completes.
+
+        Returns:
+            Slots of nodes that were merged into a larger one: free for use.
+        """
+        current = self._leaf
+        assert current is not None
+        self._untouched.check()
+        self._calls.has_looked = True
+        for index in range(len(self._parameters)):
+            if not current.folded[index]:
+                self._fold(current, index, current.pending.pop(index, None))
+        if not self._parts_known and current.num_calls:
+            self._calls.known = max(self._calls.known, current.num_calls)
+            self._parts_known = current.most_parts
+        self._add_tail(current, weight, weighted_loss)
+        if self._on_rows is not None:
+            self._on_rows(self.layout.num_rows)
+        self._leaf, self._last = None, current
+        if current.is_apart:
+            return []
+        node, slot = current.target
+        freed = [] if current.opens else [self.nodes.pop(merged) for merged, _ in current.chain][:-1]
+        self.nodes[node] = slot
+        return freed
+
+    def fingerprint(self, index: int) -> Fingerprint:
+        """Return the fingerprint of the leaf that was finished last, which was the first one of its chain."""
+        assert self._last is not None
+        slot = self._last.target[1]
+        multipliers = self.layout.multipliers.to(slot.memory.device)
+        names = [name for name, _ in self.trained]
+        named = [*zip(names, slot.gradients, strict=True), *zip(self.buffers.names, slot.buffers, strict=True)]
+        return Fingerprint(
+            leaf=index,
+            digest=digest_rows(Rows(slot.memory, 0), multipliers, 0, self.layout.num_rows),
+            weighted_loss=float(slot.scalars[1]),
+            parts={name: f"{digest_of_tensor(part):016x}" for name, part in named},
+        )
+
+    def copy_adopted(self) -> None:
+        """Copy adopted gradients to their slot: their sibling does not come next after all. Between two leaves."""
+        adopted, self._adopted = self._adopted, {}
+        for index, gradient in adopted.items():
+            assert self._adopter is not None
+            self._adopter.gradients[index].copy_(gradient)
+        self._adopter = None
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _own_slot(self) -> Slot:
+        """Return a slot that nobody else sees, and that is gone when it is not used any more: it is seldom needed."""
+        device = self._parameters[0].device
+        return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=device))
+
+    def _add_tail(self, current: _Leaf, weight: float, weighted_loss: float) -> None:
+        tail = self._tail
+        tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
+        tail.used.copy_(torch.tensor(current.used, dtype=torch.int32))
+        self.buffers.take_changes(tail.buffers, weight)
+        value = tail.pieces
+        if current.opens:
+            _each(torch.Tensor.copy_, current.chain[0][1].tail, value)
+            return
+        for _, slot in current.chain:
+            _each(torch.Tensor.add_, slot.tail, value)
+            value = slot.tail
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        current = self._leaf
+        if current is None:
+            return
+        name = self.trained[index][0]
+        if not current.in_backward:
+            raise StepError(
+                f"the gradient of {name!r} was computed by loss.backward(); "
+                "inside `for ... in step` call step.backward(loss) instead"
+            )
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        # Out of the user's reach: zero_grad() at any place of the loop shall do no harm.
+        parameter.grad = None
+        if current.folded[index]:
+            raise StepError(
+                f"one backward gave {name!r} its gradient in more parts than in the first micro-batch "
+                "(a layer that is used several times under checkpoint(..., use_reentrant=True) does that); "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        if current.pending and (before := current.pending.pop(index, None)) is not None:
+            gradient = before + gradient  # neither is ours to write to: see `_carry`
+        if current.to_come is None:
+            current.parts[index] += 1
+            current.most_parts[index] = max(current.most_parts[index], current.parts[index])
+            current.pending[index] = gradient  # folded when the micro-batch ends
+            return
+        current.to_come[index] -= 1
+        if current.to_come[index] > 0:
+            current.pending[index] = gradient
+            return
+        self._fold(current, index, gradient)
+        if self._on_rows is not None and self._in_order and index == current.first_complete - 1:
+            while current.first_complete > 0 and current.folded[current.first_complete - 1]:
+                current.first_complete -= 1
+            if current.first_complete > 0:
+                self._on_rows(self.layout.gradients[current.first_complete].end_row - 1)
+
+    def _fold(self, current: _Leaf, index: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            if current.opens:
+                current.chain[0][1].gradients[index].zero_()
+            else:
+                self._carry(current, index, 0.0)
+        else:
+            if gradient.layout is not torch.strided:
+                raise StepError(
+                    f"the gradient of {self.trained[index][0]!r} is sparse ({gradient.layout}); sums over workers "
+                    f"are dense: "
+                    "use nn.Embedding(sparse=False) or freeze the parameter"
+                )
+            self._fold_dense(current, index, gradient)
+            current.used[index] = 1
+        current.folded[index] = True
+
+    def _fold_dense(self, current: _Leaf, index: int, gradient: Tensor) -> None:
+        if not current.opens:
+            self._carry(current, index, gradient)
+            return
+        target = current.chain[0][1].gradients[index]
+        if current.adopts and gradient.dtype == target.dtype:
+            self._adopted[index] = gradient
+        else:
+            target.copy_(gradient)
+
+    def _carry(self, current: _Leaf, index: int, running: Tensor | float) -> None:
+        """Add a gradient to the nodes of the chain, one after the other. All sums are written into slots: the gradient
+        may be a view of memory that is still on its way to other parameters.
+        """
+        other = self._adopted.pop(index, None)
+        for (_, slot), is_left in zip(current.chain, current.is_left, strict=True):
+            target = slot.gradients[index]
+            if other is None:
+                other = target
+            # The left node first: where both are NaN, the sum has the bits of the first.
+            if is_left or isinstance(running, float):
+                running = torch.add(other, running, out=target)
+            else:
+                running = torch.add(running, other, out=target)
+            other = None
+
+
+class _Tail:
+    """The tail of one micro-batch, laid out like that of a slot."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        pieces = list(layout.pieces(layout.tail_row, layout.num_rows))
+        self.pieces = [torch.zeros(piece.stop - piece.start, dtype=piece.dtype, device=device) for piece in pieces]
+        by_dtype: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
+        for piece, tensor in zip(pieces, self.pieces, strict=True):
+            by_dtype.setdefault(piece.dtype, []).append((piece.start, piece.stop, tensor))
+
+        def view(entry: Entry) -> Tensor:
+            for start, stop, tensor in by_dtype.get(entry.sum_dtype, []):
+                if start <= entry.offset < stop or entry.offset == stop == start:
+                    return tensor[entry.offset - start : entry.offset - start + entry.shape.numel()].view(entry.shape)
+            return torch.empty(entry.shape, dtype=entry.sum_dtype, device=device)
+
+        self.scalars = view(layout.scalars)
+        self.used = view(layout.used)
+        self.buffers = [view(entry) for entry in layout.buffers]
+
+
+def _each(operation: Callable[[Tensor, Tensor], Tensor], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        operation(target, value)

@@ -1,0 +1,207 @@
+"""The outer loop: one call of ``run.steps``, from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from unisono.decisions.cadence import Place
+from unisono.decisions.cursor import Cursor
+from unisono.errors import StepError
+from unisono.faults import at_step, point
+from unisono.journal import Journal
+from unisono.rounds.agreement import Agreement
+from unisono.rounds.clock import Clock
+from unisono.rounds.gradient import StepContext
+from unisono.rounds.life import Rounds
+from unisono.training.data import Fetcher
+from unisono.training.folding import GradientFolder
+from unisono.training.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
+from unisono.training.keeping import Keeper
+from unisono.training.process import Process
+from unisono.training.randomness import seed_place
+from unisono.training.step import State, Step
+from unisono.training.tracked import Tracked
+from unisono.training.upcoming import Upcoming
+
+__all__ = ["TrainingLoop"]
+
+OnStep = Callable[[Step, dict[str, float], int], None]
+"""Callback: (finished step, seconds by part, steps of the run when this loop has ended)."""
+
+
+class TrainingLoop:
+    """One call of ``run.steps``.
+
+    Args:
+        on_step: called once for every step that the script has finished.
+        num_done: returns the steps of the run that are done.
+
+    Attributes:
+        step: the one that the script got last; None before the first and after the last.
+        is_open: whether the script is between the first step and the end of the loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        rounds: Rounds,
+        tracked: Tracked,
+        keeper: Keeper,
+        journal: Journal,
+        process: Process,
+        cursor: Cursor,
+        num_steps: int,
+        make_fetcher: Callable[[Cursor, Upcoming], Fetcher],
+        seed: int,
+        rehearses: bool,
+        num_done: Callable[[], int],
+        on_step: OnStep,
+    ) -> None:
+        self.cursor = cursor
+        self.num_steps = num_steps
+        self.step: Step | None = None
+        self.is_open = False
+        self._rounds = rounds
+        self._tracked = tracked
+        self._keeper = keeper
+        self._journal = journal
+        self._process = process
+        self._make_fetcher = make_fetcher
+        self._seed = seed
+        self._rehearses = rehearses
+        self._num_done = num_done
+        self._on_step = on_step
+        self._phase = 0
+        self._base = 0  # steps of the run before this loop
+        self._clock = Clock()
+        self._folder: GradientFolder | None = None
+        self._unused = UnusedGradients(tracked)
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def run(self, phase: int, first: int) -> Iterator[Step]:
+        """Yield the steps from ``first`` on. Collective.
+
+        Args:
+            phase: number of this loop among those of the run.
+        """
+        rounds, team = self._rounds, self._rounds.team
+        self._phase, self._base = phase, self._num_done() - first
+        agreement = Agreement(rounds.members, self._tracked, rehearses=self._rehearses, num_steps=self.num_steps)
+        upcoming = Upcoming(
+            rounds.members,
+            self.cursor,
+            self.num_steps,
+            lambda number, plan: agreement.expected(number, self._base + number, plan),
+        )
+        fetcher = self._make_fetcher(self.cursor, upcoming)
+        context = StepContext(
+            rounds=rounds,
+            folder=self._current_folder,
+            fetcher=fetcher,
+            cursor=self.cursor,
+            seed=self._seed,
+            phase=phase,
+            first_number=self._base,
+            note_plan=upcoming.note,
+            guards=Guards(self._tracked),
+            agreement=agreement,
+            clock=self._clock,
+        )
+        self._current_folder()
+        hooks = self._tracked.before_updates(self._before_update)
+        self.is_open = True
+        try:
+            with (
+                warn_of_clipping(self.is_in_microbatch),
+                watched_zero_grad(self._unused.dropped),
+                watched_schedulers(self._refuse_schedule),
+            ):
+                for number in range(first, self.num_steps):
+                    at_step(number)
+                    self._move_to(number)
+                    team.in_loop((phase, number))
+                    self._keeper.boundary(rounds)
+                    seed_place(self._seed, "step", self._base + number)
+                    self.step = Step(context, number, unused=self._unused, process=self._process)
+                    point("step_head")
+                    yield self.step
+                    self._process.check("run.steps")
+                    self._end_step(self.step)
+            self._move_to(max(first, self.num_steps))
+            self._keeper.save_last(rounds)
+            self.step = None
+            team.in_loop(None)
+        finally:
+            self.is_open = False
+            for hook in hooks:
+                hook.remove()
+            fetcher.close()
+            if self._folder is not None:
+                self._folder.close()
+
+    def leave(self) -> None:
+        """The script has left the loop, perhaps by ``break``: end the step that it got last, if it has begun that.
+
+        Raises:
+            StepError: the step has no gradient.
+        """
+        step = self.step
+        if step is not None and (self.is_open or step.has_begun):
+            self._end_step(step)
+        if step is not None:
+            # A loop that was left by `break` has not come to its end, where it would have said where it is.
+            self._move_to(step.number + (1 if step.has_begun else 0))
+
+    def is_in_microbatch(self) -> bool:
+        """Whether the script is within the inner loop."""
+        return self.step is not None and self.step.microbatch is not None
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _end_step(self, step: Step) -> None:
+        """The script has finished with a step; tell who keeps and shows the run. Once for each step."""
+        if step.state in (State.CLOSED, State.FAILED):
+            return
+        step.close()
+        point("after_step")
+        self._on_step(step, self._clock.reset(), self._base + self.num_steps)
+
+    def _move_to(self, number: int) -> None:
+        place = Place(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)
+        self._rounds.move_to(place)
+
+    def _current_folder(self) -> GradientFolder:
+        """Return the folder of what is trained now. Collective when that has changed."""
+        trained, buffers = self._tracked.trained(), self._tracked.buffers()
+        if self._folder is not None and self._folder.is_for(trained, buffers):
+            return self._folder
+        if self._folder is not None:
+            self._folder.close()
+        frozen = []
+        for name, parameter in self._tracked.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None  # of when it was trained; an optimizer would apply it again
+                frozen.append((name, parameter))
+        self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.members.slots)
+        self._rounds.use(self._folder.layout)
+        return self._folder
+
+    def _before_update(self, name: str) -> None:
+        """Raise StepError if the script calls step() of an optimizer within the inner loop."""
+        if self.step is not None and self.step.microbatch is not None:
+            raise StepError(
+                f"{name}.step() was called inside of `for batch in step` (micro-batch {self.step.microbatch}), where "
+                "parameters have no gradient yet: call it after that loop"
+            )
+        self._unused.before_update(name)
+
+    def _refuse_schedule(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise StepError if the script calls step() of a scheduler within the inner loop."""
+        if self.is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
+            raise StepError(
+                "the step() of a learning rate scheduler was called inside of `for batch in step`, where each worker "
+                "computes other micro-batches, so it would count other steps on each: call it after that loop"
+            )

@@ -1,0 +1,114 @@
+"""One micro-batch as the script computes it: its losses, their weight, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import LossError, StepError
+from unisono.training.folding import GradientFolder
+
+__all__ = ["Microbatch"]
+
+
+class Microbatch:
+    """A micro-batch between its being loaded and being folded.
+
+    Args:
+        step: the number of its step within ``run.steps``.
+        num_samples: the weight of a loss that gives none.
+        samples: returns the indices of its samples, for errors.
+        scale: a power of two that all weights are divided by.
+
+    Attributes:
+        weight: of all its losses, scaled; 0 if it does not count.
+        weighted_loss: sum of weight * loss over its losses.
+    """
+
+    def __init__(
+        self,
+        folder: GradientFolder,
+        step: int,
+        leaf: int,
+        *,
+        num_samples: int,
+        samples: Callable[[], Sequence[int]],
+        scale: float,
+    ) -> None:
+        self.leaf = leaf
+        self.where = f"step {step}, micro-batch {leaf}"
+        self.weight = self.weighted_loss = 0.0
+        self._folder = folder
+        self._step = step
+        self._num_samples = num_samples
+        self._samples = samples
+        self._scale = scale
+        self._wanted: float | None = None  # the scaled weight that its first loss has asked for
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None, scaler: Any, *, retain_graph: bool) -> None:
+        """Compute the gradients of a loss and fold them; see `unisono.Step.backward`."""
+        value = _checked(loss, self.where)
+        share = _checked_weight(weight, self._num_samples, self.where) / self._scale
+        if self._wanted is not None and share != self._wanted:
+            raise LossError(
+                f"{self.where}: the losses of one micro-batch have weights {self._wanted * self._scale:g} and "
+                f"{share * self._scale:g}; "
+                "one division by the total weight cannot serve both: give them the same weight and scale the "
+                "loss itself"
+            )
+        self._wanted = share
+        if share == 0.0:
+            self.weight = 0.0
+            return
+        if not math.isfinite(value):
+            raise LossError(
+                f"the loss of {self.where} is {value} (samples {self._samples()}); nothing was updated. "
+                "torch.autograd.set_detect_anomaly(True) names the operation"
+            )
+        # The weight as the loss's own dtype can express it, so that sum and total agree.
+        rounded = float(torch.tensor(share, dtype=loss.dtype))
+        if not math.isfinite(rounded):
+            raise LossError(
+                f"{self.where}: the weight {share * self._scale:g} is too large for a loss of {loss.dtype}; "
+                "give the loss in float32: step.backward(loss.float(), ...)"
+            )
+        self.weight = rounded
+        self.weighted_loss += rounded * value
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        self._folder.backward(loss, rounded * scale, retain_graph=retain_graph)
+
+    def finish(self) -> None:
+        """Check that the script has called backward.
+
+        Raises:
+            StepError: it has not.
+        """
+        if self._wanted is None:
+            raise StepError(
+                f"micro-batch {self.leaf} of step {self._step} ended without step.backward(loss); "
+                "to leave it out, call step.backward(loss, weight=0)"
+            )
+
+
+def _checked(loss: Tensor, where: str) -> float:
+    if not isinstance(loss, Tensor):
+        raise LossError(f"{where}: step.backward needs the loss as a tensor, got a {type(loss).__qualname__}")
+    if loss.numel() != 1:
+        raise LossError(f"{where}: the loss has shape {tuple(loss.shape)}, it must be a scalar: take its mean")
+    if not loss.requires_grad:
+        raise LossError(
+            f"{where}: the loss needs no gradient: it does not depend on a parameter that requires one "
+            "(detached, computed under torch.no_grad(), or everything is frozen)"
+        )
+    return float(loss.detach())
+
+
+def _checked_weight(weight: float | Tensor | None, num_samples: int, where: str) -> float:
+    value = float(num_samples) if weight is None else float(weight)
+    if not math.isfinite(value) or value < 0:
+        raise LossError(f"{where}: a weight must be finite and at least 0, got {value}")
+    return value

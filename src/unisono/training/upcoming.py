@@ -1,0 +1,53 @@
+"""What a worker will compute next, so that its loader processes can fetch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from unisono.decisions.cursor import Cursor
+from unisono.decisions.plan import Plan
+from unisono.rounds.members import Members
+
+__all__ = ["Upcoming"]
+
+
+class Upcoming:
+    """The micro-batches that this worker will probably compute next, for loader processes. Local.
+
+    Args:
+        rehearsed: (step, its plan) -> the micro-batch of another member that this one computes as well, if any.
+    """
+
+    def __init__(
+        self, members: Members, cursor: Cursor, num_steps: int, rehearsed: Callable[[int, Plan], int | None]
+    ) -> None:
+        self._members = members
+        self._cursor = cursor
+        self._num_steps = num_steps
+        self._rehearsed = rehearsed
+        self._number = -1
+        self._plan: Plan | None = None
+        self._other: int | None = None
+
+    def note(self, number: int, plan: Plan, other: int | None) -> None:
+        """Take note of the plan of the step under way, and of the other member's micro-batch that is computed too."""
+        self._number, self._plan, self._other = number, plan, other
+
+    def __call__(self) -> Iterator[tuple[int, int]]:
+        """Yield (step, micro-batch) in the order of need."""
+        rank = self._members.rank
+        if self._plan is not None:
+            yield from ((self._number, leaf) for leaf in _of(self._plan, rank))
+            if self._other is not None:
+                yield self._number, self._other
+        for number in range(self._number + 1, self._num_steps):
+            plan = self._members.balancing.predicted(self._cursor.position(number).num_leaves)
+            yield from ((number, leaf) for leaf in _of(plan, rank))
+            other = self._rehearsed(number, plan)
+            if other is not None:
+                yield number, other
+
+
+def _of(plan: Plan, rank: int) -> Sequence[int]:
+    """A plan is of one generation, a rank perhaps of the next."""
+    return plan.ranges[rank] if rank < len(plan.ranges) else ()
