@@ -30,7 +30,7 @@ from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
 from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests
 from unisono.rounds.life import Rounds
-from unisono.rounds.together import Gathered
+from unisono.rounds.members import Gathered
 from unisono.state import digest_of_state, pack, quick_digest, unpack
 from unisono.training.buffers import Buffers
 from unisono.training.data import Fetcher

@@ -7,15 +7,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from unisono.decisions.cadence import Word
+from unisono.decisions.plan import Plan
 from unisono.exchange import NUM_FACTS, Exchange, Share
-from unisono.exchange.flat import Slot
+from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import Slots
 from unisono.facts import Facts
 from unisono.rounds import Reporter
 from unisono.rounds.balancing import Balancing
 from unisono.rounds.team import Team
 
-__all__ = ["Members", "Summed"]
+__all__ = ["Gathered", "Members", "Summed"]
 
 
 @dataclass(frozen=True)
@@ -118,3 +119,17 @@ class Members:
     def release_result(self) -> None:
         """Give the result of the last sum back: the script does not read it any more. Local."""
         self.slots.release_result(self.team.exchange)
+
+
+class Gathered:
+    """The result of a round whose members exchange payloads: one payload that holds the parts of all members."""
+
+    layout: FlatLayout | None = None
+
+    def __init__(self, members: Members, payload: bytes) -> None:
+        self._members = members
+        self._payload = payload
+
+    def stand_by(self, plan: Plan) -> None:
+        """Give the slower members everything that they lack."""
+        self._members.gather(self._payload)

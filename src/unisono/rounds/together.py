@@ -8,25 +8,10 @@ from typing import Final
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
-from unisono.exchange.flat import FlatLayout
 from unisono.rounds.life import CHECKPOINT, Rounds
-from unisono.rounds.members import Members
+from unisono.rounds.members import Gathered, Members
 
-__all__ = ["Gathered", "Together", "together"]
-
-
-class Gathered:
-    """The result of a round whose members exchange payloads: one payload that holds the parts of all members."""
-
-    layout: FlatLayout | None = None
-
-    def __init__(self, members: Members, payload: bytes) -> None:
-        self._members = members
-        self._payload = payload
-
-    def stand_by(self, plan: Plan) -> None:
-        """Give the slower members everything that they lack."""
-        self._members.gather(self._payload)
+__all__ = ["Together", "together"]
 
 
 class Together:

@@ -27,6 +27,7 @@ from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.journal import end_line
 from unisono.messages import RunDirectory, StepDone, Told
+from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.agreement import Digests, check_digests
 from unisono.rounds.evaluation import Evaluator, Totals, check_batches, evaluate, evaluate_alone
@@ -437,6 +438,28 @@ class Run:
         # Every member has evaluated other batches, and what comes next may draw random numbers.
         seed_place(self.seed, "after", self._journal.number)
         return totals
+
+    def play(self, make: Callable[[Rounds], Round]) -> Round:
+        """Take part in a round of a kind of one's own, between two steps. Collective.
+
+        Args:
+            make: returns the round; see `unisono.rounds.Round`.
+
+        Returns:
+            The round, which is over then.
+
+        Raises:
+            UsageError: no step of the run has begun yet, or it was called within the inner loop.
+        """
+        self._process.check("run.play")
+        if self._rounds is None or not self._joined:
+            raise UsageError("run.play needs the members of a training; call it inside of run.steps, or after it")
+        if self._loop is not None and self._loop.is_in_microbatch():
+            raise UsageError("run.play was called inside of `for batch in step`: call it after that loop")
+        round_ = make(self._rounds)
+        for _ in self._rounds.play(round_):
+            pass
+        return round_
 
     # -- the outer loop ------------------------------------------------------------------------------
 
