@@ -743,7 +743,7 @@ def test_a_worker_that_dies_without_a_word_is_told_with_its_last_words(unisono: 
     command = unisono("run", name, "--workers", 1)
     assert command.wait() == 3
     assert command.err[-1] == "out of luck"
-    assert "ended with exit code 3 and without a word" in command.err[-2]
+    assert "ended with exit code 3 and did not report an error" in command.err[-2]
 
 
 def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Script, tmp_path: Path) -> None:
