@@ -3,15 +3,15 @@
     UnisonoError
     +-- UsageError            change the script or the command        (also a ValueError)
     |   +-- RecipeError       batch, micro-batches, seed, data do not fit together
-    |   +-- StepError         the inner loop was used in a way that has no meaning
-    |   +-- LossError         the loss of one micro-batch cannot be trained on
+    |   +-- StepError         the inner loop does something that only one worker would have
+    |   +-- LossError         the loss of one micro-batch is not finite, or no scalar, or has no gradient
     |   +-- RunDirectoryError the directory belongs to another run
-    +-- DivergenceError       workers do not agree: find out which step of the script, or which machine, differs
-    +-- PeerLost              a member is gone; nothing was applied; call again in the next generation
-    +-- RunStopped            somebody ended the run; leave, there is nothing to repair
+    +-- DivergenceError       workers have different bits: find out which line of the script, or which machine, differs
+    +-- PeerLost              a member is lost; nothing was applied; call again in the next generation
+    +-- RunStopped            the run was ended from outside; leave the script, there is nothing to repair
     +-- CheckpointError       a checkpoint is broken, missing, or could not be written
     +-- LaunchError           the workers of `unisono.launch` failed; the message has the worker's traceback
-    +-- ProtocolError         the other side of a connection speaks another language
+    +-- ProtocolError         a message over a connection was not allowed; all machines need one version of unisono
     +-- DeadlineExceeded      a wait took longer than its deadline
 
 Messages say what happened, the numbers, and what to do.
@@ -43,7 +43,7 @@ class UnisonoError(Exception):
 
 
 class UsageError(UnisonoError, ValueError):
-    """The script or the command asks for something that cannot be done. Change it."""
+    """The script or the command asks for something that cannot be done. Change the script or the command."""
 
 
 class RecipeError(UsageError):
@@ -51,11 +51,11 @@ class RecipeError(UsageError):
 
 
 class StepError(UsageError):
-    """The inner loop of a step was used in a way that has no meaning."""
+    """The inner loop of a step was not used as it must be, or left something behind that only this worker has."""
 
 
 class LossError(UsageError):
-    """The loss of one micro-batch cannot be trained on. Names step and micro-batch."""
+    """The loss of one micro-batch cannot be trained on. The message names the step and the micro-batch."""
 
 
 class RunDirectoryError(UsageError):
@@ -63,18 +63,18 @@ class RunDirectoryError(UsageError):
 
 
 class DivergenceError(UnisonoError):
-    """Workers have other values where they must have the same bits, so the run cannot go on as one.
+    """Workers have different values where they must have the same bits, so the run cannot go on.
 
-    Either the script does something that depends on the worker, or a machine computes wrongly. The message names what
-    differs, and on which workers.
+    Either the script does something that depends on the worker, or a machine computes wrongly. The message names the
+    value that differs, and the workers.
     """
 
 
 class _AboutPeers(UnisonoError):
-    """An error that other members may be the cause of.
+    """Base of errors that other members may have caused.
 
     Args:
-        peers: the ids of the workers that were waited for, or are gone, as far as that is known.
+        peers: the ids of the workers that were waited for, or are lost, as far as they are known.
     """
 
     def __init__(self, message: str = "", peers: Sequence[str] = ()) -> None:
@@ -83,15 +83,15 @@ class _AboutPeers(UnisonoError):
 
 
 class PeerLost(_AboutPeers):
-    """A member of the generation is gone. Nothing was applied."""
+    """A member of the generation is lost. Nothing was applied."""
 
 
 class RunStopped(UnisonoError):
-    """The run was ended from outside; the reason is the message."""
+    """The run was ended from outside. The message is the reason."""
 
 
 class CheckpointError(UnisonoError):
-    """A checkpoint is broken or missing, or could not be written. Names it, and what is wrong."""
+    """A checkpoint is broken or missing, or could not be written. The message names it, and says what is wrong."""
 
 
 class LaunchError(UnisonoError):

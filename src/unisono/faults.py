@@ -1,7 +1,8 @@
-"""Named points of a worker's life at which a test lets something happen to it.
+"""Fault injection: named points of a worker's life at which a test can kill, stop or delay the worker.
 
-`point` stands at each of them. It does nothing unless this process was armed with faults by `unisono.testing`
-(through the environment of the worker, which takes it out at its start). A fault happens once in a worker's life.
+The code calls `point` at each of them. The call does nothing, unless `unisono.testing` has armed this process with
+faults, by a variable that the worker takes out of its environment at its start. A fault happens once in a worker's
+life.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ __all__ = ["ENVIRONMENT", "POINTS", "Fault", "FaultInjected", "arm", "at_step", 
 ENVIRONMENT: Final = "UNISONO_FAULTS"
 
 POINTS: Final[dict[str, str]] = {
-    "step_head": "the outer loop has begun a step; its inner loop has not",
-    "before_backward": "a micro-batch was fetched and not yet given to the script",
-    "after_backward": "a micro-batch is folded into this worker's nodes",
-    "before_combine": "all own micro-batches are done, nothing was shown to the others",
-    "published": "the nodes are shown to, or sent to, the others",
-    "reduced": "this worker has summed its chunk and has not said so",
-    "committed": "this worker has seen the commit, others perhaps not",
+    "step_head": "the outer loop has begun a step, the inner loop has not begun",
+    "before_backward": "a micro-batch was fetched, and not yet given to the script",
+    "after_backward": "a micro-batch's gradient was added to this worker's partial sums",
+    "before_combine": "all its micro-batches are done, the other workers have seen nothing of them",
+    "published": "the other workers can read its partial sums, or were sent them",
+    "reduced": "it has summed its chunk of the gradient, and has not told the others",
+    "committed": "it has seen the commit, others perhaps not",
     "after_step": "the step is over for this worker: the optimizer has run",
     "in_evaluation": "a batch of an evaluation is done",
-    "evaluated": "this worker has seen all parts of an evaluation, others perhaps not",
-    "checkpoint_copied": "this worker's part of a checkpoint is copied, nothing of it is written",
-    "checkpoint_part_written": "this worker's part is on the disk (in its writing thread)",
+    "evaluated": "it has all results of an evaluation, others perhaps not",
+    "checkpoint_copied": "its part of a checkpoint is copied in memory, nothing of it is written",
+    "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
-    "checkpoint_renamed": "a checkpoint has got its name; older ones were not removed yet (in the same thread)",
-    "in_recovery": "this worker has entered the generation after a loss, and has not met the others",
-    "in_admission": "a newcomer, or a member that gives it the state, in the middle of that",
+    "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
+    "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
+    "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
 }
-"""Every fault point, and where it stands."""
+"""Every fault point, and where the worker is then."""
 
 
 class FaultInjected(RuntimeError):
-    """What the action ``fail`` raises: an error of the user's code."""
+    """Raised by the action ``fail``, as if the user's code had raised it."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happens to one worker at one point."""
+    """Something that a test does to one worker at one point."""
 
     action: Literal["kill", "kill_run", "stop", "delay", "fail"]
-    """SIGKILL (to this worker, or to the command first), SIGSTOP, sleep for ``seconds``, or raise `FaultInjected`."""
+    """SIGKILL to this worker; the same to the command first; SIGSTOP; sleep for ``seconds``; raise `FaultInjected`."""
     worker: str
     """The worker's id: ``w0``, ``w1`` ... in the order of their start; "" means every worker."""
     at: str
     step: int = -1
-    """-1: whichever comes first."""
+    """-1: the first step that comes to this point."""
     microbatch: int = -1
     seconds: float = 0.0
 
@@ -70,7 +71,7 @@ def decode(text: str) -> list[Fault]:
 
 
 def arm(text: str, worker: str, agent: int) -> None:
-    """Take over the faults of this worker.
+    """Keep those faults that are for this worker.
 
     Args:
         text: the value of `ENVIRONMENT`.
@@ -82,13 +83,13 @@ def arm(text: str, worker: str, agent: int) -> None:
 
 
 def at_step(step: int) -> None:
-    """What follows belongs to this step."""
+    """Note that the points that follow belong to this step."""
     global _step
     _step = step
 
 
 def point(name: str, microbatch: int = -1) -> None:
-    """The worker is at a named point."""
+    """Let the faults of a named point happen, if this process was armed with any."""
     if not _armed:
         return
     for fault in list(_armed):
@@ -109,4 +110,4 @@ def _happen(fault: Fault) -> None:
         case "delay":
             time.sleep(fault.seconds)
         case "fail":
-            raise FaultInjected(f"the fault that was asked for at {fault.at!r} of step {_step}")
+            raise FaultInjected(f"injected fault at {fault.at!r} of step {_step}")

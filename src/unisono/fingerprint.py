@@ -1,4 +1,4 @@
-"""What a worker's arithmetic depends on, beside the recipe: the same on all workers, or the bits may differ."""
+"""The fingerprint of a worker: what its arithmetic depends on beside the script. Where it differs, bits may differ."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SWITCHES: Final = (
     "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE",
 )
-"""Environment variables that choose kernels."""
+"""Environment variables by which libraries choose their kernels."""
 
 
 def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What equal bits depend on, in words, for a worker that computes on ``device``. Imports torch."""
+    """Return the fingerprint of a worker that computes on ``device``: values by name, as text. Imports torch."""
     import torch
 
     found = os.environ if environment is None else environment
@@ -50,13 +50,13 @@ def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> di
 
 
 def script_checksum(arguments: Sequence[str]) -> str:
-    """Checksum of the text of what a worker runs: of that one file, not of what it imports.
+    """Return a checksum of the script's text: of this one file, not of the modules that it imports.
 
     Args:
         arguments: ``SCRIPT ...``, ``-m MODULE ...``, or ``--callable FILE ...`` with a pickled function.
 
     Returns:
-        Eight hexadecimal digits; "" where there is no file that can be read.
+        Eight hexadecimal digits; "" if there is no file that can be read.
     """
     match arguments:
         case ["-m", module, *_]:
@@ -71,7 +71,7 @@ def script_checksum(arguments: Sequence[str]) -> str:
 
 
 def _file_of(module: str) -> str:
-    """Where `runpy` finds a module, without importing the packages that it lies in; "" where it finds none."""
+    """Return the file that `runpy` would run for a module, without importing the packages around it; "" for none."""
     path: Sequence[str] | None = [os.getcwd(), *sys.path]
     parts = module.split(".")
     spec = None
@@ -80,7 +80,7 @@ def _file_of(module: str) -> str:
         if spec is None:
             return ""
         path = spec.submodule_search_locations
-    if path is not None:  # a package, of which its `__main__` is run
+    if path is not None:  # a package: its `__main__` is run
         spec = PathFinder.find_spec(f"{module}.__main__", path)
     return (spec.origin or "") if spec is not None else ""
 

@@ -1,8 +1,8 @@
-"""Nothing outlives what started it, and no connection outlives the path that carries it.
+"""No process outlives its parent, and no connection outlives the network path that carries it.
 
-A child of the command dies with it, also after ``kill -9``: on Linux the kernel is asked to send a signal when the
-parent's thread ends (``PR_SET_PDEATHSIG``); elsewhere the child looks for itself (`parent_is_gone`). The token is
-handed down in memory that has no name.
+A child of the command ends with the command, also after ``kill -9``. On Linux the kernel sends the child a signal when
+the thread that started it ends (``PR_SET_PDEATHSIG``); elsewhere the child checks by itself (`parent_is_gone`). The
+token is handed to children in memory that has no name.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 PARENT: Final = "UNISONO_PARENT"
-"""The environment variable with the process id of who started this process, and is to be survived by nobody."""
+"""The environment variable with the process id of the parent, with which this process is to end."""
 
 TOKEN_FILE: Final = "UNISONO_TOKEN_FILE"
-"""The environment variable with the place of the run's token, for a process that is handed it (`take_token`)."""
+"""The environment variable with the path of the run's token, for a process that may have it (`take_token`)."""
 
 SILENCE_S: Final = 5
-"""How long the other end of a connection may not even acknowledge."""
+"""A connection breaks when the other end has acknowledged nothing for so many seconds."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -49,10 +49,10 @@ _parent: int | None = None
 
 
 def bind_to_parent(number: signal.Signals) -> None:
-    """Let this process get signal ``number`` when the process named in `PARENT` ends; exit if it has already.
+    """Have the kernel send this process signal ``number`` when the parent named in `PARENT` ends.
 
-    Does nothing where the variable is missing. The parent must have started this process from a thread that lives
-    as long as itself.
+    Exits at once if the parent has ended already. Does nothing if the variable is missing. The parent must have started
+    this process from a thread that lives as long as the parent.
     """
     global _parent
     value = os.environ.pop(PARENT, "")
@@ -61,14 +61,14 @@ def bind_to_parent(number: signal.Signals) -> None:
     _parent = int(value)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if parent_is_gone():  # it ended before the line above
+    if parent_is_gone():  # the parent ended before the line above
         os._exit(1)
 
 
 def adopt_orphans(yes: bool) -> bool:
-    """Let descendants of this process become its children when their parent ends; whether the system does that.
+    """Make descendants of this process its children when their own parent ends; return whether the system can do that.
 
-    They are to be waited for like its own.
+    This process must then wait for them as for its own children.
     """
     if sys.platform != "linux":
         return False
@@ -77,21 +77,21 @@ def adopt_orphans(yes: bool) -> bool:
 
 
 def parent_is_gone() -> bool:
-    """Whether the process that `bind_to_parent` has found is no longer this one's parent."""
+    """Return whether the parent that `bind_to_parent` has noted has ended."""
     return _parent is not None and os.getppid() != _parent
 
 
 def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to all processes of a group that this program has made; nothing happens if it is empty."""
+    """Send a signal to all processes of a process group that this program has made. An empty group is no error."""
     if leader > 1 and leader != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, number)
 
 
 def start_time(pid: int) -> str:
-    """When a process began: together with its number, which may be used again, it is the process's name.
+    """Return when a process began; with its id, which the system may use again, this identifies the process.
 
-    "" for one that is gone, and where the system does not tell.
+    "" if the process is gone, or the system does not say.
     """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
@@ -99,13 +99,13 @@ def start_time(pid: int) -> str:
 
 
 def end_when_silent(connection: socket.socket) -> None:
-    """Let a TCP connection break when the other machine has not acknowledged anything for `SILENCE_S`.
+    """Make a TCP connection break when the other machine has acknowledged nothing for `SILENCE_S`.
 
-    The kernels see to it: a process that is busy does not count as silent, a machine without power and a cut cable do.
-    Without this, whoever waits for a message would wait for ever.
+    The kernels acknowledge, so a busy process is not silent; a machine without power, or behind a cut cable, is.
+    Without this setting a process would wait for ever for a message from such a machine.
 
-    Between two processes of one machine no path can break, and one of them that does not read for a while (Ctrl-Z) must
-    not count: to the kernel, which can then not deliver what was sent, it looks like a silent machine.
+    Connections within one machine are left alone: no cable can be cut there, and a process that does not read for a
+    while (Ctrl-Z) would look silent, because the kernel cannot deliver to it.
     """
     with contextlib.suppress(OSError):
         if connection.getsockname()[:1] == connection.getpeername()[:1]:
@@ -115,7 +115,7 @@ def end_when_silent(connection: socket.socket) -> None:
         "TCP_KEEPALIVE": 1,  # the same on macOS
         "TCP_KEEPINTVL": 1,
         "TCP_KEEPCNT": SILENCE_S - 1,
-        "TCP_USER_TIMEOUT": SILENCE_S * 1000,  # of what was sent
+        "TCP_USER_TIMEOUT": SILENCE_S * 1000,  # milliseconds, for data that was sent
     }
     with contextlib.suppress(OSError):  # not a TCP connection, or a system without these
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -125,9 +125,9 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 def fill_standard_streams() -> None:
-    """Open ``/dev/null`` where standard input, output or error were closed by whoever started this process.
+    """Open ``/dev/null`` as standard input, output or error, where the parent has closed them.
 
-    Otherwise the next socket gets such a number, and a child finds its standard input in the socket's place.
+    Otherwise the next socket would get the number of a standard stream, and a child would write into that socket.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -142,25 +142,25 @@ def fill_standard_streams() -> None:
 
 
 def name_process(name: str) -> None:
-    """What ``ps -o comm`` and ``top`` show. Only on Linux; at most 15 characters."""
+    """Set the name that ``ps -o comm`` and ``top`` show. Only on Linux; at most 15 characters."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
 class Memory:
-    """Bytes that other processes of this user can reach, as long as this process has them open.
+    """Bytes that other processes of this user can read, as long as this process has them open.
 
-    On Linux they have no name in any directory, so nothing of them is left, however this process ends. Close them at
-    the end.
+    On Linux they have no name in any directory, so nothing of them stays behind, however this process ends. Close them
+    at the end.
     """
 
     def __init__(self, name: str, data: bytes = b"") -> None:
         if sys.platform == "linux":
             self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
             self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-            """For whoever knows it."""
+            """The path for other processes."""
             self.inherited_path = f"/proc/self/fd/{self.descriptor}"
-            """For those to whom ``descriptor`` was passed on (``pass_fds``), and for nobody else."""
+            """The path for children that inherit ``descriptor`` (``pass_fds``)."""
         else:
             self.descriptor, self.path = tempfile.mkstemp(prefix=f"{name}-")  # mode 600
             self.inherited_path = self.path
@@ -182,10 +182,10 @@ class Memory:
 
 
 def take_token(environment: MutableMapping[str, str]) -> str:
-    """The run's token, which was handed down to this process; its children find neither the memory nor its name.
+    """Return the run's token that the parent has handed to this process, and hide it from this process's children.
 
     Raises:
-        KeyError: nothing was handed down. OSError, ValueError: it cannot be read.
+        KeyError: the parent has handed down no token. OSError, ValueError: the token cannot be read.
     """
     path = environment.pop(TOKEN_FILE)
     token = Path(path).read_text().strip()

@@ -1,8 +1,8 @@
 """State dicts as a skeleton and a list of tensors, without pickle.
 
-What a newcomer receives and what a checkpoint holds is the ``state_dict()`` of each tracked object. `pack` takes the
-tensors out and describes the rest in MessagePack; `unpack` puts them together again. Nothing is executed on the way,
-and a value of a type that is not known here is refused by its path, before anything is sent or written.
+A newcomer receives, and a checkpoint holds, the ``state_dict()`` of each tracked object. `pack` takes the tensors out
+of it and encodes the rest, the skeleton, as MessagePack; `unpack` puts both together again. Nothing is executed on the
+way. A value of an unknown type is refused before anything is sent or written; the error has its path.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ __all__ = [
 ]
 
 TOGETHER_BYTES = 1 << 16
-"""Tensors up to this size are copied together before a digest is taken: each digest costs some operations."""
+"""Tensors up to this size are concatenated before a digest is taken, because every digest costs some operations."""
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class Packed(NamedTuple):
-    """A state that was taken apart."""
+    """A state as skeleton and tensors."""
 
     skeleton: bytes
     tensors: list[Tensor]
     """In the order of the skeleton; not copied, detached."""
     paths: list[str]
-    """Where each tensor stands, for messages."""
+    """The path of each tensor in the state, for messages."""
 
 
 def pack(state: Any, name: str = "state") -> Packed:
-    """Take a state apart.
+    """Split a state into skeleton and tensors.
 
     Args:
-        name: how paths begin.
+        name: the beginning of all paths.
 
     Raises:
-        UsageError: something in it is neither plain data nor a tensor; names its path.
+        UsageError: a value is neither plain data nor a tensor; the message has its path.
     """
     found: list[tuple[str, Tensor]] = []
     skeleton = msgspec.msgpack.encode(_pack(state, name, found))
@@ -63,7 +63,7 @@ def pack(state: Any, name: str = "state") -> Packed:
 
 
 def unpack(skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
-    """The state that `pack` took apart."""
+    """Return the state that `pack` has split."""
     return _unpack(msgspec.msgpack.decode(skeleton), tensors)
 
 
@@ -149,13 +149,13 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 
 
 def digest_of_tensor(tensor: Tensor) -> int:
-    """A 64-bit fingerprint of shape, dtype and bits."""
+    """Return a 64-bit fingerprint of a tensor's shape, dtype and bits."""
     value = mix(hash_bytes(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
     flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     if whole:
         words = flat[:whole].clone().view(torch.int64) if flat.data_ptr() % 8 else flat[:whole].view(torch.int64)
-        # Sum of each word times an odd number of its place, modulo 2**64; block by block, to stay in the cache.
+        # Sum of each word times an odd number that belongs to its index, modulo 2**64; by blocks, to stay in the cache.
         for start in range(0, words.numel(), 1 << 16):
             block = words[start : start + (1 << 16)]
             factors = _odd_numbers()[: block.numel()]
@@ -164,9 +164,9 @@ def digest_of_tensor(tensor: Tensor) -> int:
 
 
 def digest_of_tensors(tensors: Sequence[Tensor]) -> int:
-    """Return a 64-bit fingerprint of the bits of some tensors, in their order. Much faster than one by one.
+    """Return a 64-bit fingerprint of the bits of some tensors, in their order. Much faster than tensor by tensor.
 
-    It is for comparing processes of one version only: shapes and dtypes do not count.
+    For comparing processes of one version only: shapes and dtypes do not count.
     """
     small: dict[torch.device, list[Tensor]] = {}
     value = len(tensors)
@@ -181,7 +181,7 @@ def digest_of_tensors(tensors: Sequence[Tensor]) -> int:
 
 
 def quick_digest(state: Any) -> int:
-    """Return a 64-bit fingerprint of a state, to compare processes of one version: not for what is kept on a disk."""
+    """Return a 64-bit fingerprint of a state, for comparing processes of one version. Never store it."""
     packed = pack(state)
     skeleton = torch.frombuffer(bytearray(packed.skeleton), dtype=torch.uint8)
     return digest_of_tensor(skeleton) ^ digest_of_tensors(packed.tensors)
@@ -191,15 +191,16 @@ _factors: list[Tensor] = []
 
 
 def _odd_numbers() -> Tensor:
+    """Return an odd number for each index of a block: the same in all processes and versions."""
     if not _factors:
-        place = torch.arange(1 << 16, dtype=torch.int64) * -7046029254386353131
-        place = (place ^ (place >> 29)) * -4658895280553007687
-        _factors.append(place | 1)
+        mixed = torch.arange(1 << 16, dtype=torch.int64) * -7046029254386353131
+        mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+        _factors.append(mixed | 1)
     return _factors[0]
 
 
 def hash_bytes(data: bytes) -> int:
-    """A 64-bit fingerprint of some bytes."""
+    """Return a 64-bit fingerprint of some bytes."""
     value = len(data)
     for start in range(0, len(data), 8):
         value = mix(value ^ int.from_bytes(data[start : start + 8], "little"))
@@ -207,7 +208,7 @@ def hash_bytes(data: bytes) -> int:
 
 
 def is_same_state(a: Any, b: Any) -> bool:
-    """Whether two states have the same skeleton, and tensors of the same bits."""
+    """Return whether two states have the same skeleton, and tensors of the same bits."""
     ours, theirs = pack(a), pack(b)
     return ours.skeleton == theirs.skeleton and all(
         x.dtype == y.dtype and x.shape == y.shape and _same_bits(x, y)
@@ -217,11 +218,11 @@ def is_same_state(a: Any, b: Any) -> bool:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device:
-        return True  # many objects keep the tensors that they are given
+        return True  # one tensor: many objects keep the tensors that they load
     words = [tensor.contiguous().cpu().view(-1).view(torch.uint8) for tensor in (a, b)]
     whole = words[0].numel() // 8 * 8
     if whole and all(tensor.data_ptr() % 8 == 0 for tensor in words):
-        # In whole words this takes a quarter of the time.
+        # Comparing words of 8 bytes takes a quarter of the time.
         if not torch.equal(words[0][:whole].view(torch.int64), words[1][:whole].view(torch.int64)):
             return False
         words = [tensor[whole:] for tensor in words]
@@ -229,7 +230,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def digest_of_state(state: Any) -> int:
-    """A 64-bit fingerprint of a state: its skeleton and the bits of its tensors."""
+    """Return a 64-bit fingerprint of a state: of its skeleton and the bits of its tensors."""
     packed = pack(state)
     value = hash_bytes(packed.skeleton)
     for tensor in packed.tensors:
@@ -238,9 +239,9 @@ def digest_of_state(state: Any) -> int:
 
 
 def described(state: Any, name: str) -> dict[str, str]:
-    """Return every value in a state by its path, as text; a tensor by its shape and its digest.
+    """Return every value of a state as text, by its path; a tensor as its shape and digest.
 
-    For a message that names the first difference between two states. Large containers make it slow.
+    For a message that names the first difference between two states. Slow for large containers.
     """
     packed = pack(state, name)
     found = {
@@ -256,7 +257,7 @@ def _describe(value: Any, path: str, found: dict[str, str]) -> None:
         for key, item in value.items():
             _describe(item, f"{path}[{key!r}]", found)
     elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            _describe(item, f"{path}[{place}]", found)
+        for index, item in enumerate(value):
+            _describe(item, f"{path}[{index}]", found)
     elif not isinstance(value, Tensor):
         found[path] = repr(value)

@@ -178,7 +178,7 @@ def test_an_error_that_comes_again(tmp_path: Path) -> None:
     assert re.search(r"failed at step 3, micro-batch 2 \(samples [0-9, .]+\).*as before on worker w", hurt.output)
     assert hurt.output.count("Traceback (most recent call last)") == 1
     last = hurt.output.strip().splitlines()[-2:]
-    assert last[0].startswith("unisono.faults.FaultInjected: the fault that was asked for")
+    assert last[0].startswith("unisono.faults.FaultInjected: injected fault at")
     assert re.fullmatch(r"\(in step 3, micro-batch 2, samples [0-9, .]+\)", last[1])
     assert len(hurt.digests) == STEP, "what was done before stays in the journal"
     assert "micro-batch 2" in hurt.lines[-1]["reason"], "and why it ended stands below"

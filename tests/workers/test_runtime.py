@@ -403,7 +403,7 @@ def test_members_hear_of_each_other_and_of_the_end(serve: Callable[..., Served])
 
 
 def test_waits_have_deadlines(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.member.STORE_GRACE_S", WAIT_S)  # it is the head that says that no key has come
+    monkeypatch.setattr("unisono.storecalls.GRACE_S", WAIT_S)  # it is the head that says that no key has come
     member = serve(2).member("w0")
     with pytest.raises(DeadlineExceeded):
         member.wait_notice(0, 0.01)
@@ -697,9 +697,9 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
             me.at(phase=0, step=4, microbatch=3)  # in its first step a worker may take its time
             me.at(phase=0, step=5, microbatch=3)
             stuck_here()
-        beat, said = me._beat, threading.Event()
+        beat, said = me._progress.beat, threading.Event()
         me.waiting(True)
-        me._beat = lambda now: (said.set(), beat(now))[1]
+        me._progress.beat = lambda generation, now: (said.set(), beat(generation, now))[1]
         said.wait()  # the head hears that before what follows, and then that w1 is late, not aside at once
         me.call_store("set", ["w0 waits"], [b""])
         if me.worker_id == "w0":
@@ -743,7 +743,7 @@ def test_a_worker_that_dies_without_a_word_is_told_with_its_last_words(unisono: 
     command = unisono("run", name, "--workers", 1)
     assert command.wait() == 3
     assert command.err[-1] == "out of luck"
-    assert "ended with exit code 3 and without a word" in command.err[-2]
+    assert "ended with exit code 3 and did not report an error" in command.err[-2]
 
 
 def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Script, tmp_path: Path) -> None:
@@ -849,7 +849,7 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
         from datetime import timedelta
         import torch
         import torch.distributed as dist
-        from unisono import member
+        from unisono import member, storecalls
         from unisono.store import HeadStore
 
         me = member.current()
@@ -857,7 +857,7 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
         notice = me.wait_notice(0)
         me.holding(notice.generation)
         rank = [info.worker_id for info in notice.members].index(me.worker_id)
-        member.STORE_GRACE_S = 200.0  # it is the head that says that no key has come
+        storecalls.GRACE_S = 200.0  # it is the head that says that no key has come
         store = HeadStore(me, "g1/", generation=1, timeout_s=200.0)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=me.info.address)]

@@ -22,8 +22,9 @@ from unisono import faults
 from unisono.door import Door
 from unisono.errors import RunStopped
 from unisono.lifetime import bind_to_parent, name_process
-from unisono.member import Member, trimmed_traceback
+from unisono.member import Member
 from unisono.messages import MemberInfo
+from unisono.stacks import trimmed_traceback
 
 __all__ = ["STACK_SIGNAL", "main"]
 
