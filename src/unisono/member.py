@@ -38,6 +38,7 @@ from unisono.errors import (
 )
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
+    Announcement,
     Beat,
     Ended,
     Failed,
@@ -54,7 +55,6 @@ from unisono.messages import (
     StoreAnswer,
     StoreCall,
     Suspect,
-    Told,
     Welcome,
     WorkerLate,
     decode,
@@ -566,7 +566,7 @@ class Member:
                 self._stop(RunStopped(message.reason))
             case WorkerLate():
                 _show_stacks(self.worker_id)
-            case Told():
+            case Announcement():
                 if self._welcome is None:
                     self._stop(RunStopped(message.text))
             case _:

@@ -12,11 +12,11 @@ one. Members and agents speak to the head only. A `Notice` is the head's decisio
       Beat    ------------------->  every heartbeat_s, with progress
       StepDone (rank 0) --------->  StepDone  ------------------>  terminal
       Failed / Finished --------->          <-------------------  WorkerExit
-                                    Told     ------------------>  "what was decided, and why"
+                                 Announcement ----------------->  "what was decided, and why"
               <-------------------  Ended    ------------------->
 
 `Scale` and `Stop` may also come from outside (``unisono scale``, ``unisono stop``): they are then the first and only
-message of their connection, and the answer is `Told`.
+message of their connection, and the answer is `Announcement`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from unisono.errors import ProtocolError
 
 __all__ = [
     "AgentHello",
+    "Announcement",
     "Beat",
     "Drain",
     "Ended",
@@ -53,7 +54,6 @@ __all__ = [
     "StoreAnswer",
     "StoreCall",
     "Suspect",
-    "Told",
     "Welcome",
     "WorkerExit",
     "WorkerLate",
@@ -362,7 +362,7 @@ class Stop(Message):
     reason: str
 
 
-class Told(Message):
+class Announcement(Message):
     """Agent, show this: what the head decided, and why."""
 
     text: str
@@ -377,7 +377,7 @@ class Lost(Message):
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Leaving | Finished | Left | RunDirectory | StoreCall
     | Welcome | Notice | StoreAnswer | Ended
-    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Told | Snapshot
+    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

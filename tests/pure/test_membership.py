@@ -31,6 +31,7 @@ from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, 
 from unisono.errors import ProtocolError, UsageError
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Beat,
     Drain,
     Ended,
@@ -51,7 +52,6 @@ from unisono.messages import (
     StepDone,
     Stop,
     Suspect,
-    Told,
     WorkerExit,
     WorkerLate,
 )
@@ -298,7 +298,10 @@ def test_a_guest_that_fails_before_the_first_generation_fails_alone(end: Message
     assert story.ended is None
     assert story.worker("w2").state is WorkerState.LOST
     assert story.sent("agent1", Start) == [], "another process there would fare no better"
-    assert story.sent("agent1", Told)[0].text in ("the last words of worker w2 (pid 1002):\nNo module named foo", "T")
+    assert story.sent("agent1", Announcement)[0].text in (
+        "the last words of worker w2 (pid 1002):\nNo module named foo",
+        "T",
+    )
     story.arrive("w0", "w1")
     assert story.state.members == ("w0", "w1")
 
@@ -1027,7 +1030,7 @@ def test_a_newcomer_that_cannot_start_does_not_end_the_run() -> None:
     story.says("w2", Failed(error="ImportError: no", traceback="Traceback ..."))
     assert story.ended is None
     assert story.state.generation == 1
-    assert story.sent("agent1", Told)[0].text == "Traceback ..."
+    assert story.sent("agent1", Announcement)[0].text == "Traceback ..."
 
 
 # -- silence, hangs, broken links --------------------------------------------------------------------

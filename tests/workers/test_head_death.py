@@ -30,6 +30,7 @@ from unisono.journal import JOURNAL, compare, read
 from unisono.lifetime import end_when_silent
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Ended,
     Hello,
     MemberInfo,
@@ -39,7 +40,6 @@ from unisono.messages import (
     Snapshot,
     StepDone,
     Stop,
-    Told,
     decode,
     encode,
 )
@@ -201,10 +201,13 @@ def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: 
             await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=0, primary=True)))
             info = MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu")
             await worker.send(encode(Hello(info=info, fingerprint={})))
-            for message in (Ready(phase=0), *map(step_done, range(3)), Told(text="the last")):
+            for message in (Ready(phase=0), *map(step_done, range(3)), Announcement(text="the last")):
                 await worker.send(encode(message))
             committed = []
-            while not isinstance(heard := decode(await agent.recv(decode=False)), Told) or heard.text != "the last":
+            while (
+                not isinstance(heard := decode(await agent.recv(decode=False)), Announcement)
+                or heard.text != "the last"
+            ):
                 if isinstance(heard, Snapshot):
                     committed.append(_Memory.decode(heard.state).state.committed)
             assert committed[-1] == 0
@@ -314,9 +317,9 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
         head._tell_agents(step_done(number))
-    head._tell_agents(Told(text="the last"))
+    head._tell_agents(Announcement(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
-    assert kinds == [StepDone] * (MAX_STEPS_QUEUED + 1) + [Told]
+    assert kinds == [StepDone] * (MAX_STEPS_QUEUED + 1) + [Announcement]
 
 
 def test_a_step_that_is_told_again_is_not_the_last_one() -> None:

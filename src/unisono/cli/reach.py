@@ -102,7 +102,7 @@ def tell(address: Address, message: Any) -> str:
     from websockets.exceptions import WebSocketException
     from websockets.sync.client import connect
 
-    from unisono.messages import Told, decode, encode
+    from unisono.messages import Announcement, decode, encode
 
     try:
         with connect(
@@ -117,4 +117,4 @@ def tell(address: Address, message: Any) -> str:
             answer = decode(bytes(connection.recv(timeout=TIMEOUT_S, decode=False)))
     except (OSError, WebSocketException) as error:
         raise NotGoing(f"no head answers at {address.url}: {error}") from error
-    return answer.text if isinstance(answer, Told) else str(answer)
+    return answer.text if isinstance(answer, Announcement) else str(answer)

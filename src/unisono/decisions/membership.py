@@ -40,6 +40,7 @@ from unisono.errors import ProtocolError
 from unisono.messages import (
     PROTOCOL,
     AgentHello,
+    Announcement,
     Beat,
     Drain,
     Ended,
@@ -60,7 +61,6 @@ from unisono.messages import (
     StepDone,
     Stop,
     Suspect,
-    Told,
     WorkerExit,
     WorkerLate,
 )
@@ -520,7 +520,7 @@ class _Turn:
 
     def tell(self, worker: Worker, text: str) -> None:
         if worker.agent in self.state.agents:
-            self.send(worker.agent, Told(text=text))
+            self.send(worker.agent, Announcement(text=text))
 
     # -- a worker's life -----------------------------------------------------------------------------
 

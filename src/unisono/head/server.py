@@ -33,6 +33,7 @@ from unisono.head.keys import Keys
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Beat,
     Ended,
     Failed,
@@ -47,7 +48,6 @@ from unisono.messages import (
     StepDone,
     Stop,
     StoreCall,
-    Told,
     Welcome,
     WorkerExit,
     decode,
@@ -261,7 +261,7 @@ class Head:
         elif time.monotonic() - self._full_at > FULL_EVERY_S:
             self._full_at = time.monotonic()
             self._tell_agents(
-                Told(
+                Announcement(
                     text=f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of "
                     "workers and machines. Does a program flood its port? The limit of open files is that of `ulimit "
                     "-n`"
@@ -291,13 +291,13 @@ class Head:
                     if self._run_dir in ("", message.path):
                         self._write_address(message.path)
                         self._remember()
-                elif isinstance(message, Told):
+                elif isinstance(message, Announcement):
                     self._tell_agents(message)
                 else:
                     self._happens(name, message)
         except ProtocolError as error:
             why = str(error)
-            line.put(encode(Told(text=why)))
+            line.put(encode(Announcement(text=why)))
         except ConnectionClosed:
             pass
         except Exception:  # of this library, not of a stranger: only who has the token comes so far
@@ -352,7 +352,7 @@ class Head:
             # Refused, so there is no use in coming back. The name may belong to somebody else, who keeps it.
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
-                self._tell_agents(Told(text=f"a worker is refused: {error}"))
+                self._tell_agents(Announcement(text=f"a worker is refused: {error}"))
             if before is None:
                 del self._lines[name]
             else:
@@ -364,10 +364,10 @@ class Head:
 
     def _outside(self, line: _Line, message: Scale | Stop) -> None:
         if self._state.ended is not None:
-            line.put(encode(Told(text=f"the run is over: {self._state.ended.reason}")))
+            line.put(encode(Announcement(text=f"the run is over: {self._state.ended.reason}")))
             return
         self._happens("", message)
-        line.put(encode(Told(text=self._reason)))
+        line.put(encode(Announcement(text=self._reason)))
 
     async def _store(self, line: _Line, call: StoreCall) -> None:
         line.put(encode(await self._keys.answer(call)))
@@ -420,7 +420,7 @@ class Head:
                 if isinstance(action.message, Ended):
                     self._informed.add(action.to)
         if reason and self._state.ended is None:
-            self._tell_agents(Told(text=reason))
+            self._tell_agents(Announcement(text=reason))
         self._set_timer()
 
     def _note_place(self, worker: Worker) -> None:
@@ -502,7 +502,7 @@ class Head:
             self._written[address] = text
             self._run_dir = run_dir
         except OSError as error:
-            self._tell_agents(Told(text=f"cannot write the head's address to {run_dir}: {error}"))
+            self._tell_agents(Announcement(text=f"cannot write the head's address to {run_dir}: {error}"))
 
     def _remove_address(self) -> None:
         for path, text in self._written.items():

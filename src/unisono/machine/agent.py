@@ -40,6 +40,7 @@ from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess, Service, address, listen, reachable
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Drain,
     Ended,
     Evict,
@@ -49,7 +50,6 @@ from unisono.messages import (
     Start,
     StepDone,
     Stop,
-    Told,
     Welcome,
     WorkerExit,
     decode,
@@ -350,7 +350,7 @@ class _Agent:
                         self._start(worker_id)
             case StepDone():
                 self._screen.step(message)
-            case Told():
+            case Announcement():
                 self._screen.say(message.text)
             case Evict():
                 self._evict(message.worker_id)

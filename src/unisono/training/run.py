@@ -28,7 +28,7 @@ from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, StepError, UnisonoError, UsageError
 from unisono.faults import at_step, point
 from unisono.journal import end_line
-from unisono.messages import RunDirectory, StepDone, Told
+from unisono.messages import Announcement, RunDirectory, StepDone
 from unisono.training.agreement import Agreement, Digests, check_digests
 from unisono.training.connect import build_exchange
 from unisono.training.data import Fetcher, MapDataset, check_dataset
@@ -644,7 +644,7 @@ class Run:
             and time.monotonic() - self._told_at > TELL_EVERY_S
         ):
             self._told_at = time.monotonic()
-            member.send(Told(text=step.news))
+            member.send(Announcement(text=step.news))
         if member is not None:
             self._tell_done(
                 StepDone(
