@@ -25,11 +25,6 @@ FLOORS = {
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
-    "decisions.roster": 1,
-    "decisions.suspicion": 1,
-    "decisions.hangs": 1,
-    "decisions.likeness": 1,
-    "decisions.heartbeat": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
     "decisions.cadence": 1,
@@ -89,16 +84,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
-    "decisions.roster": {"decisions.suspicion", "decisions.hangs"},
-    "decisions.membership": {
-        "decisions.hangs",
-        "decisions.heartbeat",
-        "decisions.likeness",
-        "decisions.roster",
-        "decisions.suspicion",
-    },
-    "decisions.likeness": {"decisions.roster"},
-    "decisions.heartbeat": {"decisions.roster"},
+    "decisions.membership": {"decisions.layout"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.process", "training.randomness"},
     "member": {"door", "lifetime", "link"},
@@ -139,7 +125,7 @@ PURE = {
 
 WITHOUT_TORCH = (
     *("cli", "head", "machine.agent", "machine.headprocess", "watch"),
-    *("decisions.roster", "decisions.membership", "decisions.cadence"),
+    *("decisions.membership", "decisions.cadence"),
     *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
 )
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.decisions import membership
-from unisono.decisions.likeness import differences
 from unisono.decisions.membership import (
     TRANSITIONS,
     Action,
@@ -27,7 +26,8 @@ from unisono.decisions.membership import (
     next_deadline,
     step,
 )
-from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
+from unisono.decisions.membership.likeness import differences
+from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError, UsageError
 from unisono.messages import (
     AgentHello,
@@ -930,7 +930,7 @@ def test_who_never_comes_is_lost() -> None:
     assert story.worker("w1").state is WorkerState.ORDERED
     story.tick(600.0)
     assert story.worker("w1").state is WorkerState.LOST
-    assert "w1 has not come in the 600 s since it was to be started" in story.reason
+    assert "w1 has not connected within 600 s of its start" in story.reason
     assert story.sent(AGENT, Evict)
     assert story.sent(AGENT, Start)[0].worker_ids == ["w2"]
 
@@ -1291,7 +1291,7 @@ def test_the_others_go_on_without_a_worker_that_hangs_and_may_wake_up() -> None:
     assert story.state.workers["w1"].state is WorkerState.ASIDE
     assert story.sent("w1", Notice)[-1].generation == 2  # it learns that it was left behind when it wakes up
     assert not story.sent(AGENT, Evict)
-    assert "w1 (pid 1001) gets nowhere for 11 s at step 4, micro-batch 2 and is left aside" in story.reason
+    assert "w1 (pid 1001) makes no progress for 11 s at step 4, micro-batch 2 and is left aside" in story.reason
 
 
 def test_a_worker_aside_that_ends_is_replaced_and_one_that_stays_is_ended() -> None:
@@ -1524,7 +1524,7 @@ def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:
     assert story.state.members == ("w0", "w1", "w2")
     assert story.state.notice is not None
     assert story.state.notice.immediate
-    assert "timed out; everybody is there: trying again" in story.reason
+    assert "timed out; no member was lost: trying again" in story.reason
 
 
 def test_a_broken_exchange_is_tried_again_by_the_head_that_follows() -> None:

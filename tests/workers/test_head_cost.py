@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
-from unisono.decisions.roster import WorkerState
+from unisono.decisions.membership.roster import WorkerState
 from unisono.head.keys import Keys
 from unisono.head.server import Head, _Memory
 from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreCall, decode

@@ -24,7 +24,7 @@ from tests.pure.test_membership import step_done, training
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import ask_status, find
-from unisono.decisions.roster import Agent, Policy, State
+from unisono.decisions.membership.roster import Agent, Policy, State
 from unisono.head.server import MAX_STEPS_QUEUED, Head, _Memory
 from unisono.journal import JOURNAL, compare, read
 from unisono.lifetime import end_when_silent

@@ -30,8 +30,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.decisions.membership import Tick
-from unisono.decisions.roster import Policy
+from unisono.decisions.membership import Policy, Tick
 from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.decisions.roster import Policy
+from unisono.decisions.membership import Policy
 from unisono.head.server import Head
 from unisono.lifetime import bind_to_parent, name_process, take_token
 

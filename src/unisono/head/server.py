@@ -25,9 +25,9 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from unisono.decisions.likeness import differences
 from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, next_deadline, step
-from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
+from unisono.decisions.membership.likeness import differences
+from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
 from unisono.head.keys import Keys
 from unisono.lifetime import end_group, end_when_silent, start_time

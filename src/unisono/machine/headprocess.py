@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.decisions.roster import Policy
+from unisono.decisions.membership import Policy
 from unisono.errors import UsageError
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory
 from unisono.machine.children import TERMINATE_S, Child, spawn

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from unisono.decisions.hangs import Hang, Limits
-from unisono.decisions.suspicion import Suspicions
+from unisono.decisions.membership.hangs import Hang, Limits
+from unisono.decisions.membership.suspicion import Suspicions
 from unisono.errors import UsageError
 from unisono.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 
@@ -307,7 +307,7 @@ def resumed(state: State, now: float) -> State:
 
 
 def noted(state: State, now: float) -> State:
-    """The state with what `unisono.decisions.heartbeat.routine` and `next_deadline` need to know of all workers."""
+    """Return the state with the notes that `heartbeat.routine` and `next_deadline` need of all workers."""
     witnesses = [worker for worker in state.workers.values() if worker.state is WorkerState.HOLDING]
     witness_state = WorkerState.HOLDING if witnesses else WorkerState.ADMITTED
     witnesses = witnesses or [worker for worker in state.workers.values() if worker.state is WorkerState.ADMITTED]
@@ -317,7 +317,7 @@ def noted(state: State, now: float) -> State:
 
 
 def _due_at(state: State, now: float) -> float | None:
-    """No deadline passes before then, unless more happens than `unisono.decisions.heartbeat.routine`."""
+    """Return a time before which no deadline passes, unless more happens than `heartbeat.routine`."""
     if state.ended is not None:
         return None
     policy = state.policy
