@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from unisono.decisions.following import learn_term
 from unisono.door import Door
 from unisono.errors import (
     DeadlineExceeded,
@@ -159,6 +160,7 @@ class Member:
         self._numbers = itertools.count()
         self._num_heard = 0
         self._generation = 0
+        self._term = 0
         self._place = _Place()
         self._loop: tuple[int, int] | None = None
         self._progress = 0
@@ -461,7 +463,7 @@ class Member:
                 time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
                 tried_at = time.monotonic()
                 try:
-                    link = Link(self.door.head, self.door.token)
+                    link = Link.dial(self.door.head, self.door.token)
                 except Refused as refused:
                     self._stop(RunStopped(f"the head refuses this worker: {refused}"))
                     return
@@ -498,7 +500,13 @@ class Member:
         """Talk over one connection until it ends."""
         if self.info.address != link.address:
             self.info = msgspec.structs.replace(self.info, address=link.address)
-        hello = Hello(info=self.info, fingerprint=self._fingerprint, script=self._script, generation=self._generation)
+        hello = Hello(
+            info=self.info,
+            fingerprint=self._fingerprint,
+            script=self._script,
+            generation=self._generation,
+            term=self._term,
+        )
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection
             for message in list(self._standing.values()):
@@ -558,6 +566,7 @@ class Member:
                     call.answer = message
                     call.done.set()
             case Welcome():
+                self._term = learn_term(self._term, message.term)
                 with self._changed:
                     self._welcome = message
                     self._changed.notify_all()

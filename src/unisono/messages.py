@@ -38,6 +38,7 @@ __all__ = [
     "Finished",
     "Hello",
     "Holding",
+    "Kept",
     "Leaving",
     "Left",
     "Lost",
@@ -104,6 +105,8 @@ class Hello(Message):
     """Checksum of the text of its script; empty where that is not one file."""
     generation: int = 0
     """The newest generation that it holds: not 0 when it comes back after its connection broke."""
+    term: int = 0
+    """The highest term of a head that it has heard of."""
     protocol: int = PROTOCOL
 
 
@@ -240,6 +243,8 @@ class Welcome(Message):
 
     run_id: str
     heartbeat_s: float
+    term: int = 1
+    """Of the head (`unisono.decisions.following`)."""
     warnings: list[str] = []
     """E.g. how this worker's fingerprint differs from the first one's."""
     agent_id: str = ""
@@ -300,6 +305,8 @@ class AgentHello(Message):
     """It started the head: when it goes, the run ends."""
     agent_id: str = ""
     """What a `Welcome` has called it: it comes back after the head was away."""
+    term: int = 0
+    """The highest term of a head that it has heard of."""
     protocol: int = PROTOCOL
 
 
@@ -329,9 +336,21 @@ class Evict(Message):
 
 
 class Snapshot(Message):
-    """The head's memory after a decision. The agent that started the head keeps it, for the head that may follow."""
+    """A version of the head's state, for the head that may follow. The head's heirs keep the newest."""
 
+    term: int
+    number: int
+    """Counted by the head of this term."""
     state: bytes
+    successor: str = ""
+    """The agent that starts the next head, by this version."""
+
+
+class Kept(Message):
+    """Agent to head: the answer to a `Snapshot`. This version, or a newer one, is held."""
+
+    term: int
+    number: int
 
 
 class WorkerLate(Message):
@@ -377,7 +396,7 @@ class Lost(Message):
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Leaving | Finished | Left | RunDirectory | StoreCall
     | Welcome | Notice | StoreAnswer | Ended
-    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot
+    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot | Kept
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -25,6 +25,7 @@ FLOORS = {
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
+    "decisions.following": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
     "decisions.cadence": 1,
@@ -66,6 +67,7 @@ FLOORS = {
     "machine.worker": 4,
     "machine.nursery": 4,
     "machine.agent": 4,
+    "machine.following": 4,
     "machine.headprocess": 4,
     "machine.children": 4,
     "head": 4,
@@ -84,7 +86,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
-    "decisions.membership": {"decisions.layout"},
+    "decisions.membership": {"decisions.following", "decisions.layout"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.process", "training.randomness"},
     "member": {"door", "lifetime", "link"},
@@ -96,7 +98,13 @@ NEIGHBOURS = {
     "training.guards": {"training.tracked"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "machine.agent": {"machine.children", "machine.headprocess", "watch"},  # what its workers say goes to the screen
+    "machine.agent": {
+        "machine.children",
+        "machine.following",
+        "machine.headprocess",
+        "watch",
+    },  # what its workers say goes to the screen
+    "machine.following": {"machine.children", "machine.headprocess"},
     "machine.headprocess": {"machine.children"},
     "machine.children": {"machine.nursery"},  # what is said between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks

@@ -902,7 +902,7 @@ def test_a_machine_that_comes_back_gets_no_more_workers_than_it_had_or_than_ther
 def test_a_start_that_was_lost_with_the_head_is_said_again() -> None:
     story = Story(2)
     story.agent(2)
-    story.state = resumed(story.state, 1.0)
+    story.state = resumed(story.state, 2, 1.0)
     story.now = 1.0
     story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
     assert [start.worker_ids for start in story.sent(AGENT, Start)] == [["w0"], ["w1"]]
@@ -913,7 +913,7 @@ def test_a_start_that_is_said_again_is_no_earlier() -> None:
     story.exits("w1")
     story.exits("w2")
     assert story.sent(AGENT, Start)[0].delay_s == 1.0
-    story.state = resumed(story.state, 0.25)
+    story.state = resumed(story.state, 2, 0.25)
     story.now = 0.25
     story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
     assert [start.delay_s for start in story.sent(AGENT, Start)] == [0.75]
@@ -939,7 +939,7 @@ def test_a_machine_that_died_while_the_head_was_away_is_gone() -> None:
     story = training(2)
     story.arrive(*story.agent(1, "agent1", primary=False))
     story.hold()
-    story.state = resumed(story.state, 1.0)
+    story.state = resumed(story.state, 2, 1.0)
     story.now = 1.0
     story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
     for story.now in range(1, 62):
@@ -1532,7 +1532,7 @@ def test_a_broken_exchange_is_tried_again_by_the_head_that_follows() -> None:
     story = training(3)
     for worker_id in story.state.members:
         story.says(worker_id, Suspect(generation=1, reason="timed out"))
-    story.state = resumed(story.state, 7.0)
+    story.state = resumed(story.state, 2, 7.0)
     assert next_deadline(story.state) == 7.0 + story.state.policy.suspect_s
     story.tick(7.0 + story.state.policy.suspect_s)
     assert story.state.generation == 2
@@ -1967,7 +1967,7 @@ def decisions_of_a_run(rng: random.Random) -> list[tuple[float, str, tuple[Actio
 def test_the_number_of_a_generation_is_not_used_again_by_a_head_that_has_not_known_it() -> None:
     """Members listen to newer ones only."""
     story = training(3)
-    story.state = resumed(story.state, story.now)
+    story.state = resumed(story.state, 2, story.now)
     story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=4))
     assert "worker w0 (pid 1000) holds generation 4, which this head does not know" in story.reason
     assert {to: notice.generation for to, notice in story.notices().items()} == {"w0": 5, "w1": 5, "w2": 5}

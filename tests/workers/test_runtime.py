@@ -33,7 +33,8 @@ from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.membership import Policy, Tick
 from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
-from unisono.head.server import Head, _Memory
+from unisono.head.memory import Memory
+from unisono.head.server import Head
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.machine.nursery import Birth, Born
 from unisono.machine.worker import STACK_SIGNAL
@@ -292,7 +293,7 @@ def test_what_a_heartbeat_decides_is_remembered(serve: Callable[..., Served]) ->
             remembered = heard.state
         elif isinstance(heard, Announcement) and "is left aside" in heard.text:
             break
-    memory = _Memory.decode(remembered)
+    memory = Memory.decode(remembered)
     assert memory.state.members == ("w0",)
     assert memory.reason == heard.text
 

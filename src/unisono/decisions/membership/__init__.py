@@ -11,6 +11,7 @@ in one sentence. Everything that the head does about members comes from here::
     restarts     losses and replacements
     ending       workers come to the end of the training
     generations  what follows: the next generation, or the end of the run
+    heirs        which agents hold the state, and which of them starts the next head
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
 
@@ -35,10 +36,11 @@ against no worker.
 from __future__ import annotations
 
 from unisono.decisions.membership.agents import agent_name
-from unisono.decisions.membership.dispatch import Event, Tick, take
+from unisono.decisions.membership.dispatch import Event, Lags, Tick, take
 from unisono.decisions.membership.draft import Action, Draft, Hangup, Send
 from unisono.decisions.membership.generations import follow_up
 from unisono.decisions.membership.heartbeat import routine
+from unisono.decisions.membership.heirs import heirs, keepers, successor, without_lost_heir
 from unisono.decisions.membership.roster import Policy, State, noted
 from unisono.decisions.membership.table import TRANSITIONS
 from unisono.messages import Beat
@@ -48,13 +50,17 @@ __all__ = [
     "Action",
     "Event",
     "Hangup",
+    "Lags",
     "Policy",
     "Send",
     "State",
     "Tick",
     "agent_name",
+    "heirs",
+    "keepers",
     "next_deadline",
     "step",
+    "successor",
 ]
 
 
@@ -68,7 +74,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
         ProtocolError: this source may not send this message now. Nothing has changed.
     """
     if state.ended is not None:
-        return state, (), ""
+        return without_lost_heir(state, event), (), ""
     if isinstance(event.message, Beat) and (found := routine(state, event.source, event.message, now)) is not None:
         return found, (), ""
     draft = Draft(state, now)

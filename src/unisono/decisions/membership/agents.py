@@ -31,13 +31,13 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     if known is not None and hello.agent_id != agent_id:
         raise ProtocolError(f"agent {agent_id} has said hello twice")
     if known is not None:
-        draft.put_agent(agent_id, away_at=None)
+        draft.put_agent(agent_id, away_at=None, lags=False)
         _repeat_start(draft, agent_id)
         return
     known = state.absent.get(hello.agent_id)
     adds = hello.num_workers if state.policy.grows and not hello.primary else 0
     fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
-    agent = dataclasses.replace(fresh, adds=adds, pid=hello.pid, away_at=None)
+    agent = dataclasses.replace(fresh, adds=adds, pid=hello.pid, away_at=None, lags=False)
     draft.put(
         agents={**state.agents, agent_id: agent},
         absent={i: absent for i, absent in state.absent.items() if i != agent_id},

@@ -29,6 +29,7 @@ from unisono.messages import (
     Finished,
     Hello,
     Holding,
+    Kept,
     Leaving,
     Left,
     Lost,
@@ -41,7 +42,7 @@ from unisono.messages import (
     WorkerExit,
 )
 
-__all__ = ["Event", "Tick", "take"]
+__all__ = ["Event", "Lags", "Tick", "take"]
 
 _S = WorkerState
 
@@ -52,11 +53,16 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Lags:
+    """An heir has not said in time that it holds the state."""
+
+
+@dataclass(frozen=True)
 class Event:
     """A message, and the worker or agent that sent it ("": a command from outside the run)."""
 
     source: str
-    message: Message | Tick
+    message: Message | Tick | Lags
 
 
 def take(draft: Draft, event: Event) -> None:
@@ -68,6 +74,9 @@ def take(draft: Draft, event: Event) -> None:
     source, message = event.source, event.message
     if isinstance(message, Tick):
         _pass_time(draft)
+    elif isinstance(message, Lags):
+        if source in draft.state.agents:
+            draft.put_agent(source, lags=True)
     elif source in draft.state.agents or isinstance(message, AgentHello):
         _take_from_agent(draft, source, message)
     elif source in draft.state.workers or isinstance(message, Hello):
@@ -107,6 +116,8 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
             draft.end(False, message.reason, exit_code=message.exit_code)
         case Lost():
             agents.leave(draft, agent_id, message)
+        case Kept():
+            draft.put_agent(agent_id, lags=False)
         case _:
             raise ProtocolError(f"an agent may not say {type(message).__name__}")
 

@@ -161,6 +161,8 @@ class Agent:
     pid: int = 0
     away_at: float | None = None
     """Since when a head that has taken over waits for it."""
+    lags: bool = False
+    """It has not said in time that it holds the state, so decisions do not wait for it."""
     wanted: int = 0
     """How many workers it had, or was to start, when its connection broke."""
     used_restarts: int = 0
@@ -177,6 +179,8 @@ class State:
     """Everything that the table knows."""
 
     policy: Policy
+    term: int = 1
+    """Of the head: one more than that of the head before it."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
     absent: Mapping[str, Agent] = field(default_factory=dict)
@@ -290,8 +294,8 @@ def excused(state: State, seconds: float, now: float) -> State:
     return dataclasses.replace(state, workers=workers)
 
 
-def resumed(state: State, now: float) -> State:
-    """The state as a head takes it over from one that has died: everybody has yet to come back."""
+def resumed(state: State, term: int, now: float) -> State:
+    """Return the state as the head of this term takes it over: all workers and agents have yet to come back."""
     workers = {
         worker_id: dataclasses.replace(
             worker, heard_at=max(worker.heard_at, now), closed_at=None, beat=None, late_at=-1
@@ -301,7 +305,7 @@ def resumed(state: State, now: float) -> State:
     agents = {
         i: agent if agent.primary else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()
     }
-    state = dataclasses.replace(state, workers=workers, agents=agents)
+    state = dataclasses.replace(state, term=term, workers=workers, agents=agents)
     state = dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
     return noted(state, now)
 
