@@ -1,12 +1,17 @@
-"""One WebSocket connection from a worker to the head, driven by the thread of `unisono.member`."""
+"""The client's side of a WebSocket connection to the head, without a thread and without a loop of its own.
+
+A worker drives it by a thread with a selector (`unisono.member`), an agent by its event loop
+(`unisono.machine.following`), a command waits for its one answer (`unisono.cli.reach`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 
 from websockets.client import ClientProtocol
-from websockets.exceptions import InvalidState, InvalidStatus
+from websockets.exceptions import InvalidState, InvalidStatus, InvalidURI
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.uri import parse_uri
@@ -15,10 +20,10 @@ from unisono.errors import UnisonoError
 from unisono.lifetime import end_when_silent
 from unisono.messages import is_refusal
 
-__all__ = ["Link", "Refused"]
+__all__ = ["Link", "Refused", "host_and_port"]
 
 CONNECT_TIMEOUT_S = 5.0
-MAX_MESSAGE_BYTES = 4 * 2**20
+MAX_BYTES = 262144  # received at once
 
 
 class Refused(UnisonoError):
@@ -26,44 +31,69 @@ class Refused(UnisonoError):
 
 
 class Link:
-    """One WebSocket connection without a thread of its own.
+    """One WebSocket connection to the head.
+
+    Args:
+        sock: connected to the head. It is non-blocking from when the connection `is_open`.
 
     Raises:
         Refused: the head says so. OSError: there is no connection, or it is lost; also of all methods but `close`.
     """
 
-    def __init__(self, url: str, token: str) -> None:
-        uri = parse_uri(url)
-        self._protocol = ClientProtocol(uri, max_size=MAX_MESSAGE_BYTES)
-        self.sock = socket.create_connection((uri.host, uri.port), timeout=CONNECT_TIMEOUT_S)
-        try:
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end_when_silent(self.sock)
-            request = self._protocol.connect()
-            request.headers["Authorization"] = f"Bearer {token}"
-            self._protocol.send_request(request)
-            self.sock.sendall(b"".join(self._protocol.data_to_send()))
-            while True:
-                data = self.sock.recv(65536)
-                self._protocol.receive_data(data) if data else self._protocol.receive_eof()
-                if (failure := self._protocol.handshake_exc) is not None:
-                    if isinstance(failure, InvalidStatus) and is_refusal(status := failure.response.status_code):
-                        raise Refused(f"HTTP {status}")
-                    raise ConnectionError(str(failure)) from failure
-                events = self._protocol.events_received()
-                if events and isinstance(events[0], Response):
-                    self._early = events[1:]
-                    break
-                if not data:
-                    raise ConnectionError("the head closed the connection during the handshake")
-            self.sock.setblocking(False)
-        except BaseException:
-            self.sock.close()
-            raise
-        self.address = str(self.sock.getsockname()[0])
+    def __init__(self, sock: socket.socket, url: str, token: str) -> None:
+        self.sock = sock
+        self.is_open = False
+        """The head has agreed to the connection: messages may be sent."""
+        self._protocol = ClientProtocol(parse_uri(url), max_size=None)  # the head is trusted; its state may be long
         self._unsent = bytearray()
+        self._early: list[object] = []
+        self._is_at_end = False
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end_when_silent(sock)
+        self.address = str(sock.getsockname()[0])
+        request = self._protocol.connect()
+        request.headers["Authorization"] = f"Bearer {token}"
+        self._protocol.send_request(request)
+        self.push()
+
+    @classmethod
+    def dial(cls, url: str, token: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
+        """Connect; blocks until the connection is open."""
+        sock = socket.create_connection(host_and_port(url), timeout=timeout_s)
+        try:
+            link = cls(sock, url, token)
+            while not link.is_open:
+                link.feed(sock.recv(MAX_BYTES))
+            return link
+        except BaseException:
+            sock.close()
+            raise
+
+    def feed(self, data: bytes) -> None:
+        """Take in what was received; nothing means that the other side has closed."""
+        if self._is_at_end:
+            return
+        if data:
+            self._protocol.receive_data(data)
+        else:
+            self._is_at_end = True
+            self._protocol.receive_eof()
+        if self.is_open:
+            return
+        if (failure := self._protocol.handshake_exc) is not None:
+            if isinstance(failure, InvalidStatus) and is_refusal(status := failure.response.status_code):
+                raise Refused(f"HTTP {status}")
+            raise ConnectionError(str(failure)) from failure
+        events = self._protocol.events_received()
+        if events and isinstance(events[0], Response):
+            self._early = list(events[1:])
+            self.is_open = True
+            self.sock.setblocking(False)
+        elif not data:
+            raise ConnectionError("the head closed the connection during the handshake")
 
     def put(self, data: bytes) -> None:
+        """Send a message: what does not go out now goes out with `push`."""
         try:
             self._protocol.send_binary(data)
         except InvalidState as error:  # the head is closing it
@@ -86,25 +116,32 @@ class Link:
         return bool(self._unsent)
 
     def take(self) -> list[bytes]:
-        """The messages that have arrived.
+        """Return the messages that have arrived.
 
         Raises:
             ConnectionError: it is closed; messages that came before were given by earlier calls.
         """
-        try:
-            data = self.sock.recv(262144)
-        except BlockingIOError:
-            data = None
-        if data is not None:
-            self._protocol.receive_data(data) if data else self._protocol.receive_eof()
+        with contextlib.suppress(BlockingIOError):
+            self.feed(self.sock.recv(MAX_BYTES))
         events, self._early = [*self._early, *self._protocol.events_received()], []
         self.push()
         found = [bytes(e.data) for e in events if isinstance(e, Frame) and e.opcode is Opcode.BINARY]
-        closed = data == b"" or any(isinstance(e, Frame) and e.opcode is Opcode.CLOSE for e in events)
+        closed = self._is_at_end or any(isinstance(e, Frame) and e.opcode is Opcode.CLOSE for e in events)
         if closed and not found:
             raise ConnectionError("the head closed the connection")
         if closed:
             self._early = [e for e in events if isinstance(e, Frame) and e.opcode is Opcode.CLOSE]
+        return found
+
+    def wait(self, timeout_s: float) -> list[bytes]:
+        """Return the messages that have arrived; blocks until there is one.
+
+        Raises:
+            TimeoutError: there was none in time.
+        """
+        while not (found := self.take()):
+            if not select.select([self.sock], [], [], timeout_s)[0]:
+                raise TimeoutError(f"the head has not answered for {timeout_s:.0f} s")
         return found
 
     def close(self) -> None:
@@ -112,3 +149,16 @@ class Link:
             self._protocol.send_close()
             self.push()
         self.sock.close()
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return where the head with this address listens.
+
+    Raises:
+        ConnectionError: this is no address.
+    """
+    try:
+        uri = parse_uri(url)
+    except (InvalidURI, ValueError) as error:
+        raise ConnectionError(str(error)) from error
+    return uri.host, uri.port

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from unisono.decisions.following import learn_term
 from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
+    Announcement,
     Ended,
     Failed,
     Finished,
@@ -39,7 +41,6 @@ from unisono.messages import (
     StepDone,
     StoreAnswer,
     Suspect,
-    Told,
     Welcome,
     WorkerLate,
     decode,
@@ -104,6 +105,7 @@ class Member:
         self._store_calls = StoreCalls(self.send)
         self._num_received = 0
         self._generation = 0
+        self._term = 0
         self._progress = Progress()
         self._loop: tuple[int, int] | None = None
         self._has_run = False
@@ -375,7 +377,7 @@ class Member:
                 time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
                 tried_at = time.monotonic()
                 try:
-                    link = Link(self.door.head, self.door.token)
+                    link = Link.dial(self.door.head, self.door.token)
                 except Refused as refused:
                     self._stop(RunStopped(f"the head refuses this worker: {refused}"))
                     return
@@ -413,7 +415,13 @@ class Member:
         """Send and receive over one connection until it ends."""
         if self.info.address != link.address:
             self.info = msgspec.structs.replace(self.info, address=link.address)
-        hello = Hello(info=self.info, fingerprint=self._fingerprint, script=self._script, generation=self._generation)
+        hello = Hello(
+            info=self.info,
+            fingerprint=self._fingerprint,
+            script=self._script,
+            generation=self._generation,
+            term=self._term,
+        )
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection
             for message in list(self._repeated.values()):
@@ -455,6 +463,7 @@ class Member:
             case StoreAnswer():
                 self._store_calls.take_answer(message)
             case Welcome():
+                self._term = learn_term(self._term, message.term)
                 with self._changed:
                     self._welcome = message
                     self._changed.notify_all()
@@ -463,7 +472,7 @@ class Member:
                 self._stop(RunStopped(message.reason))
             case WorkerLate():
                 show_stacks(self.worker_id)
-            case Told():
+            case Announcement():
                 if self._welcome is None:
                     self._stop(RunStopped(message.text))
             case _:

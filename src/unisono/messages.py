@@ -12,11 +12,11 @@ one. Members and agents speak to the head only. A `Notice` is the head's decisio
       Beat    ------------------->  every heartbeat_s, with progress
       StepDone (rank 0) --------->  StepDone  ------------------>  terminal
       Failed / Finished --------->          <-------------------  WorkerExit
-                                    Told     ------------------>  "what was decided, and why"
+                                 Announcement ----------------->  "what was decided, and why"
               <-------------------  Ended    ------------------->
 
 `Scale` and `Stop` may also come from outside (``unisono scale``, ``unisono stop``): they are then the first and only
-message of their connection, and the answer is `Told`.
+message of their connection, and the answer is `Announcement`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from unisono.errors import ProtocolError
 
 __all__ = [
     "AgentHello",
+    "Announcement",
     "Beat",
     "Drain",
     "Ended",
@@ -37,6 +38,7 @@ __all__ = [
     "Finished",
     "Hello",
     "Holding",
+    "Kept",
     "Leaving",
     "Left",
     "Lost",
@@ -53,7 +55,6 @@ __all__ = [
     "StoreAnswer",
     "StoreCall",
     "Suspect",
-    "Told",
     "Welcome",
     "WorkerExit",
     "WorkerLate",
@@ -104,6 +105,8 @@ class Hello(Message):
     """Checksum of the text of its script; empty where that is not one file."""
     generation: int = 0
     """The newest generation that it holds: not 0 when it comes back after its connection broke."""
+    term: int = 0
+    """The highest term of a head that it has heard of."""
     protocol: int = PROTOCOL
 
 
@@ -240,6 +243,8 @@ class Welcome(Message):
 
     run_id: str
     heartbeat_s: float
+    term: int = 1
+    """Of the head (`unisono.decisions.following`)."""
     warnings: list[str] = []
     """E.g. how this worker's fingerprint differs from the first one's."""
     agent_id: str = ""
@@ -300,6 +305,8 @@ class AgentHello(Message):
     """It started the head: when it goes, the run ends."""
     agent_id: str = ""
     """What a `Welcome` has called it: it comes back after the head was away."""
+    term: int = 0
+    """The highest term of a head that it has heard of."""
     protocol: int = PROTOCOL
 
 
@@ -329,9 +336,21 @@ class Evict(Message):
 
 
 class Snapshot(Message):
-    """The head's memory after a decision. The agent that started the head keeps it, for the head that may follow."""
+    """A version of the head's state, for the head that may follow. The head's heirs keep the newest."""
 
+    term: int
+    number: int
+    """Counted by the head of this term."""
     state: bytes
+    successor: str = ""
+    """The agent that starts the next head, by this version."""
+
+
+class Kept(Message):
+    """Agent to head: the answer to a `Snapshot`. This version, or a newer one, is held."""
+
+    term: int
+    number: int
 
 
 class WorkerLate(Message):
@@ -362,7 +381,7 @@ class Stop(Message):
     reason: str
 
 
-class Told(Message):
+class Announcement(Message):
     """Agent, show this: what the head decided, and why."""
 
     text: str
@@ -377,7 +396,7 @@ class Lost(Message):
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Leaving | Finished | Left | RunDirectory | StoreCall
     | Welcome | Notice | StoreAnswer | Ended
-    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Told | Snapshot
+    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot | Kept
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -25,11 +25,7 @@ FLOORS = {
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
-    "decisions.roster": 1,
-    "decisions.suspicion": 1,
-    "decisions.hangs": 1,
-    "decisions.likeness": 1,
-    "decisions.heartbeat": 1,
+    "decisions.following": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
     "decisions.cadence": 1,
@@ -76,6 +72,7 @@ FLOORS = {
     "machine.worker": 4,
     "machine.nursery": 4,
     "machine.agent": 4,
+    "machine.following": 4,
     "machine.headprocess": 4,
     "machine.children": 4,
     "head": 4,
@@ -94,16 +91,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
-    "decisions.roster": {"decisions.suspicion", "decisions.hangs"},
-    "decisions.membership": {
-        "decisions.hangs",
-        "decisions.heartbeat",
-        "decisions.likeness",
-        "decisions.roster",
-        "decisions.suspicion",
-    },
-    "decisions.likeness": {"decisions.roster"},
-    "decisions.heartbeat": {"decisions.roster"},
+    "decisions.membership": {"decisions.following", "decisions.layout"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.process", "training.randomness"},
     "member": {"door", "lifetime", "link", "progress", "stacks", "storecalls"},
@@ -117,7 +105,13 @@ NEIGHBOURS = {
     "training.guards": {"training.tracked"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "machine.agent": {"machine.children", "machine.headprocess", "watch"},  # what its workers say goes to the screen
+    "machine.agent": {
+        "machine.children",
+        "machine.following",
+        "machine.headprocess",
+        "watch",
+    },  # what its workers say goes to the screen
+    "machine.following": {"machine.children", "machine.headprocess"},
     "machine.headprocess": {"machine.children"},
     "machine.children": {"machine.nursery"},  # what is said between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
@@ -137,7 +131,7 @@ PURE = {
 
 WITHOUT_TORCH = (
     *("cli", "head", "machine.agent", "machine.headprocess", "watch"),
-    *("decisions.roster", "decisions.membership", "decisions.cadence"),
+    *("decisions.membership", "decisions.cadence"),
     *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
 )
 

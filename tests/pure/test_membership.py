@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.decisions import membership
-from unisono.decisions.likeness import differences
 from unisono.decisions.membership import (
     TRANSITIONS,
     Action,
@@ -27,10 +26,12 @@ from unisono.decisions.membership import (
     next_deadline,
     step,
 )
-from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
+from unisono.decisions.membership.likeness import differences
+from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError, UsageError
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Beat,
     Drain,
     Ended,
@@ -51,7 +52,6 @@ from unisono.messages import (
     StepDone,
     Stop,
     Suspect,
-    Told,
     WorkerExit,
     WorkerLate,
 )
@@ -298,7 +298,10 @@ def test_a_guest_that_fails_before_the_first_generation_fails_alone(end: Message
     assert story.ended is None
     assert story.worker("w2").state is WorkerState.LOST
     assert story.sent("agent1", Start) == [], "another process there would fare no better"
-    assert story.sent("agent1", Told)[0].text in ("the last words of worker w2 (pid 1002):\nNo module named foo", "T")
+    assert story.sent("agent1", Announcement)[0].text in (
+        "the last words of worker w2 (pid 1002):\nNo module named foo",
+        "T",
+    )
     story.arrive("w0", "w1")
     assert story.state.members == ("w0", "w1")
 
@@ -899,7 +902,7 @@ def test_a_machine_that_comes_back_gets_no_more_workers_than_it_had_or_than_ther
 def test_a_start_that_was_lost_with_the_head_is_said_again() -> None:
     story = Story(2)
     story.agent(2)
-    story.state = resumed(story.state, 1.0)
+    story.state = resumed(story.state, 2, 1.0)
     story.now = 1.0
     story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
     assert [start.worker_ids for start in story.sent(AGENT, Start)] == [["w0"], ["w1"]]
@@ -910,7 +913,7 @@ def test_a_start_that_is_said_again_is_no_earlier() -> None:
     story.exits("w1")
     story.exits("w2")
     assert story.sent(AGENT, Start)[0].delay_s == 1.0
-    story.state = resumed(story.state, 0.25)
+    story.state = resumed(story.state, 2, 0.25)
     story.now = 0.25
     story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
     assert [start.delay_s for start in story.sent(AGENT, Start)] == [0.75]
@@ -927,7 +930,7 @@ def test_who_never_comes_is_lost() -> None:
     assert story.worker("w1").state is WorkerState.ORDERED
     story.tick(600.0)
     assert story.worker("w1").state is WorkerState.LOST
-    assert "w1 has not come in the 600 s since it was to be started" in story.reason
+    assert "w1 has not connected within 600 s of its start" in story.reason
     assert story.sent(AGENT, Evict)
     assert story.sent(AGENT, Start)[0].worker_ids == ["w2"]
 
@@ -936,7 +939,7 @@ def test_a_machine_that_died_while_the_head_was_away_is_gone() -> None:
     story = training(2)
     story.arrive(*story.agent(1, "agent1", primary=False))
     story.hold()
-    story.state = resumed(story.state, 1.0)
+    story.state = resumed(story.state, 2, 1.0)
     story.now = 1.0
     story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=2, primary=True, agent_id=AGENT))
     for story.now in range(1, 62):
@@ -1027,7 +1030,7 @@ def test_a_newcomer_that_cannot_start_does_not_end_the_run() -> None:
     story.says("w2", Failed(error="ImportError: no", traceback="Traceback ..."))
     assert story.ended is None
     assert story.state.generation == 1
-    assert story.sent("agent1", Told)[0].text == "Traceback ..."
+    assert story.sent("agent1", Announcement)[0].text == "Traceback ..."
 
 
 # -- silence, hangs, broken links --------------------------------------------------------------------
@@ -1288,7 +1291,7 @@ def test_the_others_go_on_without_a_worker_that_hangs_and_may_wake_up() -> None:
     assert story.state.workers["w1"].state is WorkerState.ASIDE
     assert story.sent("w1", Notice)[-1].generation == 2  # it learns that it was left behind when it wakes up
     assert not story.sent(AGENT, Evict)
-    assert "w1 (pid 1001) gets nowhere for 11 s at step 4, micro-batch 2 and is left aside" in story.reason
+    assert "w1 (pid 1001) makes no progress for 11 s at step 4, micro-batch 2 and is left aside" in story.reason
 
 
 def test_a_worker_aside_that_ends_is_replaced_and_one_that_stays_is_ended() -> None:
@@ -1521,7 +1524,7 @@ def test_a_broken_exchange_is_tried_again_when_nobody_is_lost() -> None:
     assert story.state.members == ("w0", "w1", "w2")
     assert story.state.notice is not None
     assert story.state.notice.immediate
-    assert "timed out; everybody is there: trying again" in story.reason
+    assert "timed out; no member was lost: trying again" in story.reason
 
 
 def test_a_broken_exchange_is_tried_again_by_the_head_that_follows() -> None:
@@ -1529,7 +1532,7 @@ def test_a_broken_exchange_is_tried_again_by_the_head_that_follows() -> None:
     story = training(3)
     for worker_id in story.state.members:
         story.says(worker_id, Suspect(generation=1, reason="timed out"))
-    story.state = resumed(story.state, 7.0)
+    story.state = resumed(story.state, 2, 7.0)
     assert next_deadline(story.state) == 7.0 + story.state.policy.suspect_s
     story.tick(7.0 + story.state.policy.suspect_s)
     assert story.state.generation == 2
@@ -1964,7 +1967,7 @@ def decisions_of_a_run(rng: random.Random) -> list[tuple[float, str, tuple[Actio
 def test_the_number_of_a_generation_is_not_used_again_by_a_head_that_has_not_known_it() -> None:
     """Members listen to newer ones only."""
     story = training(3)
-    story.state = resumed(story.state, story.now)
+    story.state = resumed(story.state, 2, story.now)
     story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}, generation=4))
     assert "worker w0 (pid 1000) holds generation 4, which this head does not know" in story.reason
     assert {to: notice.generation for to, notice in story.notices().items()} == {"w0": 5, "w1": 5, "w2": 5}

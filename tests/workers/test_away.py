@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from types import SimpleNamespace, TracebackType
+import socket
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
-from websockets.exceptions import ConnectionClosedError
 
 from unisono.lifetime import Memory
-from unisono.machine import agent
+from unisono.machine import agent, following
+from unisono.machine.following import Following
 from unisono.messages import Ended, Message, Welcome, encode
 from unisono.watch.terminal import Plain
 
@@ -20,34 +21,37 @@ HEAD_AWAY_S = 10.0
 
 
 class Connection:
-    """What the head says over one connection; then it breaks, as when the head is killed."""
+    """A `Link` over which the head says this; then it breaks, as when the head is killed."""
+
+    wants_to_write = False
 
     def __init__(self, said: Sequence[Message]) -> None:
-        self._said = said
-        self.transport = SimpleNamespace(get_extra_info=lambda name: None)
+        self._said = [encode(message) for message in said]
+        self.sock, self._far = socket.socketpair()
+        self._far.send(b"x")  # there is something to read
 
-    async def __aenter__(self) -> Connection:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def put(self, data: bytes) -> None:
         pass
 
-    async def send(self, data: bytes) -> None:
+    def push(self) -> None:
         pass
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for message in self._said:
-            yield encode(message)
-        raise ConnectionClosedError(None, None)
+    def take(self) -> list[bytes]:
+        if not self._said:
+            raise ConnectionError("it broke")
+        found, self._said = self._said, []
+        return found
+
+    def close(self) -> None:
+        self.sock.close()
+        self._far.close()
 
 
 def outcome(attempts: Iterator[tuple[float, Sequence[Message] | None]], monkeypatch: pytest.MonkeyPatch) -> Ended:
     """How a machine that has joined ends, whose attempts to reach the head are made at these times; None: in vain."""
     clock = SimpleNamespace(now=0.0)
 
-    def connect(url: str, **options: object) -> Connection:
+    async def reach(self: Following) -> Connection:
         clock.now, said = next(attempts)
         if said is None:
             raise ConnectionRefusedError("nobody listens")
@@ -57,15 +61,14 @@ def outcome(attempts: Iterator[tuple[float, Sequence[Message] | None]], monkeypa
         job = agent.Job(arguments=["train.py"], num_workers=1, head_away_s=HEAD_AWAY_S)
         with contextlib.closing(Memory("unisono-token")) as secret:
             guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
-        talk = asyncio.create_task(guest._talk())
+        talk = asyncio.create_task(guest._following.run())
         ended = await asyncio.wait_for(guest._over, 60)
         talk.cancel()
         await asyncio.gather(talk, return_exceptions=True)
         return ended
 
-    monkeypatch.setattr(agent, "connect", connect)
-    monkeypatch.setattr(agent, "end_when_silent", lambda sock: None)
-    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(Following, "_reach", reach)
+    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return asyncio.run(work())
 
 

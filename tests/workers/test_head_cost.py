@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
-from unisono.decisions.roster import WorkerState
+from unisono.decisions.membership.roster import WorkerState
 from unisono.head.keys import Keys
-from unisono.head.server import Head, _Memory
+from unisono.head.memory import Memory
+from unisono.head.server import Head
 from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreCall, decode
 
 
@@ -22,9 +23,9 @@ def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue
     return head, said
 
 
-def snapshots(said: asyncio.Queue[bytes]) -> list[_Memory]:
+def snapshots(said: asyncio.Queue[bytes]) -> list[Memory]:
     heard: list[Message] = [decode(said.get_nowait()) for _ in range(said.qsize())]
-    return [_Memory.decode(message.state) for message in heard if isinstance(message, Snapshot)]
+    return [Memory.decode(message.state) for message in heard if isinstance(message, Snapshot)]
 
 
 def test_a_heartbeat_costs_the_head_the_same_however_many_workers_there_are() -> None:
@@ -45,7 +46,7 @@ def test_a_heartbeat_costs_the_head_the_same_however_many_workers_there_are() ->
 def test_what_all_members_say_at_once_is_remembered_once() -> None:
     """What is remembered is as long as there are members, and a member says it again to a head that follows."""
 
-    async def work() -> list[_Memory]:
+    async def work() -> list[Memory]:
         story = Story(32)
         story.agent(32)
         head, said = head_of(story, heartbeat_s=0.01)

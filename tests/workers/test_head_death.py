@@ -24,12 +24,14 @@ from tests.pure.test_membership import step_done, training
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import ask_status, find
-from unisono.decisions.roster import Agent, Policy, State
-from unisono.head.server import MAX_STEPS_QUEUED, Head, _Memory
+from unisono.decisions.membership.roster import Agent, Policy, State
+from unisono.head.memory import Memory
+from unisono.head.server import MAX_STEPS_QUEUED, Head
 from unisono.journal import JOURNAL, compare, read
 from unisono.lifetime import end_when_silent
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Ended,
     Hello,
     MemberInfo,
@@ -39,7 +41,6 @@ from unisono.messages import (
     Snapshot,
     StepDone,
     Stop,
-    Told,
     decode,
     encode,
 )
@@ -201,12 +202,15 @@ def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: 
             await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=0, primary=True)))
             info = MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu")
             await worker.send(encode(Hello(info=info, fingerprint={})))
-            for message in (Ready(phase=0), *map(step_done, range(3)), Told(text="the last")):
+            for message in (Ready(phase=0), *map(step_done, range(3)), Announcement(text="the last")):
                 await worker.send(encode(message))
             committed = []
-            while not isinstance(heard := decode(await agent.recv(decode=False)), Told) or heard.text != "the last":
+            while (
+                not isinstance(heard := decode(await agent.recv(decode=False)), Announcement)
+                or heard.text != "the last"
+            ):
                 if isinstance(heard, Snapshot):
-                    committed.append(_Memory.decode(heard.state).state.committed)
+                    committed.append(Memory.decode(heard.state).state.committed)
             assert committed[-1] == 0
             assert committed.count(0) == 1
 
@@ -219,7 +223,7 @@ def test_a_head_waits_at_the_end_for_the_command_that_has_yet_to_find_it() -> No
     state = State(policy=Policy(start=1, maximum=1), agents={"agent0": command})
 
     async def story() -> None:
-        async with serving(run_id="next", snapshot=_Memory(state, 0.0, "").encode()) as (head, url):
+        async with serving(run_id="next", snapshot=Memory(state, 0.0, "").encode()) as (head, url):
             outside = await dial(url)
             await outside.send(encode(Stop(reason="enough")))
             await outside.wait_closed()
@@ -258,7 +262,7 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
             await hear(agent, RunDirectory)
             snapshot = (await hear(agent, Snapshot)).state
             assert json.loads((directory / "head.json").read_text())["run_id"] == "first"
-            head._written.clear()  # it is killed
+            head._address._written.clear()  # it is killed
         async with serving(run_id="second", snapshot=snapshot) as (head, url):
             assert json.loads((directory / "head.json").read_text())["run_id"] == "second"
             assert head.status()["run_dir"] == str(directory)
@@ -308,15 +312,15 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     """Otherwise what waits for it grows until the head gives it up, and the run ends."""
     agent = Agent(agent_id="agent0", host="lab", primary=True)
     state = State(policy=Policy(start=1, maximum=1), agents={"agent0": agent})
-    snapshot = _Memory(state, 0.0, "").encode()
+    snapshot = Memory(state, 0.0, "").encode()
     head = Head(state.policy, token="", run_id="x", heartbeat_s=0.5, options={}, snapshot=snapshot)
     waiting = asyncio.Queue[bytes]()
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
         head._tell_agents(step_done(number))
-    head._tell_agents(Told(text="the last"))
+    head._tell_agents(Announcement(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
-    assert kinds == [StepDone] * (MAX_STEPS_QUEUED + 1) + [Told]
+    assert kinds == [StepDone] * (MAX_STEPS_QUEUED + 1) + [Announcement]
 
 
 def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
@@ -325,7 +329,7 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
     async def story() -> Any:
         state = training(2).state
         head = Head(
-            state.policy, token="", run_id="x", heartbeat_s=0.5, options={}, snapshot=_Memory(state, 0.0, "").encode()
+            state.policy, token="", run_id="x", heartbeat_s=0.5, options={}, snapshot=Memory(state, 0.0, "").encode()
         )
         head._happens("w0", step_done(7))
         head._happens("w1", step_done(6))

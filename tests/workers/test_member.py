@@ -86,7 +86,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
         connection.tell(made.answer)
         return connection
 
-    monkeypatch.setattr("unisono.link.Link", connect)
+    monkeypatch.setattr("unisono.link.Link.dial", connect)
     return made
 
 

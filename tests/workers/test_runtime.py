@@ -30,17 +30,18 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.decisions.membership import Tick
-from unisono.decisions.roster import Policy
+from unisono.decisions.membership import Policy, Tick
 from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
-from unisono.head.server import Head, _Memory
+from unisono.head.memory import Memory
+from unisono.head.server import Head
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.machine.nursery import Birth, Born
 from unisono.machine.worker import STACK_SIGNAL
 from unisono.member import Member
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Beat,
     Finished,
     Hello,
@@ -53,7 +54,6 @@ from unisono.messages import (
     Snapshot,
     StoreAnswer,
     StoreCall,
-    Told,
     Welcome,
     WorkerExit,
     decode,
@@ -241,10 +241,10 @@ def test_that_there_is_no_room_for_a_connection_is_one_line(
     }
     for context in (*[full] * 100, {"message": "something else"}):
         served.loop.call_soon_threadsafe(served.loop.call_exception_handler, context)
-    served.loop.call_soon_threadsafe(served.head._tell_agents, Told(text="the last"))
+    served.loop.call_soon_threadsafe(served.head._tell_agents, Announcement(text="the last"))
     told = []
     while not told or told[-1] != "the last":
-        if isinstance(heard := decode(agent.recv(WAIT_S, decode=False)), Told):
+        if isinstance(heard := decode(agent.recv(WAIT_S, decode=False)), Announcement):
             told.append(heard.text)
     assert len(told) == 2
     assert "cannot take another connection (Too many open files)" in told[0]
@@ -291,9 +291,9 @@ def test_what_a_heartbeat_decides_is_remembered(serve: Callable[..., Served]) ->
         heard = decode(agent.recv(WAIT_S, decode=False))
         if isinstance(heard, Snapshot):
             remembered = heard.state
-        elif isinstance(heard, Told) and "is left aside" in heard.text:
+        elif isinstance(heard, Announcement) and "is left aside" in heard.text:
             break
-    memory = _Memory.decode(remembered)
+    memory = Memory.decode(remembered)
     assert memory.state.members == ("w0",)
     assert memory.reason == heard.text
 
@@ -470,7 +470,7 @@ def test_a_broken_message_closes_the_connection_with_a_reason(serve: Callable[..
     for data in (b"nonsense", "text", encode(Finished()), encode(Welcome(run_id="x", heartbeat_s=1.0))):
         connection = served.dial()
         connection.send(data)
-        assert connection.recv(timeout=WAIT_S)  # Told: why
+        assert connection.recv(timeout=WAIT_S)  # Announcement: why
         with pytest.raises(ConnectionClosed):
             connection.recv(timeout=WAIT_S)
 

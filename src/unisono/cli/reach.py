@@ -98,23 +98,14 @@ def ask_status(address: Address) -> dict[str, Any]:
 
 
 def tell(address: Address, message: Any) -> str:
-    """Say one thing to the head, from outside; returns its answer."""
-    from websockets.exceptions import WebSocketException
-    from websockets.sync.client import connect
-
-    from unisono.messages import Told, decode, encode
+    """Send one message to the head, from outside the run; returns the head's answer."""
+    from unisono.link import Link, Refused
+    from unisono.messages import Announcement, decode, encode
 
     try:
-        with connect(
-            address.url,
-            additional_headers={"Authorization": f"Bearer {address.token}"},
-            compression=None,
-            open_timeout=TIMEOUT_S,
-            close_timeout=1.0,
-            proxy=None,
-        ) as connection:
-            connection.send(encode(message))
-            answer = decode(bytes(connection.recv(timeout=TIMEOUT_S, decode=False)))
-    except (OSError, WebSocketException) as error:
+        with contextlib.closing(Link.dial(address.url, address.token, TIMEOUT_S)) as link:
+            link.put(encode(message))
+            answer = decode(link.wait(TIMEOUT_S)[0])
+    except (OSError, Refused) as error:
         raise NotGoing(f"no head answers at {address.url}: {error}") from error
-    return answer.text if isinstance(answer, Told) else str(answer)
+    return answer.text if isinstance(answer, Announcement) else str(answer)

@@ -123,7 +123,7 @@ class Options:
 
 def render(options: Options) -> tuple[Job, Service]:
     """What the agent and the head are to do, checked before anything is started."""
-    from unisono.decisions.roster import Policy
+    from unisono.decisions.membership import Policy
     from unisono.machine.agent import Job
     from unisono.machine.headprocess import Service
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from unisono.decisions.roster import Policy
+from unisono.decisions.following import SUPERSEDED
+from unisono.decisions.membership import Policy
 from unisono.head.server import Head
 from unisono.lifetime import bind_to_parent, name_process, take_token
 
@@ -32,6 +33,8 @@ class Settings:
     heartbeat_s: float = 0.5
     options: dict[str, str] = field(default_factory=dict)
     run_dir: str = ""
+    term: int = 1
+    """One more than that of the head before this one."""
     snapshot: int = -1
     """File descriptor of the memory of a head that has died; -1: this is the first."""
     job: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +56,7 @@ async def _serve(settings: Settings, token: str) -> int:
         run_dir=settings.run_dir,
         job=settings.job,
         snapshot=snapshot,
+        term=settings.term,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -63,8 +67,9 @@ async def _serve(settings: Settings, token: str) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)  # it is ending already
-        head.end_workers()  # nothing is left to do, unless the command was killed
-    return 0
+        if not head.superseded_by:
+            head.end_workers()  # nothing is left to do, unless the command was killed
+    return SUPERSEDED if head.superseded_by else 0
 
 
 def main() -> int:

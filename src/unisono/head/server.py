@@ -11,33 +11,49 @@ import http
 import json
 import logging
 import math
-import os
 import signal
 import socket
 import time
 import traceback
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from unisono.decisions.likeness import differences
-from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, next_deadline, step
-from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
+from unisono.decisions.following import HEIR_ANSWERS_S, Undelivered
+from unisono.decisions.membership import (
+    Action,
+    Event,
+    Hangup,
+    Lags,
+    Send,
+    Tick,
+    agent_name,
+    heirs,
+    keepers,
+    next_deadline,
+    step,
+    successor,
+)
+from unisono.decisions.membership.likeness import differences
+from unisono.decisions.membership.roster import ALIVE, Policy, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
+from unisono.head.address import AddressFiles
 from unisono.head.keys import Keys
+from unisono.head.line import Line
+from unisono.head.memory import Memory
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Beat,
     Ended,
-    Failed,
     Hello,
     Holding,
+    Kept,
     Lost,
     Message,
     Ready,
@@ -47,67 +63,22 @@ from unisono.messages import (
     StepDone,
     Stop,
     StoreCall,
-    Told,
     Welcome,
     WorkerExit,
     decode,
     encode,
 )
-from unisono.rundir import ADDRESS_FILE, TOKEN_FILE, is_taken
 
 __all__ = ["Head"]
 
+_Outgoing = Action | asyncio.Future[None]  # a message, or somebody who waits to send an answer
+
 MAX_MESSAGE_BYTES = 4 * 2**20
-MAX_QUEUED = 10_000
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # how many heartbeats a head that was held up waits for, before it calls anybody silent
 FULL_EVERY_S = 60.0  # how often it is said that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
-
-
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-    """What a head knows and the one that follows it has to."""
-
-    state: State
-    started: float
-    reason: str
-    run_dir: str = ""
-    """Where its address is, if the script has chosen that."""
-    tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = dataclasses.field(default_factory=list)
-    """`State.tried`: tuples are no keys in MessagePack."""
-
-    def encode(self) -> bytes:
-        flat = dataclasses.replace(self.state, tried={})
-        return msgspec.msgpack.encode(dataclasses.replace(self, state=flat, tried=list(self.state.tried.items())))
-
-    @staticmethod
-    def decode(data: bytes) -> _Memory:
-        memory = msgspec.msgpack.decode(data, type=_Memory)
-        return dataclasses.replace(memory, state=dataclasses.replace(memory.state, tried=dict(memory.tried)), tried=[])
-
-
-class _Line:
-    """One connection, and what waits to be sent over it."""
-
-    def __init__(self, connection: ServerConnection) -> None:
-        self.connection = connection
-        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_QUEUED)
-        self.sender = asyncio.create_task(self._send())
-
-    def put(self, data: bytes | None) -> None:
-        """Queue a message; None closes the connection after those before it."""
-        try:
-            self.queue.put_nowait(data)
-        except asyncio.QueueFull:
-            self.connection.transport.abort()  # it does not read: its heartbeat tells the rest
-
-    async def _send(self) -> None:
-        with contextlib.suppress(ConnectionClosed):
-            while (data := await self.queue.get()) is not None:
-                await self.connection.send(data)
-            await self.connection.close()
 
 
 class Head:
@@ -117,6 +88,8 @@ class Head:
         options: what all members are told (`Welcome.options`).
         url: where others reach it, for the run directory.
         job: what the workers run, for machines that join.
+        snapshot: the newest state of the head before this one (`Snapshot.state`).
+        term: one more than that of the head before this one.
     """
 
     def __init__(
@@ -131,16 +104,19 @@ class Head:
         run_dir: str = "",
         job: dict[str, Any] | None = None,
         snapshot: bytes = b"",
+        term: int = 1,
     ) -> None:
-        memory = _Memory.decode(snapshot) if snapshot else _first(policy, job)
-        state = resumed(memory.state, time.monotonic()) if snapshot else memory.state
-        self._state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, heartbeat_s=heartbeat_s))
+        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, (job or {}).get("script", ""))
+        state = resumed(memory.state, term, time.monotonic()) if snapshot else memory.state
+        self._state = dataclasses.replace(
+            state, term=term, policy=dataclasses.replace(state.policy, heartbeat_s=heartbeat_s)
+        )
         self._token = token
         self._run_id = run_id
         self._heartbeat_s = heartbeat_s
         self._options = options
         self._run_dir = memory.run_dir or run_dir
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, Line] = {}
         self._keys = Keys()
         self._reason = memory.reason
         self._started = memory.started
@@ -151,8 +127,7 @@ class Head:
         self._due = math.inf
         self._listens_until = 0.0
         self._full_at = -math.inf
-        self._written: dict[Path, str] = {}
-        self._made = memory.run_dir if snapshot else ""  # if it is gone, somebody has taken it away
+        self._address = AddressFiles(run_id, url, token, made=memory.run_dir if snapshot else "")
         # Pids and start times of workers of this machine whose end nobody has reported. The report may have been lost
         # with the head before this one.
         self._here: dict[str, tuple[int, str]] = {}
@@ -160,7 +135,12 @@ class Head:
             self._note_place(worker)
         self._url = url
         self._job = job or {}
-        self._informed: set[str] = set()  # who has been told how the run ended
+        self._informed: set[str] = set()  # agents and workers that have been told how the run ended
+        self._number = 0  # of the newest version that the heirs were sent
+        self._undelivered = Undelivered()
+        self._heirs_timer: asyncio.TimerHandle | None = None
+        self.superseded_by = 0
+        """The term of a head that has taken over from this one."""
         self.over = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> None:
@@ -181,7 +161,9 @@ class Head:
                 self._write_address(self._run_dir)
             await self.over.wait()
         finally:
-            self._remove_address()
+            if not self.superseded_by:
+                self._address.remove()
+                self._deliver(awaited=())
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
@@ -261,7 +243,7 @@ class Head:
         elif time.monotonic() - self._full_at > FULL_EVERY_S:
             self._full_at = time.monotonic()
             self._tell_agents(
-                Told(
+                Announcement(
                     text=f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of "
                     "workers and machines. Does a program flood its port? The limit of open files is that of `ulimit "
                     "-n`"
@@ -269,14 +251,17 @@ class Head:
             )
 
     async def _serve(self, connection: ServerConnection) -> None:
-        line = _Line(connection)
+        line = Line(connection)
         name = ""
         why = "its connection closed"
         end_when_silent(connection.transport.get_extra_info("socket"))
         try:
             first = decode(_binary(await connection.recv()))
             if isinstance(first, Scale | Stop):
-                self._outside(line, first)
+                await self._outside(line, first)
+                return
+            if isinstance(first, Hello | AgentHello) and first.term > self._state.term:
+                self._give_way(first.term)
                 return
             name = self._welcome(line, first)
             async for data in connection:
@@ -291,13 +276,15 @@ class Head:
                     if self._run_dir in ("", message.path):
                         self._write_address(message.path)
                         self._remember()
-                elif isinstance(message, Told):
+                elif isinstance(message, Announcement):
                     self._tell_agents(message)
+                elif isinstance(message, Kept):
+                    self._kept(name, message)
                 else:
                     self._happens(name, message)
         except ProtocolError as error:
             why = str(error)
-            line.put(encode(Told(text=why)))
+            line.put(encode(Announcement(text=why)))
         except ConnectionClosed:
             pass
         except Exception:  # of this library, not of a stranger: only who has the token comes so far
@@ -321,7 +308,7 @@ class Head:
         commands = {agent_id for agent_id, agent in agents.items() if agent.primary}
         return commands <= self._informed and not agents.keys() & self._lines.keys()
 
-    def _welcome(self, line: _Line, first: Message) -> str:
+    def _welcome(self, line: Line, first: Message) -> str:
         """Take in whoever says hello; returns its name."""
         warnings: list[str] = []
         if isinstance(first, Hello):
@@ -337,14 +324,14 @@ class Head:
         welcome = Welcome(
             run_id=self._run_id,
             heartbeat_s=self._heartbeat_s,
+            term=self._state.term,
             warnings=warnings,
             options=dict(self._options),
             agent_id=name if isinstance(first, AgentHello) else "",
         )
         line.put(encode(welcome))
         if self._state.ended is not None:
-            line.put(encode(self._state.ended))
-            self._informed.add(name)
+            self._when_held([Send(name, self._state.ended)])
             return name
         try:
             self._happens(name, first)
@@ -352,7 +339,7 @@ class Head:
             # Refused, so there is no use in coming back. The name may belong to somebody else, who keeps it.
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
-                self._tell_agents(Told(text=f"a worker is refused: {error}"))
+                self._tell_agents(Announcement(text=f"a worker is refused: {error}"))
             if before is None:
                 del self._lines[name]
             else:
@@ -362,19 +349,28 @@ class Head:
             before.put(None)  # it broke, and this end has not noticed yet
         return name
 
-    def _outside(self, line: _Line, message: Scale | Stop) -> None:
+    async def _outside(self, line: Line, message: Scale | Stop) -> None:
         if self._state.ended is not None:
-            line.put(encode(Told(text=f"the run is over: {self._state.ended.reason}")))
+            line.put(encode(Announcement(text=f"the run is over: {self._state.ended.reason}")))
             return
         self._happens("", message)
-        line.put(encode(Told(text=self._reason)))
+        answer = Announcement(text=self._reason)
+        is_held = asyncio.get_running_loop().create_future()
+        self._when_held([is_held])
+        await is_held
+        line.put(encode(answer))
 
-    async def _store(self, line: _Line, call: StoreCall) -> None:
+    def _give_way(self, term: int) -> None:
+        """Another head has taken over: end this one, and nothing else."""
+        self.superseded_by = term
+        self.over.set()
+
+    async def _store(self, line: Line, call: StoreCall) -> None:
         line.put(encode(await self._keys.answer(call)))
 
     # -- decisions -----------------------------------------------------------------------------------
 
-    def _happens(self, source: str, message: Message | Tick) -> None:
+    def _happens(self, source: str, message: Message | Tick | Lags) -> None:
         """One event through the table, and what follows from it."""
         now = time.monotonic()
         if isinstance(message, Tick):
@@ -398,8 +394,7 @@ class Head:
             self._tell_agents(message)
         if reason:
             self._reason = reason
-        # Before anybody acts on it: whoever follows this head must not decide otherwise.
-        # Of the steps the first: from then on there is something to lose, and nobody may begin again.
+        # Of the steps the first is remembered at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
         if actions or is_first_step or not isinstance(message, Beat | StepDone | Hello | Ready | Holding):
             self._remember()
@@ -408,46 +403,90 @@ class Head:
         if self._state.generation > before.generation:
             # Two live at any time: this one, and the one before, which not all have left.
             self._keys.end_generations(self._state.generation - 1)
-        for action in actions:
-            line = self._lines.get(action.to if isinstance(action, Send) else action.worker_id)
-            if line is None:
-                continue
-            if isinstance(action, Hangup):
-                line.put(encode(Ended(ok=False, reason=action.reason, exit_code=1)))
-                line.put(None)
-            else:
-                line.put(encode(action.message))
-                if isinstance(action.message, Ended):
-                    self._informed.add(action.to)
+        following: list[Action] = list(actions)
         if reason and self._state.ended is None:
-            self._tell_agents(Told(text=reason))
+            following += [Send(agent_id, Announcement(text=reason)) for agent_id in self._state.agents]
+        self._when_held(following)
         self._set_timer()
 
-    def _note_place(self, worker: Worker) -> None:
-        agent = self._state.agents.get(worker.agent)
-        if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
-            self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
+    # -- what the heirs hold before others act on it -------------------------------------------------
 
     def _remember_soon(self) -> None:
-        """`_remember` what nobody acts on, and what a member says again to a head that follows.
+        """`_remember` an event that no process acts on, and that a member reports again to a head that follows.
 
-        All members say such a thing at the same time, and what is remembered is as long as there are members.
+        All members report such an event at the same time, and a version of the state is as long as there are members.
         """
         if self._remembering is None:
             loop = asyncio.get_running_loop()
             self._remembering = loop.call_later(self._heartbeat_s / 4, self._remember)
 
     def _remember(self) -> None:
-        """Give the agent that would start another head what that head has to know."""
+        """Send the heirs a new version of the state."""
         if self._remembering is not None:
             self._remembering.cancel()
             self._remembering = None
-        keepers = [i for i, agent in self._state.agents.items() if agent.primary and i in self._lines]
-        if keepers:
-            memory = _Memory(self._state, self._started, self._reason, self._run_dir)
-            data = encode(Snapshot(state=memory.encode()))
-            for agent_id in keepers:
+        self._number += 1
+        connected = [agent_id for agent_id in keepers(self._state) if agent_id in self._lines]
+        if connected:
+            state = Memory(self._state, self._started, self._reason, self._run_dir).encode()
+            next_starter = successor(self._state)
+            data = encode(Snapshot(term=self._state.term, number=self._number, state=state, successor=next_starter))
+            for agent_id in connected:
                 self._lines[agent_id].put(data)
+
+    def _when_held(self, messages: Sequence[_Outgoing]) -> None:
+        """Send these when all heirs hold the newest version of the state, after those that wait already."""
+        if messages:
+            self._undelivered = self._undelivered.add(self._number, messages, time.monotonic())
+        self._deliver(heirs(self._state))
+
+    def _kept(self, agent_id: str, message: Kept) -> None:
+        """An agent holds a version of the state."""
+        agent = self._state.agents.get(agent_id)
+        if agent is None or message.term != self._state.term:
+            return
+        self._undelivered = self._undelivered.hold(agent_id, message.number)
+        if agent.lags and message.number == self._number:
+            self._happens(agent_id, message)
+        self._deliver(heirs(self._state))
+
+    def _deliver(self, awaited: Sequence[str]) -> None:
+        """Send the messages that wait for none of these heirs any more."""
+        now = time.monotonic()
+        ready, self._undelivered = self._undelivered.release(awaited, now)
+        for message in ready:
+            self._send(message)
+        if self._heirs_timer is None and self._undelivered.waiting:
+            self._heirs_timer = asyncio.get_running_loop().call_later(HEIR_ANSWERS_S, self._leave_out_silent_heirs, now)
+
+    def _leave_out_silent_heirs(self, set_at: float) -> None:
+        self._heirs_timer = None
+        now = time.monotonic()
+        if now < set_at + HEIR_ANSWERS_S + self._heartbeat_s:  # else this process stood still, and has yet to read
+            for agent_id in self._undelivered.silent(heirs(self._state), now):
+                self._happens(agent_id, Lags())
+        self._deliver(heirs(self._state))
+
+    def _send(self, message: _Outgoing) -> None:
+        if isinstance(message, asyncio.Future):
+            if not message.done():
+                message.set_result(None)
+            return
+        line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
+        if line is None:
+            return
+        if isinstance(message, Hangup):
+            line.put(encode(Ended(ok=False, reason=message.reason, exit_code=1)))
+            line.put(None)
+        else:
+            line.put(encode(message.message))
+            if isinstance(message.message, Ended):
+                self._informed.add(message.to)
+
+    def _note_place(self, worker: Worker) -> None:
+        agent = self._state.agents.get(worker.agent)
+        if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
+            self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
     def _tell_agents(self, message: Message) -> None:
         data = encode(message)
@@ -471,50 +510,12 @@ class Head:
             delay = self._due - now
             self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
 
-    # -- where others find it ------------------------------------------------------------------------
-
     def _write_address(self, run_dir: str) -> None:
-        """Leave the head's address and token in the run directory; `_remove_address` takes them away.
-
-        Twice does no harm: before the directory is claimed, so that machines can join, and when it is, because another
-        run that wanted it may have written its own meanwhile. A directory that another run holds is left alone.
-        """
-        folder = Path(run_dir)
-        is_there = self._written and all(_holds(path, text) for path, text in self._written.items())
-        if is_there or is_taken(folder, self._run_id):
-            return
         try:
-            if run_dir != self._made:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._made = run_dir
-            token_file = folder / TOKEN_FILE
-            token_file.unlink(missing_ok=True)
-            descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(self._token)
-            self._written[token_file] = self._token
-            address = folder / ADDRESS_FILE
-            known = {"url": self._url, "pid": os.getpid(), "token_file": str(token_file), "run_id": self._run_id}
-            part = folder / f"{ADDRESS_FILE}.part"
-            text = json.dumps(known) + "\n"
-            part.write_text(text)
-            part.rename(address)
-            self._written[address] = text
-            self._run_dir = run_dir
+            if self._address.write(run_dir):
+                self._run_dir = run_dir
         except OSError as error:
-            self._tell_agents(Told(text=f"cannot write the head's address to {run_dir}: {error}"))
-
-    def _remove_address(self) -> None:
-        for path, text in self._written.items():
-            if _holds(path, text):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-        self._written.clear()
-
-
-def _first(policy: Policy, job: dict[str, Any] | None) -> _Memory:
-    """What the first head of a run knows."""
-    return _Memory(State(policy=policy, script=(job or {}).get("script", "")), time.time(), "starting")
+            self._tell_agents(Announcement(text=f"cannot write the head's address to {run_dir}: {error}"))
 
 
 def _silent() -> logging.Logger:
@@ -526,13 +527,6 @@ def _silent() -> logging.Logger:
 
 
 _SILENT = _silent()
-
-
-def _holds(path: Path, text: str) -> bool:
-    try:
-        return path.read_text() == text
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def _binary(data: str | bytes) -> bytes:

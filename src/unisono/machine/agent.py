@@ -19,7 +19,6 @@ import shlex
 import signal
 import socket
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,38 +26,31 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from unisono.checkpoint import files
 from unisono.door import Door
 from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.journal import conclude
-from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_when_silent, fill_standard_streams
+from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, fill_standard_streams
 from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
-from unisono.machine.headprocess import MAX_HEADS, HeadProcess, Service, address, listen, reachable
+from unisono.machine.following import NOT_STARTED, Following
+from unisono.machine.headprocess import HeadProcess, Service, address, listen, reachable
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Drain,
     Ended,
     Evict,
     Message,
     RunDirectory,
-    Snapshot,
     Start,
     StepDone,
     Stop,
-    Told,
-    Welcome,
     WorkerExit,
-    decode,
-    encode,
-    is_refusal,
 )
 from unisono.rundir import forget_head, holder
 from unisono.watch.terminal import Terminal, terminal
-from unisono.words import exit_words
 
 __all__ = ["Job", "join", "machine_label", "run"]
 
@@ -66,9 +58,6 @@ FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
 LAST_WORDS_S: Final = 0.5
 TELL_S: Final = 10.0  # for a head that stands still to tell the other machines that this command ends the run
-OPEN_S: Final = 10.0
-RETRY_S: Final = 0.05
-NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,28 +175,19 @@ class _Agent:
     ) -> None:
         self._job = job
         self._url = url
-        self._token = token
         self._secret = secret
         self._screen = screen
-        self._head = head
+        self._is_primary = head is not None
         self._host = machine_label()
+        hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=job.num_workers, primary=self._is_primary)
+        self._following = Following(url, token, hello, self, away_s=job.head_away_s, head=head)
         self._workers: dict[str, Child] = {}
         self._local_ranks: dict[str, int] = {}
         self._nursery: Nursery | None = None
         self._late: dict[str, asyncio.TimerHandle] = {}
         self._ordered: set[str] = set()
         self._evicted: set[str] = set()
-        self._agent_id = ""
-        self._run_id = ""
-        self._away_since: float | None = None
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._unsent: Message | None = None
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        self._is_told = asyncio.Event()
-        self._is_told.set()
-        self._head_is_done = False
-        self._is_connected = False
-        self._lost_head: Child | None = None  # what it said last is not all heard
         self._is_leaving = False
         self._num_signals = 0
         self._on_signal = -1
@@ -227,26 +207,24 @@ class _Agent:
         try:
             self._start_helpers()
         except BaseException as error:
-            self._is_leaving = True  # the head that is ended now is followed by none
+            self._is_leaving = True
+            self._following.leave()
             if isinstance(error, OSError):
                 raise UsageError(f"a process of the run {NOT_STARTED.format(error)}") from error
             raise
-        talk = asyncio.create_task(self._talk())
+        talk = asyncio.create_task(self._following.run())
         try:
             ended = await self._over
         finally:
             self._is_leaving = True
+            self._following.leave()
             for timer in self._late.values():
                 timer.cancel()
             await self._end_workers(self._over.result() if self._over.done() and not self._over.cancelled() else None)
             if self._nursery is not None:
                 await self._nursery.close()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await self._outbox.join()  # the head hears of every end that this agent has seen
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TELL_S):
-                    await self._is_told.wait()
+            await self._following.sent(LAST_WORDS_S)  # the head hears of every end that this agent has seen
+            await self._following.answered(TELL_S)
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
         self._conclude(ended)
@@ -254,8 +232,7 @@ class _Agent:
         return ended.exit_code
 
     def _start_helpers(self) -> None:
-        if self._head is not None:
-            self._head.start(self._printer("head"), self._head_ended)
+        self._following.start_head()
         if self._job.start == "fork":
             standing = os.environ.get("UNISONO_NURSERY", "")
             self._nursery = Nursery(self._environment(), self._secret, standing)
@@ -265,78 +242,7 @@ class _Agent:
 
     # -- the head ------------------------------------------------------------------------------------
 
-    async def _talk(self) -> None:
-        """The connection to the head; made again while the head is away. Each absence has its own time."""
-        while not self._over.done():
-            try:
-                why = await self._connect()
-            except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
-                why = f"the connection to the head at {self._url} broke: {error}"
-                if isinstance(error, InvalidStatus) and is_refusal(status := error.response.status_code):
-                    why = f"the head at {self._url} refuses this machine with HTTP {status}"
-                    self._finish(Ended(ok=False, reason=why, exit_code=1))
-            except Exception as error:
-                self._finish(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
-                raise
-            now = time.monotonic()
-            if self._away_since is None:
-                self._away_since = now
-                if not self._over.done() and self._head is None:
-                    self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
-            if now - self._away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
-                self._finish(Ended(ok=False, reason=why, exit_code=1))
-            await asyncio.sleep(RETRY_S)
-            if self._head_is_done:
-                why = (
-                    "the head has ended the run, and its last word was not heard: it was asked to end, or this command"
-                )
-                self._finish(Ended(ok=False, reason=f"{why} was stopped for too long", exit_code=1))
-
-    async def _connect(self) -> str:
-        async with connect(
-            self._url,
-            additional_headers={"Authorization": f"Bearer {self._token}"},
-            compression=None,
-            ping_interval=None,
-            # Where nothing comes back, an attempt must not outlast by much what the head may be away.
-            open_timeout=min(OPEN_S, 1.0 + self._job.head_away_s) if self._agent_id else OPEN_S,
-            close_timeout=1.0,
-            max_size=None,
-            proxy=None,
-        ) as connection:
-            end_when_silent(connection.transport.get_extra_info("socket"))
-            hello = AgentHello(
-                host=self._host,
-                pid=os.getpid(),
-                num_workers=self._job.num_workers,
-                primary=self._head is not None,
-                agent_id=self._agent_id,
-            )
-            await connection.send(encode(hello))
-            sender = asyncio.create_task(self._send(connection))
-            self._is_connected = True
-            try:
-                async for data in connection:
-                    self._hear(decode(data if isinstance(data, bytes) else data.encode()))
-            finally:
-                sender.cancel()
-                self._is_connected = False
-                lost, self._lost_head = self._lost_head, None
-                if lost is not None and not self._is_leaving:
-                    self._follow(lost)
-        return "the connection to the head has closed"
-
-    async def _send(self, connection: ClientConnection) -> None:
-        with contextlib.suppress(ConnectionClosed):
-            while True:
-                # What could not be sent is the first thing that is sent over the next connection.
-                if self._unsent is None:
-                    self._unsent = await self._outbox.get()
-                await connection.send(encode(self._unsent))
-                self._unsent = None
-                self._outbox.task_done()
-
-    def _hear(self, message: Message) -> None:
+    def hear(self, message: Message) -> None:
         match message:
             case Start():
                 for worker_id in message.worker_ids:
@@ -350,55 +256,27 @@ class _Agent:
                         self._start(worker_id)
             case StepDone():
                 self._screen.step(message)
-            case Told():
+            case Announcement():
                 self._screen.say(message.text)
             case Evict():
                 self._evict(message.worker_id)
             case Ended():
-                self._is_told.set()
-                self._finish(self._left_by_signal(message))
+                self.end(self._left_by_signal(message))
             case RunDirectory():
                 self._on_signal = message.on_signal
                 self.run_dir = message.path
-            case Welcome():
-                if self._agent_id:
-                    self._repeat_exits()
-                self._agent_id = message.agent_id
-                self._run_id = message.run_id
-                self._away_since = None
-            case Snapshot():
-                if self._head is not None:
-                    self._head.snapshot = message.state
 
-    def _finish(self, ended: Ended) -> None:
+    def announce(self, text: str) -> None:
+        self._screen.say(text)
+
+    def show_head_line(self, text: str, is_error: bool) -> None:
+        self._screen.worker_line("head", text, is_error=is_error)
+
+    def end(self, ended: Ended) -> None:
+        """The run is over for this machine."""
+        self._following.leave()
         if not self._over.done():
             self._over.set_result(ended)
-
-    def _head_ended(self, child: Child) -> None:
-        self._is_told.set()  # as far as it will be
-        if self._is_leaving or self._head is None:
-            return
-        if child.exit_code == 0:
-            self._head_is_done = True  # `_talk` hears first what it has said last
-        elif self._is_connected:
-            self._lost_head = child  # so does the head that follows: its memory is among that
-        else:
-            self._follow(child)
-
-    def _follow(self, child: Child) -> None:
-        """Start another head after one that has died."""
-        assert self._head is not None
-        words = "".join(f"\n{line}" for line in child.output.last_lines)
-        reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{words}"
-        if not self._head.may_start_again():
-            self._finish(Ended(ok=False, reason=f"{reason}; {MAX_HEADS} heads in a row have ended", exit_code=1))
-            return
-        try:
-            self._head.start(self._printer("head"), self._head_ended)
-        except OSError as error:
-            self._finish(Ended(ok=False, reason=f"{reason}; another one {NOT_STARTED.format(error)}", exit_code=1))
-        else:
-            self._screen.say(f"{reason}; another one takes over, the workers go on")
 
     def _printer(self, name: str) -> Callable[[str, bool], None]:
         return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
@@ -420,7 +298,7 @@ class _Agent:
                 self._ordered.discard(worker_id)
                 del self._local_ranks[worker_id]
                 words = f"it {NOT_STARTED.format(child)}"
-                self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
+                self._following.say(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
                 return
             child.output.on_line = self._printer(worker_id)
             child.on_end = self._worker_ended
@@ -498,18 +376,12 @@ class _Agent:
     def _tell_exit(self, child: Child) -> None:
         assert child.exit_code is not None
         words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
-        self._outbox.put_nowait(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
-
-    def _repeat_exits(self) -> None:
-        """Say again who has ended: what was said into a connection that broke is lost. Whoever knows it, ignores it."""
-        for child in self._workers.values():
-            if child.exit_code is not None:
-                self._tell_exit(child)
+        self._following.say(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
 
     def _leave_when_alone(self) -> None:
         """In ``unisono join``, after a signal: the run goes on, and nobody of this machine takes part in it."""
-        if self._head is None and all(child.exit_code is not None for child in self._workers.values()):
-            self._finish(Ended(ok=True, reason="all workers of this machine have left"))
+        if not self._is_primary and all(child.exit_code is not None for child in self._workers.values()):
+            self.end(Ended(ok=True, reason="all workers of this machine have left"))
 
     def _signalled(self, number: signal.Signals) -> None:
         self._num_signals += 1
@@ -518,9 +390,9 @@ class _Agent:
             self._end_now("ended by a second signal", code)
             for child in self._workers.values():
                 child.kill()
-        elif self._head is None and number is not signal.SIGHUP and self._workers:
+        elif not self._is_primary and number is not signal.SIGHUP and self._workers:
             self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
-            self._outbox.put_nowait(Drain(reason=f"{self._host} leaves"))
+            self._following.say(Drain(reason=f"{self._host} leaves"))
             self._leave_when_alone()
         else:
             word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
@@ -530,21 +402,20 @@ class _Agent:
             self._stops_for = f"{word}, with a checkpoint"
             self._stop_code = self._on_signal if number == signal.SIGTERM else code
             self._screen.say(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
-            self._outbox.put_nowait(Stop(reason=self._stops_for))
+            self._following.say(Stop(reason=self._stops_for))
 
     def _end_now(self, reason: str, exit_code: int) -> None:
         """The head hears of it before it hears of the ends of the workers, and tells the other machines.
 
-        It tells this one as well, which is waited for (once) where others may have joined.
+        The head tells this one as well, which waits for that (once): others may have joined.
         """
         ended = Ended(ok=False, reason=reason, exit_code=exit_code)
-        if self._head is not None:
-            self._outbox.put_nowait(ended)
-        if self._head is not None and self._agent_id and self._num_signals == 1:
-            self._is_told.clear()
-        else:
-            self._is_told.set()
-        self._finish(ended)
+        if self._is_primary and self._num_signals == 1:
+            self._following.say_end(ended)
+        elif self._is_primary:
+            self._following.say(ended)
+            self._following.hurry()
+        self.end(ended)
 
     def _left_by_signal(self, ended: Ended) -> Ended:
         """With the exit code that is due where it was a signal that has ended the run."""
@@ -591,10 +462,10 @@ class _Agent:
 
         It may have been moved, and another run been started under its name.
         """
-        if self._head is None or not self.run_dir:
+        if not self._is_primary or not self.run_dir:
             return False
         with contextlib.suppress(OSError):
-            return holder(Path(self.run_dir)) == self._run_id
+            return holder(Path(self.run_dir)) == self._following.run_id
         return False
 
     def _how_to_go_on(self, ended: Ended) -> str:

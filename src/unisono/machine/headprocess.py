@@ -1,6 +1,6 @@
-"""The head as the agent of ``unisono run`` keeps it: where it listens, its process, and the one that follows it.
+"""The head's process as the agent of ``unisono run`` starts it, and where it listens.
 
-The socket that listens is the agent's, and so is what the head remembers. A head that dies takes neither along.
+The socket that listens belongs to the agent, so a head that dies does not take it along.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.decisions.roster import Policy
+from unisono.decisions.membership import Policy
 from unisono.errors import UsageError
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory
 from unisono.machine.children import TERMINATE_S, Child, spawn
@@ -80,29 +80,33 @@ def address(host: str, port: int) -> str:
 
 
 class HeadProcess:
-    """The head's process, and its memory: a head that dies is followed by another that knows what it had decided."""
+    """The processes of the heads that this agent starts, one after the other."""
 
     def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Memory) -> None:
         self._settings = settings
         self._descriptors = (listener.fileno(), secret.descriptor)
         self._environment = {**os.environ, TOKEN_FILE: secret.inherited_path, PARENT: str(os.getpid())}
         self._starts: deque[float] = deque(maxlen=MAX_HEADS)
-        self.snapshot = b""
-        """What the head last said of itself (`Snapshot`)."""
         self.child: Child | None = None
 
-    def start(self, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]) -> None:
-        """Start one, where the last one was: the socket that listens is the agent's, so whoever calls only waits."""
+    def start(
+        self, term: int, snapshot: bytes, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]
+    ) -> None:
+        """Start a head of this term. It listens where the one before it did, so callers only wait.
+
+        Args:
+            snapshot: the newest state of the head before it; empty for the first one.
+        """
         self._starts.append(time.monotonic())
-        with Memory("unisono-head", self.snapshot) as memory:
-            settings = {**self._settings, "snapshot": memory.descriptor if self.snapshot else -1}
+        with Memory("unisono-head", snapshot) as memory:
+            settings = {**self._settings, "term": term, "snapshot": memory.descriptor if snapshot else -1}
             command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
             self.child = spawn("head", command, self._environment, (*self._descriptors, memory.descriptor))
         self.child.output.on_line = on_line
         self.child.on_end = on_end
 
     def may_start_again(self) -> bool:
-        """Not when the last ones died one after the other: then its state is what kills it."""
+        """Return False if the last heads died one after the other: then their state is what kills them."""
         return len(self._starts) < MAX_HEADS or time.monotonic() - self._starts[0] > HEADS_WITHIN_S
 
     async def end(self) -> None:

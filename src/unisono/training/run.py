@@ -26,7 +26,7 @@ from unisono.decisions.cursor import Cursor
 from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.journal import end_line
-from unisono.messages import RunDirectory, StepDone, Told
+from unisono.messages import Announcement, RunDirectory, StepDone
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.agreement import Digests, check_digests
@@ -563,7 +563,7 @@ class Run:
             and time.monotonic() - self._told_at > TELL_EVERY_S
         ):
             self._told_at = time.monotonic()
-            member.send(Told(text=step.gradient.news))
+            member.send(Announcement(text=step.gradient.news))
         if member is not None:
             self._tell_done(
                 StepDone(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.decisions.roster import State
+from unisono.decisions.membership.roster import State
 from unisono.messages import Hello
 
 __all__ = ["differences", "objection", "refusal"]

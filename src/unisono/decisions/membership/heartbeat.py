@@ -1,7 +1,7 @@
-"""Heartbeats, which are most of what the head hears: one that asks for no decision costs the same in a run of any size.
+"""Heartbeats, which are most of what the head receives. A routine one costs the same in a run of any size.
 
-So what `unisono.decisions.membership` would look up among all workers at each of them is noted in the state, after
-every event that is more than such a heartbeat (`unisono.decisions.roster.noted`). `routine` keeps it right in between.
+What the table would look up among all workers at each heartbeat is noted in the state (`roster.noted`), after every
+event that is more than a routine heartbeat. `routine` keeps the notes right in between.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from unisono.decisions.roster import State, WorkerState
+from unisono.decisions.membership.roster import State, WorkerState
 from unisono.messages import Beat
 
 __all__ = ["routine"]
@@ -18,16 +18,16 @@ _UNREMARKABLE: Final = frozenset({WorkerState.STARTING, WorkerState.READY, Worke
 
 
 def routine(state: State, worker_id: str, beat: Beat, now: float) -> State | None:
-    """The state after a heartbeat from which nothing follows; None where something may."""
+    """Return the state after a heartbeat from which nothing follows; None if something may follow."""
     worker = state.workers.get(worker_id)
     if state.leaving or state.hangs:
-        return None  # where this worker is says what becomes of another one
+        return None  # its position decides what becomes of another worker
     if worker is None or worker.state not in _UNREMARKABLE:
         return None
     is_witness = worker.state is state.witness_state
     if is_witness and now - state.witnessed_at > _calm_s(state):
-        return None  # all were silent: whoever is silent still is so alone now
-    # Whoever is to leave and waits may wait for what will not come.
+        return None  # all were silent: a worker that is still silent is so alone now
+    # A worker that is to leave may wait for messages that will not come.
     may_hang = worker.state is WorkerState.HOLDING and (worker.draining or not beat.waiting)
     if may_hang and beat.seconds_at > state.limits.shortest_s:
         return None
@@ -37,9 +37,9 @@ def routine(state: State, worker_id: str, beat: Beat, now: float) -> State | Non
 
 
 def _calm_s(state: State) -> float:
-    """While witnesses are heard so often, nobody's deadline comes to lie before `State.due_at`.
+    """Return how often witnesses must be heard so that no deadline comes to lie before `State.due_at`.
 
-    That counts whoever may turn out to be silent alone, but for those who are silent for longer than that would take;
-    then all witnesses have been silent for longer than this.
+    `State.due_at` counts all workers that may turn out to be silent alone, except those that are silent for longer than
+    that would take; then all witnesses have been silent for longer than this time.
     """
     return state.policy.heartbeat_timeout_s - state.quiet_s

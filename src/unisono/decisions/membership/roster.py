@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from unisono.decisions.hangs import Hang, Limits
-from unisono.decisions.suspicion import Suspicions
+from unisono.decisions.membership.hangs import Hang, Limits
+from unisono.decisions.membership.suspicion import Suspicions
 from unisono.errors import UsageError
 from unisono.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 
@@ -161,6 +161,8 @@ class Agent:
     pid: int = 0
     away_at: float | None = None
     """Since when a head that has taken over waits for it."""
+    lags: bool = False
+    """It has not said in time that it holds the state, so decisions do not wait for it."""
     wanted: int = 0
     """How many workers it had, or was to start, when its connection broke."""
     used_restarts: int = 0
@@ -177,6 +179,8 @@ class State:
     """Everything that the table knows."""
 
     policy: Policy
+    term: int = 1
+    """Of the head: one more than that of the head before it."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
     absent: Mapping[str, Agent] = field(default_factory=dict)
@@ -290,8 +294,8 @@ def excused(state: State, seconds: float, now: float) -> State:
     return dataclasses.replace(state, workers=workers)
 
 
-def resumed(state: State, now: float) -> State:
-    """The state as a head takes it over from one that has died: everybody has yet to come back."""
+def resumed(state: State, term: int, now: float) -> State:
+    """Return the state as the head of this term takes it over: all workers and agents have yet to come back."""
     workers = {
         worker_id: dataclasses.replace(
             worker, heard_at=max(worker.heard_at, now), closed_at=None, beat=None, late_at=-1
@@ -301,13 +305,13 @@ def resumed(state: State, now: float) -> State:
     agents = {
         i: agent if agent.primary else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()
     }
-    state = dataclasses.replace(state, workers=workers, agents=agents)
+    state = dataclasses.replace(state, term=term, workers=workers, agents=agents)
     state = dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
     return noted(state, now)
 
 
 def noted(state: State, now: float) -> State:
-    """The state with what `unisono.decisions.heartbeat.routine` and `next_deadline` need to know of all workers."""
+    """Return the state with the notes that `heartbeat.routine` and `next_deadline` need of all workers."""
     witnesses = [worker for worker in state.workers.values() if worker.state is WorkerState.HOLDING]
     witness_state = WorkerState.HOLDING if witnesses else WorkerState.ADMITTED
     witnesses = witnesses or [worker for worker in state.workers.values() if worker.state is WorkerState.ADMITTED]
@@ -317,7 +321,7 @@ def noted(state: State, now: float) -> State:
 
 
 def _due_at(state: State, now: float) -> float | None:
-    """No deadline passes before then, unless more happens than `unisono.decisions.heartbeat.routine`."""
+    """Return a time before which no deadline passes, unless more happens than `heartbeat.routine`."""
     if state.ended is not None:
         return None
     policy = state.policy

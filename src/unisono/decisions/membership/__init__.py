@@ -1,0 +1,89 @@
+"""Who is in the run: a table, without input, output or clock.
+
+`step` takes the state (`roster`), one event and the time, and gives the next state, what is to be sent, and the reason
+in one sentence. Everything that the head does about members comes from here::
+
+    table        which message leads from which state to which
+    dispatch     message -> rule
+    agents       machines join and leave; drain, scale, stop
+    admission    a worker says hello
+    health       silence, hangs, broken exchanges (verdicts: hangs, suspicion)
+    restarts     losses and replacements
+    ending       workers come to the end of the training
+    generations  what follows: the next generation, or the end of the run
+    heirs        which agents hold the state, and which of them starts the next head
+
+A *generation* is a version of the membership, announced by a notice. Two kinds:
+
+* **planned** (a worker joins or leaves): the members move together at a step boundary. It is announced only when
+  all members have taken the generation before it, so at most two generations live at any time.
+* **immediate** (a member is lost): exactly the survivors that hold the run's state, at once. A newcomer whose
+  planned generation was overtaken goes back to READY and is planned again.
+
+Who survives a loss while a planned generation is on its way? Members move together, so as soon as one of them
+has sent `Holding` for it, the planned generation counts, otherwise the one before as well: workers that the plan would
+have let go still hold nodes of the step.
+
+How a loss is known, fastest first: the agent has seen the process end (milliseconds); the worker's connection has
+closed and did not come back; nothing was heard of the worker for `Policy.heartbeat_timeout_s`; it makes no progress
+while others wait for it for `Policy.hang_s`; its own report.
+
+Silence is only held against a worker while others are heard. When all are silent, the machine is overloaded or stands
+still, or all are in the same long call: no loss before `Policy.hang_s`, and when they are heard again that time counts
+against no worker.
+"""
+
+from __future__ import annotations
+
+from unisono.decisions.membership.agents import agent_name
+from unisono.decisions.membership.dispatch import Event, Lags, Tick, take
+from unisono.decisions.membership.draft import Action, Draft, Hangup, Send
+from unisono.decisions.membership.generations import follow_up
+from unisono.decisions.membership.heartbeat import routine
+from unisono.decisions.membership.heirs import heirs, keepers, successor, without_lost_heir
+from unisono.decisions.membership.roster import Policy, State, noted
+from unisono.decisions.membership.table import TRANSITIONS
+from unisono.messages import Beat
+
+__all__ = [
+    "TRANSITIONS",
+    "Action",
+    "Event",
+    "Hangup",
+    "Lags",
+    "Policy",
+    "Send",
+    "State",
+    "Tick",
+    "agent_name",
+    "heirs",
+    "keepers",
+    "next_deadline",
+    "step",
+    "successor",
+]
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...], str]:
+    """Return what follows from one event.
+
+    Returns:
+        The next state, what to do (in this order), and why: one sentence, empty when nothing was decided.
+
+    Raises:
+        ProtocolError: this source may not send this message now. Nothing has changed.
+    """
+    if state.ended is not None:
+        return without_lost_heir(state, event), (), ""
+    if isinstance(event.message, Beat) and (found := routine(state, event.source, event.message, now)) is not None:
+        return found, (), ""
+    draft = Draft(state, now)
+    take(draft, event)
+    if draft.actions or draft.broken or not isinstance(event.message, Beat):  # most events are heartbeats
+        follow_up(draft)
+    return noted(draft.state, now), tuple(draft.actions), "; ".join(dict.fromkeys(draft.reasons))
+
+
+def next_deadline(state: State) -> float | None:
+    """Return when the table wants to see a `Tick`; None: only when something happens."""
+    return state.due_at

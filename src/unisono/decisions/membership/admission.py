@@ -1,0 +1,101 @@
+"""A worker says hello: may it take part, and what has it missed?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from unisono.decisions.membership.draft import Draft
+from unisono.decisions.membership.likeness import objection, refusal
+from unisono.decisions.membership.restarts import note_failure
+from unisono.decisions.membership.roster import Worker, WorkerState
+from unisono.errors import ProtocolError
+from unisono.messages import PROTOCOL, Ended, Hello
+
+__all__ = ["MAX_UNREACHED", "check_protocol", "greet", "send_away"]
+
+_S = WorkerState
+
+MAX_UNREACHED: Final = 2
+"""A newcomer is sent away after so many generations in which the members could not exchange with it: they stand still
+meanwhile."""
+
+
+def check_protocol(name: str, protocol: int) -> None:
+    """Raise ProtocolError for a process that runs another version."""
+    if protocol != PROTOCOL:
+        raise ProtocolError(
+            f"{name} speaks protocol {protocol} and the head {PROTOCOL}; install the same version of unisono on all "
+            "machines"
+        )
+
+
+def greet(draft: Draft, worker: Worker, message: Hello) -> None:
+    """Take a worker in, repeat what it has missed, or refuse it."""
+    worker_id = worker.worker_id
+    _learn_generation(draft, worker, message.generation)
+    if worker.info is not None:
+        _greet_again(draft, worker, message)
+        return
+    if message.info.worker_id != worker_id:
+        raise ProtocolError(f"worker {worker_id} gives itself the name {message.info.worker_id}")
+    worker = draft.put_worker(worker_id, info=message.info)
+    if text := refusal(draft.state, message):
+        _refuse(draft, worker, f"{worker.name} on {message.info.host} {text}")
+        return
+    known = draft.state.fingerprint or dict(message.fingerprint)
+    draft.put(fingerprint=known, script=draft.state.script or message.script)
+    if text := objection(draft.state, message):
+        text = f"{worker.name} on {message.info.host} {text}"
+        draft.put_worker(worker_id, warning=text)
+        draft.reasons.append(f"{text}; the same bits at any number of workers no longer hold while it takes part")
+
+
+def _greet_again(draft: Draft, worker: Worker, message: Hello) -> None:
+    """A worker's connection broke, and it is back."""
+    assert worker.info is not None
+    worker_id = worker.worker_id
+    if worker.info.pid != message.info.pid:
+        raise ProtocolError(
+            f"{worker.name} is connected already, and the process with pid {message.info.pid} has taken its name"
+        )
+    draft.put_worker(worker_id, closed_at=None)
+    notice = draft.state.notice
+    # A worker that was left out meanwhile hears as well that the others have gone on.
+    is_concerned = worker_id in {*draft.state.members, *draft.state.before}
+    is_concerned = is_concerned or message.generation > 0  # perhaps in one that this head has not known
+    if notice is not None and (is_concerned or worker.state in (_S.ADMITTED, _S.HOLDING, _S.ASIDE)):
+        draft.send(worker_id, notice)
+
+
+def _learn_generation(draft: Draft, worker: Worker, generation: int) -> None:
+    """A worker holds a generation that a head before this one has announced, and this head does not know.
+
+    Its number is not used again: members would not listen. Those who hold the state go on in the next one.
+    """
+    if generation <= max(draft.state.generation, draft.state.unknown):
+        return
+    draft.put(unknown=generation)
+    if draft.state.members:
+        draft.broken.append(f"{worker.name} holds generation {generation}, which this head does not know")
+
+
+def _refuse(draft: Draft, worker: Worker, why: str) -> None:
+    """Send away a worker that would compute something else; another process there would fare no better."""
+    draft.put_worker(worker.worker_id, state=_S.LEFT)
+    draft.send(worker.worker_id, Ended(ok=False, reason=why, worker_id=worker.worker_id, exit_code=1))
+    draft.evict(worker, why)
+    note_failure(draft, worker, why)
+    draft.reasons.append(why)
+
+
+def send_away(draft: Draft, worker: Worker) -> None:
+    """Dismiss a newcomer with which the others cannot exchange."""
+    where = f" at {worker.info.address}" if worker.info else ""
+    why = (
+        f"{worker.name}{where} is sent away: in {MAX_UNREACHED} attempts the others could not exchange with it. "
+        "Workers connect to each other directly, at ports that the system chooses: does a firewall between the "
+        "machines keep that from them?"
+    )
+    draft.dismiss(worker, why)
+    note_failure(draft, worker, why)
+    draft.reasons.append(why)

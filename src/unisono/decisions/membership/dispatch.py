@@ -1,0 +1,221 @@
+"""Which rule deals with which message of which source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.decisions.membership import agents
+from unisono.decisions.membership.admission import check_protocol, greet
+from unisono.decisions.membership.draft import Draft
+from unisono.decisions.membership.ending import compare_ways, forget_ways, take_finished, take_leaving
+from unisono.decisions.membership.health import lose_silent_workers, retry_exchange_when_due, take_suspect, watch
+from unisono.decisions.membership.restarts import (
+    forgive_restarts,
+    lose,
+    replace_suspects,
+    take_exit,
+    take_failure,
+)
+from unisono.decisions.membership.roster import ALIVE, GONE, Worker, WorkerState, excused
+from unisono.decisions.membership.suspicion import Suspicions
+from unisono.decisions.membership.table import TRANSITIONS
+from unisono.errors import ProtocolError
+from unisono.messages import (
+    AgentHello,
+    Beat,
+    Drain,
+    Ended,
+    Failed,
+    Finished,
+    Hello,
+    Holding,
+    Kept,
+    Leaving,
+    Left,
+    Lost,
+    Message,
+    Ready,
+    Scale,
+    StepDone,
+    Stop,
+    Suspect,
+    WorkerExit,
+)
+
+__all__ = ["Event", "Lags", "Tick", "take"]
+
+_S = WorkerState
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class Lags:
+    """An heir has not said in time that it holds the state."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A message, and the worker or agent that sent it ("": a command from outside the run)."""
+
+    source: str
+    message: Message | Tick | Lags
+
+
+def take(draft: Draft, event: Event) -> None:
+    """Deal with one event.
+
+    Raises:
+        ProtocolError: this source may not send this message now.
+    """
+    source, message = event.source, event.message
+    if isinstance(message, Tick):
+        _pass_time(draft)
+    elif isinstance(message, Lags):
+        if source in draft.state.agents:
+            draft.put_agent(source, lags=True)
+    elif source in draft.state.agents or isinstance(message, AgentHello):
+        _take_from_agent(draft, source, message)
+    elif source in draft.state.workers or isinstance(message, Hello):
+        _take_from_worker(draft, source, message)
+    elif isinstance(message, Scale):
+        agents.scale(draft, message.num_workers)
+    elif isinstance(message, Stop):
+        agents.stop(draft, message.reason)
+    elif not isinstance(message, Lost):
+        raise ProtocolError(f"{source or 'a connection'} sent {type(message).__name__} before a hello")
+
+
+def _pass_time(draft: Draft) -> None:
+    lose_silent_workers(draft)
+    for agent_id, agent in draft.state.agents.items():
+        if agent.away_at is not None and agent.away_at + draft.state.policy.away_s <= draft.now:
+            agents.leave(draft, agent_id, Lost(reason="it has not come back"))
+    retry_exchange_when_due(draft)
+
+
+def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
+    match message:
+        case AgentHello():
+            check_protocol(f"the agent of {message.host}", message.protocol)
+            agents.join(draft, agent_id, message)
+        case WorkerExit():
+            take_exit(draft, message)
+        case Drain():
+            ids = message.worker_ids or [w.worker_id for w in draft.state.workers.values() if w.agent == agent_id]
+            host = draft.state.agents[agent_id].host
+            agents.drain(draft, ids, message.reason or f"the agent of {host} asks for it")
+        case Scale():
+            agents.scale(draft, message.num_workers)
+        case Stop():
+            agents.stop(draft, message.reason)
+        case Ended() if draft.state.agents[agent_id].primary:
+            draft.end(False, message.reason, exit_code=message.exit_code)
+        case Lost():
+            agents.leave(draft, agent_id, message)
+        case Kept():
+            draft.put_agent(agent_id, lags=False)
+        case _:
+            raise ProtocolError(f"an agent may not say {type(message).__name__}")
+
+
+def _take_from_worker(draft: Draft, worker_id: str, message: Message) -> None:
+    if isinstance(message, Lost):
+        worker = draft.state.workers[worker_id]
+        if worker.state in ALIVE and worker.closed_at is None:
+            draft.put_worker(worker_id, closed_at=draft.now)
+        return
+    if isinstance(message, Hello):
+        check_protocol(f"worker {worker_id}", message.protocol)
+        if worker_id not in draft.state.workers:
+            _add_unordered(draft, worker_id)
+    worker = draft.state.workers[worker_id]
+    if worker.state in GONE and not isinstance(message, Hello):
+        return
+    if worker.state is _S.LOST:  # its machine was cut off
+        draft.hang_up(worker_id, f"the run goes on without {worker.name}: it was out of reach")
+    elif worker.state is _S.LEFT:  # it was still starting when it was dismissed
+        draft.hang_up(worker_id, f"the run goes on without {worker.name}: it was sent away")
+    else:
+        _take_allowed(draft, worker, message)
+
+
+def _add_unordered(draft: Draft, worker_id: str) -> None:
+    """Add a worker that this head has not ordered: another launcher has, or a head before this one."""
+    worker = Worker(worker_id=worker_id, state=_S.ORDERED)
+    draft.put(
+        workers={**draft.state.workers, worker_id: worker},
+        next_number=max(draft.state.next_number, worker.number + 1),
+    )
+
+
+def _take_allowed(draft: Draft, worker: Worker, message: Message) -> None:
+    """Deal with a message if the table allows it in the worker's state."""
+    allowed = TRANSITIONS[worker.state]
+    if type(message) not in allowed:
+        raise ProtocolError(f"{worker.name} is {worker.state.value} and may not say {type(message).__name__}")
+    state = draft.state
+    newest = max(state.generation, state.unknown)
+    following = allowed[type(message)]
+    if isinstance(message, Holding):
+        if not 0 < message.generation <= newest:
+            raise ProtocolError(f"{worker.name} holds generation {message.generation}, the newest is {newest}")
+        if message.generation != state.generation and worker.state is _S.ADMITTED:
+            following = None  # of a generation that was overtaken; the worker is in the next one as a newcomer
+    gap = draft.now - state.witnessed_at
+    if gap > state.quiet_s and worker.state is state.witness_state:
+        draft.state = excused(state, gap, draft.now)
+    was_aside = worker.state is _S.ASIDE
+    worker = draft.put_worker(worker.worker_id, state=following or worker.state, heard_at=draft.now)
+    if worker.state is _S.LOST:
+        why = f"{worker.name} has ended its script, and the others had gone on without it"
+        lose(draft, worker.worker_id, why)
+    elif not was_aside or isinstance(message, (Hello, Beat)):
+        _act_on(draft, worker, message)
+
+
+def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
+    """Deal with a message that the table allows."""
+    match message:
+        case Hello():
+            greet(draft, worker, message)
+        case Ready():
+            draft.put_worker(worker.worker_id, phase=message.phase)
+        case Holding():
+            _take_holding(draft, worker, message)
+        case Beat():
+            worker = draft.put_worker(worker.worker_id, beat=message, phase=message.phase)
+            watch(draft, worker, message)
+            compare_ways(draft, draft.state.workers[worker.worker_id], message)
+            forget_ways(draft)
+        case Suspect():
+            take_suspect(draft, worker, message)
+        case StepDone() if message.step > draft.state.committed:
+            forgive_restarts(draft, message)
+            draft.put(committed=message.step, step_seconds=message.seconds, suspicions=Suspicions())
+            replace_suspects(draft, message.step)
+        case Failed():
+            take_failure(draft, worker, message)
+        case Leaving():
+            take_leaving(draft, worker, message)
+        case Finished():
+            take_finished(draft, worker, message)
+        case Left():
+            if worker.worker_id in draft.state.members:
+                draft.broken.append(f"{worker.name} has left")
+            elif not draft.state.stopping:
+                draft.reasons.append(f"{worker.name} has left")
+
+
+def _take_holding(draft: Draft, worker: Worker, message: Holding) -> None:
+    if worker.state is not _S.HOLDING:
+        return
+    generation = max(worker.generation, message.generation)
+    draft.put_worker(worker.worker_id, generation=generation, num_unreached=0)
+    draft.put(held=True)
+    agent = draft.state.agents.get(worker.agent)
+    if agent is not None and not agent.has_served:
+        draft.put_agent(worker.agent, has_served=True, failure="")

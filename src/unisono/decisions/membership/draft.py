@@ -1,0 +1,139 @@
+"""The next state of the table while one event is dealt with, and what is to be sent because of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.decisions.membership.roster import ALIVE, GONE, Agent, State, Worker, WorkerState
+from unisono.messages import Announcement, Ended, Evict, Message
+
+__all__ = ["Action", "Draft", "Hangup", "Send"]
+
+_S = WorkerState
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send this message to this worker or agent."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class Hangup:
+    """Close this worker's connection; the worker is not to come back."""
+
+    worker_id: str
+    reason: str
+
+
+Action = Send | Hangup
+
+
+@dataclass
+class Draft:
+    """One call of `unisono.decisions.membership.step`."""
+
+    state: State
+    now: float
+    actions: list[Action] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """Why the newest generation cannot go on."""
+    drained: list[str] = field(default_factory=list)
+    """Workers that were asked to leave, until a generation without them is announced."""
+
+    # -- changes -------------------------------------------------------------------------------------
+
+    def put(self, **changes: Any) -> None:
+        self.state = dataclasses.replace(self.state, **changes)
+
+    def put_worker(self, worker_id: str, **changes: Any) -> Worker:
+        worker = dataclasses.replace(self.state.workers[worker_id], **changes)
+        self.put(workers={**self.state.workers, worker_id: worker})
+        return worker
+
+    def put_agent(self, agent_id: str, **changes: Any) -> Agent:
+        agent = dataclasses.replace(self.state.agents[agent_id], **changes)
+        self.put(agents={**self.state.agents, agent_id: agent})
+        return agent
+
+    def send(self, to: str, message: Message) -> None:
+        self.actions.append(Send(to, message))
+
+    def hang_up(self, worker_id: str, reason: str) -> None:
+        self.actions.append(Hangup(worker_id, reason))
+
+    def announce_to(self, agent_id: str, text: str) -> None:
+        """Show this on the terminal of one machine."""
+        if agent_id in self.state.agents:
+            self.send(agent_id, Announcement(text=text))
+
+    def evict(self, worker: Worker, reason: str) -> None:
+        """Let the worker's agent end its process."""
+        if worker.agent in self.state.agents:
+            self.send(worker.agent, Evict(worker_id=worker.worker_id, reason=reason))
+
+    def dismiss(self, worker: Worker, reason: str) -> None:
+        """Send away a worker that is not needed and does not hold the run's state."""
+        self.put_worker(worker.worker_id, state=_S.LEFT)
+        if worker.state is not _S.ORDERED:
+            self.send(worker.worker_id, Ended(ok=True, reason=reason))
+        self.evict(worker, reason)
+
+    def end(self, ok: bool, reason: str, worker_id: str = "", traceback: str = "", exit_code: int = 1) -> None:
+        """End the run."""
+        ended = Ended(
+            ok=ok,
+            reason=reason,
+            worker_id=worker_id,
+            traceback=traceback,
+            exit_code=0 if ok else max(exit_code, 1),
+            step=self.state.committed,
+        )
+        self.put(ended=ended)
+        self.reasons.append(reason)
+        for worker in self.state.workers.values():
+            if worker.state in ALIVE - {_S.ORDERED} or worker.state is _S.FINISHED:
+                self.send(worker.worker_id, ended)
+        for agent_id in self.state.agents:
+            self.send(agent_id, ended)
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def workers(self, *states: WorkerState) -> list[Worker]:
+        """Return the workers in these states, in the order in which they were started."""
+        return sorted((w for w in self.state.workers.values() if w.state in states), key=lambda w: w.number)
+
+    def members(self, *states: WorkerState) -> list[Worker]:
+        """Return the workers in these states that belong to the newest generation."""
+        return [w for w in self.workers(*states) if w.worker_id in self.state.members]
+
+    def holders(self) -> list[str]:
+        """Return the workers that could go on if the newest generation broke now (see the package's docstring)."""
+        pool = set(self.state.members)
+        if not self.has_moved():
+            pool |= set(self.state.before)
+        return [w.worker_id for w in self.workers(_S.HOLDING) if w.worker_id in pool]
+
+    def has_moved(self) -> bool:
+        """Return whether a member has taken the newest generation."""
+        state = self.state
+        return any(state.workers[m].generation == state.generation for m in state.members)
+
+    def is_taken(self) -> bool:
+        """Return whether all members have taken the newest generation."""
+        generation = self.state.generation
+        return all(
+            worker.state in GONE or (worker.state is _S.HOLDING and worker.generation == generation)
+            for worker in (self.state.workers[m] for m in self.state.members)
+        )
+
+    def workers_of(self, agents: Iterable[str]) -> list[Worker]:
+        """Return the living workers of these agents."""
+        chosen = set(agents)
+        return [w for w in self.workers(*ALIVE) if w.agent in chosen]

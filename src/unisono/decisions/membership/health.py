@@ -1,0 +1,209 @@
+"""Workers that are silent, late, hang, or whose exchange breaks. See `hangs` and `suspicion` for the two verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from unisono.decisions.membership.draft import Draft
+from unisono.decisions.membership.ending import go_on_without_deserters, is_at_end
+from unisono.decisions.membership.hangs import FIRST_STEP, Hang, Limits, Verdict, Waiting, judge
+from unisono.decisions.membership.restarts import lose
+from unisono.decisions.membership.roster import Worker, WorkerState
+from unisono.decisions.membership.suspicion import MAX_TRIES, Suspicions
+from unisono.messages import Beat, Suspect, WorkerLate
+from unisono.words import listed, place_words
+
+__all__ = ["lose_silent_workers", "retry_exchange_when_due", "take_suspect", "watch"]
+
+_S = WorkerState
+
+
+def lose_silent_workers(draft: Draft) -> None:
+    """Lose every worker whose time to say something has passed."""
+    for worker_id, deadline in draft.state.silent_at().items():
+        if deadline > draft.now:
+            continue
+        worker = draft.state.workers[worker_id]
+        seconds = draft.now - worker.heard_at
+        if worker.state is _S.ORDERED:
+            why = f"{worker.name} has not connected within {seconds:.0f} s of its start"
+        elif worker.closed_at is not None:
+            why = f"{worker.name} has closed its connection"
+        else:
+            why = f"{worker.name} has been silent for {seconds:.1f} s"
+        _end_process(draft, worker, why)
+
+
+def _end_process(draft: Draft, worker: Worker, why: str) -> None:
+    draft.evict(worker, why)
+    lose(draft, worker.worker_id, why)
+
+
+# -- no progress -------------------------------------------------------------------------------------
+
+
+def watch(draft: Draft, worker: Worker, beat: Beat) -> None:
+    """Judge a heartbeat: is this worker late, or hanging?"""
+    limits = draft.state.limits
+    if worker.state is _S.ASIDE and beat.seconds_at > limits.hang_s:
+        _end_process(draft, worker, f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended")
+    if worker.state is not _S.HOLDING:
+        return
+    if worker.draining and _is_out(draft, worker):
+        if beat.seconds_at > limits.hang_s * (FIRST_STEP if beat.num_steps <= 1 else 1):
+            why = f"{worker.name}, which was to leave, hangs for {beat.seconds_at:.0f} s and is ended"
+            _end_process(draft, worker, why)
+        return
+    if draft.state.hangs:
+        draft.put(hangs=tuple(hang for hang in draft.state.hangs if not hang.is_passed(beat)))
+    if beat.waiting or beat.seconds_at <= limits.shortest_s:
+        return
+    known = next((h for h in _hangs_of_others(draft, worker, limits) if h.is_at(beat)), None)
+    verdict = judge(beat, _waiting_for(draft, worker), is_known=known is not None, limits=limits)
+    _act_on(draft, worker, beat, verdict, known)
+
+
+def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: Hang | None) -> None:
+    where = place_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
+    match verdict:
+        case Verdict.HANGS_AGAIN:
+            assert known is not None
+            first = draft.state.workers[known.worker_id].name
+            draft.end(
+                False,
+                f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}, where {first} has hung "
+                f"as well (for {known.beat.seconds_at:.0f} s). It is not a worker but what is computed or loaded "
+                "there; its stack is shown above. Where that may take so long, say --hang-s",
+                worker.worker_id,
+            )
+        case Verdict.HANGS_AT_END:
+            draft.end(
+                False,
+                f"{worker.name} has not come to the end of the run: no progress for {beat.seconds_at:.0f} s, and "
+                "the others wait for it there; its stack is shown above. Where what it does after the training "
+                "loop may take so long, say --hang-s (a tenth of the time), or do it after the `with unisono.Run`",
+                worker.worker_id,
+            )
+        case Verdict.HANGS:
+            _note_hang(draft, worker, beat)
+            _end_process(draft, worker, f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}")
+        case Verdict.ASIDE:
+            _note_hang(draft, worker, beat)
+            draft.put_worker(worker.worker_id, state=_S.ASIDE)
+            draft.broken.append(
+                f"{worker.name} makes no progress for {beat.seconds_at:.0f} s at {where} and is left aside: the others "
+                "compute its micro-batches"
+            )
+        case Verdict.LATE if worker.late_at != beat.progress:
+            draft.put_worker(worker.worker_id, late_at=beat.progress)
+            draft.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
+            late = WorkerLate(
+                worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
+            )
+            draft.send(worker.worker_id, late)
+
+
+def _hangs_of_others(draft: Draft, worker: Worker, limits: Limits) -> Iterator[Hang]:
+    """Return where others have hung, and where others hang now: in a rehearsal two compute one micro-batch."""
+    yield from (hang for hang in draft.state.hangs if hang.worker_id != worker.worker_id)
+    for other in draft.workers(_S.HOLDING):
+        beat = other.beat
+        if other.worker_id == worker.worker_id or beat is None or beat.waiting or beat.microbatch < 0:
+            continue
+        if beat.seconds_at > limits.hang_s:
+            yield Hang(worker_id=other.worker_id, beat=beat)
+
+
+def _waiting_for(draft: Draft, worker: Worker) -> Waiting:
+    """Return who waits while this worker computes."""
+    waiting = [w for w in draft.workers(_S.ADMITTED, _S.HOLDING) if w.beat and w.beat.waiting]
+    others = [w for w in waiting if w.worker_id != worker.worker_id]
+    if members := [w for w in others if w.state is _S.HOLDING]:
+        return Waiting.FINISHERS if all(is_at_end(draft, w) for w in members) else Waiting.MEMBERS
+    return Waiting.NEWCOMERS if others else Waiting.NOBODY
+
+
+def _is_out(draft: Draft, worker: Worker) -> bool:
+    """Return whether the others have gone on without a worker that holds the run's state, and is to leave."""
+    return worker.worker_id not in draft.state.members and worker.worker_id not in draft.holders()
+
+
+def _note_hang(draft: Draft, worker: Worker, beat: Beat) -> None:
+    """Remember a micro-batch: between two steps all members may be busy for long where another one has hung."""
+    if beat.microbatch < 0:
+        return
+    draft.put(hangs=(*draft.state.hangs, Hang(worker_id=worker.worker_id, beat=beat)))
+
+
+# -- broken exchanges --------------------------------------------------------------------------------
+
+
+def take_suspect(draft: Draft, worker: Worker, message: Suspect) -> None:
+    """A member's exchange broke."""
+    state = draft.state
+    # While a planned generation is on its way and nobody has taken it, it is the one before that has broken.
+    is_overtaken = (
+        state.notice is not None
+        and not state.notice.immediate
+        and not draft.has_moved()
+        and worker.worker_id in state.before
+        and message.generation == worker.generation
+    )
+    if not is_overtaken and (message.generation != state.generation or worker.worker_id not in state.members):
+        return  # the cause is known already
+    if message.generation == state.generation and worker.worker_id in state.before:
+        draft.put(unreached=True)
+    draft.put(suspicions=state.suspicions.reported(worker.worker_id, message.peers))
+    go_on_without_deserters(draft, worker, message.peers)
+    if state.suspected_at is None:  # announced when nothing else explains it by then
+        draft.put(suspected_at=draft.now, suspicion=f"{worker.name}: {message.reason}")
+
+
+def retry_exchange_when_due(draft: Draft) -> None:
+    """Let the same members try again if no loss has explained a broken exchange in time."""
+    state = draft.state
+    if state.suspected_at is not None and state.suspected_at + state.policy.suspect_s <= draft.now:
+        draft.put(suspected_at=None)
+        _retry_exchange(draft)
+
+
+def _retry_exchange(draft: Draft) -> None:
+    """An exchange broke and no member was lost: the same members try again; in the end one of them has to go."""
+    state = draft.state
+    newcomers = [state.workers[i] for i in state.members if i not in state.before]
+    if state.unreached and newcomers and all(w.state is _S.ADMITTED for w in newcomers):
+        _go_on_without_newcomers(draft, newcomers)
+        return
+    if _newcomers_waited_in_vain(draft, newcomers):
+        # The newcomers have waited for members that are still in a step. That may be long, and is no fault.
+        draft.broken.append(f"{state.suspicion}; the members have not come to a step boundary: trying again")
+        return
+    present = [w.worker_id for w in draft.members(_S.ADMITTED, _S.HOLDING)]
+    suspicions = state.suspicions.given_up(present)
+    draft.put(suspicions=suspicions)
+    if suspicions.num_broken < MAX_TRIES or not present:
+        draft.broken.append(f"{state.suspicion}; no member was lost: trying again")
+        return
+    worst, is_guilty = suspicions.worst(present)
+    if not is_guilty and (len(present) == 1 or not state.held):
+        draft.end(False, f"{MAX_TRIES} exchanges in a row broke, and on every member by itself: {state.suspicion}")
+        return
+    name = state.workers[worst].name
+    why = f"{name} cannot be reached by the others ({MAX_TRIES} exchanges in a row broke): {state.suspicion}"
+    draft.put(suspicions=Suspicions())
+    _end_process(draft, state.workers[worst], why)
+
+
+def _go_on_without_newcomers(draft: Draft, newcomers: list[Worker]) -> None:
+    for newcomer in newcomers:
+        draft.put_worker(newcomer.worker_id, num_unreached=newcomer.num_unreached + 1)
+    draft.put(suspicions=dataclasses.replace(draft.state.suspicions, reports={}))
+    names = listed([newcomer.worker_id for newcomer in newcomers])
+    draft.broken.append(f"{draft.state.suspicion}; the others go on without {names}")
+
+
+def _newcomers_waited_in_vain(draft: Draft, newcomers: list[Worker]) -> bool:
+    state = draft.state
+    reporters = state.suspicions.reports.keys() - {newcomer.worker_id for newcomer in newcomers}
+    return bool(state.before) and not state.unreached and not draft.has_moved() and not reporters

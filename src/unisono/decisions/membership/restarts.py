@@ -1,0 +1,179 @@
+"""What follows from the loss of a worker: is it replaced, and when does its machine or the run have to go?"""
+
+from __future__ import annotations
+
+import signal
+from typing import Final
+
+from unisono.decisions.membership.draft import Draft
+from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
+from unisono.messages import Ended, Failed, Start, StepDone, WorkerExit
+from unisono.words import exit_words, place_words
+
+__all__ = [
+    "FORGIVE_STEPS",
+    "forgive_restarts",
+    "lose",
+    "note_failure",
+    "order",
+    "replace_suspects",
+    "take_exit",
+    "take_failure",
+    "turn_agents_away",
+]
+
+_S = WorkerState
+
+FORGIVE_STEPS: Final = 100
+MAX_DELAY_S: Final = 30.0
+
+
+def order(draft: Draft, agent_id: str, num_workers: int, delay_s: float = 0.0, reason: str = "") -> None:
+    """Let an agent start so many new workers."""
+    first = draft.state.next_number
+    ids = [f"w{number}" for number in range(first, first + num_workers)]
+    if not ids:
+        return
+    due = draft.now + delay_s
+    ordered = {i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id, heard_at=due) for i in ids}
+    draft.put(workers={**draft.state.workers, **ordered}, next_number=first + num_workers)
+    draft.send(agent_id, Start(worker_ids=ids, delay_s=delay_s, reason=reason))
+
+
+def lose(draft: Draft, worker_id: str, why: str, *, replace: bool = True) -> None:
+    """A worker is gone for good; the newest generation is broken if the worker belonged to it."""
+    worker = draft.state.workers[worker_id]
+    if worker_id in draft.state.members or worker_id in draft.holders():
+        draft.broken.append(why)
+    else:
+        draft.reasons.append(why)
+    draft.put_worker(worker_id, state=_S.LOST)
+    note_failure(draft, worker, why)
+    draft.hang_up(worker_id, why)
+    if replace:
+        _replace(draft, worker)
+
+
+def _replace(draft: Draft, worker: Worker) -> None:
+    state, policy = draft.state, draft.state.policy
+    if worker.draining or state.finishing or state.stopping:
+        return
+    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    if len(alive) >= policy.maximum:
+        return
+    agent = state.agents.get(worker.agent)
+    if agent is None or agent.refused:
+        draft.reasons.append("it is not replaced: the agent that started it is gone")
+    elif agent.used_restarts >= policy.max_restarts:
+        where = f"on {agent.host} " if len(state.agents) > 1 else ""
+        number = policy.max_restarts
+        draft.reasons.append(f"it is not replaced: {where}all {number} restarts are used (--max-restarts)")
+    else:
+        used = agent.used_restarts
+        delay_s = 0.0 if used == 0 else min(MAX_DELAY_S, 2.0 ** (used - 1))
+        draft.put_agent(worker.agent, used_restarts=used + 1)
+        soon = "now" if delay_s == 0 else f"in {delay_s:.0f} s"
+        reason = f"worker w{state.next_number} replaces it {soon} (restart {used + 1} of {policy.max_restarts})"
+        draft.reasons.append(reason)
+        order(draft, worker.agent, 1, delay_s, reason)
+
+
+def forgive_restarts(draft: Draft, message: StepDone) -> None:
+    """Give every machine one restart back for every `FORGIVE_STEPS` steps that are done."""
+    committed = draft.state.committed
+    forgiven = message.step // FORGIVE_STEPS - committed // FORGIVE_STEPS if committed >= 0 else 0
+    if forgiven:
+        for agent_id, agent in draft.state.agents.items():
+            draft.put_agent(agent_id, used_restarts=max(0, agent.used_restarts - forgiven))
+
+
+# -- ends and errors of workers ----------------------------------------------------------------------
+
+
+def take_exit(draft: Draft, message: WorkerExit) -> None:
+    """An agent has seen a worker's process end."""
+    worker = draft.state.workers.get(message.worker_id)
+    if worker is None or worker.state not in ALIVE:
+        return
+    why = f"{worker.name} {exit_words(message.exit_code)}"
+    killed = message.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+    is_guest = _is_guest(draft, worker)
+    if draft.state.notice is None and not killed and not is_guest:
+        # Nothing has been trained, and most likely no other process would fare better.
+        draft.end(False, why, worker.worker_id, message.last_words, message.exit_code)
+        return
+    may_fare_better = (not is_guest or draft.state.held) and _has_served(draft, worker)
+    lose(draft, worker.worker_id, why, replace=killed or may_fare_better)
+    if message.last_words:
+        draft.announce_to(worker.agent, f"the last words of {worker.name}:\n{message.last_words}")
+
+
+def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
+    """A worker's script has raised. Another worker tries a micro-batch once; the same error there ends the run."""
+    key = (message.step, message.microbatch)
+    where = place_words(message.step, message.microbatch, message.samples)
+    what = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
+    others = [w for w in draft.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
+    if message.retry and worker.state is _S.HOLDING and others:
+        first = draft.state.tried.get(key)
+        if first is None or first[0] == worker.worker_id:
+            draft.put(tried={**draft.state.tried, key: (worker.worker_id, message)})
+            lose(draft, worker.worker_id, f"{what}; another worker tries it", replace=False)
+            return
+        what += f" (as before on worker {first[0]})"
+    is_new = not message.retry and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED)
+    if is_new and ((draft.state.held and others) or _is_guest(draft, worker)):
+        # It has never been a member: what it lacks (a package, a file) the members have.
+        lose(draft, worker.worker_id, what, replace=draft.state.held and _has_served(draft, worker))
+        draft.announce_to(worker.agent, message.traceback)
+        return
+    draft.end(False, what, worker.worker_id, message.traceback, message.exit_code)
+
+
+def replace_suspects(draft: Draft, step: int) -> None:
+    """A step is done: micro-batches of it that had raised on one worker have passed on another one."""
+    passed = {key: value for key, value in draft.state.tried.items() if key[0] <= step}
+    if not passed:
+        return
+    draft.put(tried={key: value for key, value in draft.state.tried.items() if key not in passed})
+    for (number, microbatch), (worker_id, failure) in passed.items():
+        worker = draft.state.workers[worker_id]
+        draft.reasons.append(
+            f"{worker.name} is suspect: micro-batch {microbatch} of step {number} raised {failure.error!r} there "
+            "and passed elsewhere"
+        )
+        _replace(draft, worker)
+
+
+# -- machines of which nothing comes -----------------------------------------------------------------
+
+
+def _is_guest(draft: Draft, worker: Worker) -> bool:
+    """Return whether a worker belongs to a machine that has joined, and the command that started the run has some."""
+    agents = draft.state.agents
+    primary = [agent_id for agent_id, agent in agents.items() if agent.primary]
+    return worker.agent in agents and worker.agent not in primary and bool(draft.workers_of(primary))
+
+
+def _has_served(draft: Draft, worker: Worker) -> bool:
+    """Return whether a failure of this worker says nothing against its whole machine."""
+    agent = draft.state.agents.get(worker.agent)
+    return agent is None or agent.primary or agent.has_served
+
+
+def note_failure(draft: Draft, worker: Worker, why: str) -> None:
+    """Remember why a worker could not take part, if none of its machine has taken part yet."""
+    if not _has_served(draft, worker):
+        draft.put_agent(worker.agent, failure=why)
+
+
+def turn_agents_away(draft: Draft) -> None:
+    """Send away every machine that has joined, and of whose workers none could take part."""
+    if draft.state.finishing or draft.state.stopping:
+        return
+    for agent_id, agent in draft.state.agents.items():
+        if agent.failure and not agent.refused and not draft.workers_of([agent_id]):
+            why = f"{agent.host} is sent away: none of its workers could take part; the last: {agent.failure}"
+            draft.put_agent(agent_id, refused=why)
+            draft.reasons.append(why)
+            draft.send(agent_id, Ended(ok=False, reason=why, exit_code=1))
