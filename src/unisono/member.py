@@ -1,9 +1,9 @@
 """A worker's connection to the head: one thread, which the training loop never waits for without a deadline.
 
 The thread sends heartbeats with the loop's progress, receives notices and wakes whoever waits for one. When the
-connection breaks, it connects again for `Door.head_away_s`, while training goes on in the generation that it has. What
-the head may have missed meanwhile is said again: the last `Ready`, `Holding`, `StepDone`, `Leaving` or `Finished`, and
-a `Suspect` without an answer.
+connection breaks, it connects again for `RunSpec.head_away_s`, while training goes on in the generation that it has.
+What the head may have missed meanwhile is said again: the last `Ready`, `Holding`, `StepDone`, `Leaving` or `Finished`,
+and a `Suspect` without an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from unisono.door import Door
 from unisono.errors import (
     DeadlineExceeded,
     DivergenceError,
@@ -60,11 +59,12 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.spec import WorkerSpec
 
 if TYPE_CHECKING:
     from unisono.link import Link
 
-__all__ = ["Member", "current", "told", "trimmed_traceback"]
+__all__ = ["Member", "current", "spec", "trimmed_traceback"]
 
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
@@ -81,9 +81,9 @@ def current() -> Member | None:
     return _current
 
 
-def told() -> Door:
-    """What this process's agent has told it; the default values when the script runs alone."""
-    return _current.door if _current is not None else Door()
+def spec() -> WorkerSpec:
+    """Return this process's settings as a worker; the default values when the script runs alone."""
+    return _current.spec if _current is not None else WorkerSpec()
 
 
 class _Call:
@@ -131,7 +131,7 @@ class Member:
     Methods may be called from any thread. None of them waits for the network, except where a timeout is named.
 
     Args:
-        door: from the agent.
+        spec: settings, from the agent.
         info: of this worker; its ``address`` is filled in with the interface that reaches the head.
         fingerprint: what equal bits depend on.
         board: its page in shared memory (`unisono.exchange.host.Board`), kept for the library.
@@ -139,9 +139,10 @@ class Member:
     """
 
     def __init__(
-        self, door: Door, info: MemberInfo, fingerprint: dict[str, str], board: Any = None, *, script: str = ""
+        self, spec: WorkerSpec, info: MemberInfo, fingerprint: dict[str, str], board: Any = None, *, script: str = ""
     ) -> None:
-        self.door = door
+        self.spec = spec
+        self._head_away_s = spec.run.head_away_s
         self.info = info
         self.worker_id = info.worker_id
         self.board = board
@@ -191,7 +192,7 @@ class Member:
         if self._stopped is not None:
             raise self._stopped
         if not answered:
-            raise DeadlineExceeded(f"the head at {self.door.head} has not answered for {timeout_s:.0f} s")
+            raise DeadlineExceeded(f"the head at {self.spec.head} has not answered for {timeout_s:.0f} s")
         _current = self
         os.register_at_fork(after_in_child=self._forget)
         return self
@@ -461,7 +462,7 @@ class Member:
                 time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
                 tried_at = time.monotonic()
                 try:
-                    link = Link(self.door.head, self.door.token)
+                    link = Link(self.spec.head, self.spec.token)
                 except Refused as refused:
                     self._stop(RunStopped(f"the head refuses this worker: {refused}"))
                     return
@@ -489,10 +490,8 @@ class Member:
     def _look_around(self, away_since: float, error: Exception) -> None:
         if parent_is_gone():
             os._exit(1)
-        if time.monotonic() - away_since > self.door.head_away_s:
-            self._stop(
-                RunStopped(f"the head at {self.door.head} has been away for {self.door.head_away_s:.0f} s: {error}")
-            )
+        if time.monotonic() - away_since > self._head_away_s:
+            self._stop(RunStopped(f"the head at {self.spec.head} has been away for {self._head_away_s:.0f} s: {error}"))
 
     def _speak(self, link: Link) -> None:
         """Talk over one connection until it ends."""

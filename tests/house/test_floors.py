@@ -21,6 +21,7 @@ FLOORS = {
     "messages": 0,
     "facts": 0,
     "words": 0,
+    "spec": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
     "decisions.tree": 1,
     "decisions.plan": 1,
@@ -48,7 +49,6 @@ FLOORS = {
     "link": 2,
     "fingerprint": 2,
     "lifetime": 2,
-    "door": 2,
     "training.randomness": 2,
     "training.settings": 2,
     "training.process": 2,
@@ -101,8 +101,7 @@ NEIGHBOURS = {
     "decisions.heartbeat": {"decisions.roster"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.process", "training.randomness"},
-    "member": {"door", "lifetime", "link"},
-    "door": {"lifetime"},
+    "member": {"lifetime", "link"},
     "link": {"lifetime"},
     "store": {"member"},
     "rundir": {"journal"},
@@ -133,7 +132,7 @@ NEIGHBOURS = {
 
 PURE = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
-    *("itertools", "math", "operator", "re", "statistics", "string", "types", "typing", "msgspec"),
+    *("itertools", "json", "math", "operator", "re", "statistics", "string", "types", "typing", "msgspec"),
     "signal",  # its names of numbers only: signal.Signals(9).name
 }
 

@@ -33,6 +33,7 @@ from unisono.lifetime import PARENT, Memory
 from unisono.machine import agent, headprocess
 from unisono.machine.children import PIPE_BYTES, Child, Nursery, Output, spawn
 from unisono.messages import AgentHello, Ended, Evict, RunDirectory, Start, Welcome, decode, encode
+from unisono.spec import MachineSpec, RunSpec
 from unisono.watch.terminal import Plain
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -96,12 +97,12 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
         await connection.wait_closed()
 
     async def interrupt() -> None:
-        job = agent.Job(arguments=["train.py"], num_workers=1, start="spawn")
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1, start="spawn")
         head = cast(headprocess.HeadProcess, SimpleNamespace(start=lambda *_: None))
         with contextlib.closing(Memory("unisono-token")) as secret:
             async with serve(stand_still, "127.0.0.1", 0) as server:
                 url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-                own = agent._Agent(job, url, "token", secret, Plain(), head)
+                own = agent._Agent(spec, url, "token", secret, Plain(), head)
                 running = asyncio.create_task(own.run())
                 while not own._agent_id:
                     await asyncio.sleep(0)
@@ -145,7 +146,7 @@ def test_a_run_of_run_workers_ends_with_its_caller(
 
 
 def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Script) -> None:
-    hang_up = "import os, signal\nfrom unisono import member\nos.kill(member.told().agent, signal.SIGHUP)\n"
+    hang_up = "import os, signal\nfrom unisono import member\nos.kill(member.spec().agent, signal.SIGHUP)\n"
     command = unisono(
         "run", script(hang_up + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=20))), "-n", 1, before=["nohup"]
     )
@@ -202,7 +203,7 @@ WITHOUT_STREAMS = """
 
     closed = io.StringIO()
     closed.close()
-    sys.stdout = sys.stderr = {"w0": None, "w1": closed, "w2": Broken()}[member.told().worker_id]
+    sys.stdout = sys.stderr = {"w0": None, "w1": closed, "w2": Broken()}[member.spec().worker_id]
 """
 
 
@@ -302,9 +303,9 @@ WITHOUT_FILES = """
             wait_at(Path("gates") / str(step.number))
             for batch in step:
                 step.backward(model(batch).mean())
-            if step.number == 3 and member.told().worker_id == "w1":
+            if step.number == 3 and member.spec().worker_id == "w1":
                 # The agent can open nothing more. What it has open stays.
-                resource.prlimit(member.told().agent, resource.RLIMIT_NOFILE, (3, 3))
+                resource.prlimit(member.spec().agent, resource.RLIMIT_NOFILE, (3, 3))
                 if {head}:
                     os.kill(json.load(open(run.directory / "head.json"))["pid"], signal.SIGKILL)
                 os._exit(1)
@@ -358,9 +359,9 @@ def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
     """One that is being forked ends when it is there, one whose start is delayed does not begin."""
 
     async def evict() -> None:
-        job = agent.Job(arguments=["train.py"], num_workers=1)
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
-            guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
+            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Plain(), None)
         nursery = SlowNursery()
         guest._nursery = cast(Nursery, nursery)
         child = spawn("w1", [sys.executable, "-c", "import signal; signal.pause()"], os.environ, ())
@@ -387,7 +388,7 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
     """Nothing has failed that would count as a restart."""
 
     async def start() -> None:
-        job = agent.Job(arguments=["train.py"], num_workers=1)
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
         nursery = SlowNursery()
         children = []
 
@@ -398,7 +399,7 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
 
         monkeypatch.setattr(agent, "spawn", start_pausing)
         with contextlib.closing(Memory("unisono-token")) as secret:
-            guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
+            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Plain(), None)
             guest._nursery = cast(Nursery, nursery)
             guest._hear(Start(worker_ids=["w1"]))
             nursery.alive = False
@@ -422,12 +423,12 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
     ended = Ended(ok=False, reason="all are gone", exit_code=1)
 
     async def end() -> str:
-        job = agent.Job(arguments=["train.py"], num_workers=1)
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
             own = agent._Agent(
-                job, "ws://127.0.0.1:1", "token", secret, Plain(), cast(headprocess.HeadProcess, object())
+                spec, "ws://127.0.0.1:1", "token", secret, Plain(), cast(headprocess.HeadProcess, object())
             )
-        own._hear(Welcome(run_id="this run", heartbeat_s=0.5, warnings=[], options={}, agent_id="agent0"))
+        own._hear(Welcome(run_id="this run", heartbeat_s=0.5, agent_id="agent0"))
         own._hear(RunDirectory(path=str(tmp_path)))
         own._conclude(ended)
         return own._how_to_go_on(ended)
@@ -446,6 +447,6 @@ def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(headprocess, "spawn", spawn)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    job = agent.Job(arguments=["train.py"], num_workers=1)
+    spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
     with pytest.raises(UsageError, match=r"could not be started: \[Errno \d+\] Resource temporarily unavailable; see"):
-        agent.run(job, headprocess.Service(policy=Policy(start=1, maximum=1)))
+        agent.run(spec, headprocess.Service(policy=Policy(start=1, maximum=1)))

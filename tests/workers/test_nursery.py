@@ -16,11 +16,11 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.door import Door
 from unisono.journal import compare, read
 from unisono.lifetime import Memory
 from unisono.machine.children import Child, Nursery
 from unisono.machine.nursery import Birth, Born, Death
+from unisono.spec import WorkerSpec
 from unisono.testing import run_workers
 
 TRAINING = Path(__file__).with_name("small_training.py")
@@ -108,7 +108,9 @@ def test_nothing_outlives_a_command_whose_nursery_has_ended(unisono: Unisono, sc
 
 def test_a_worker_does_nothing_before_its_agent_knows_of_it(standing_nursery: str, tmp_path: Path) -> None:
     """An agent that does not hear of a birth, because the nursery has ended, starts another with the same name."""
-    birth = Birth.of("w0", ["train.py"], Door(head="ws://127.0.0.1:1", worker_id="w0").environment(), str(tmp_path))
+    birth = Birth.of(
+        "w0", ["train.py"], WorkerSpec(head="ws://127.0.0.1:1", worker_id="w0").environment(), str(tmp_path)
+    )
     gate, key = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:

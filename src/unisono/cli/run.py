@@ -17,9 +17,10 @@ import click
 
 from unisono.cli.given import check_open_files, check_text, check_workers, seconds
 from unisono.errors import UsageError
+from unisono.fingerprint import script_checksum
+from unisono.spec import MachineSpec, RunSpec, StartMethod
 
 if TYPE_CHECKING:
-    from unisono.machine.agent import Job
     from unisono.machine.headprocess import Service
 
 __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script_arguments"]
@@ -99,7 +100,7 @@ class Options:
     aside_s: float
     hang_s: float
     head_away_s: float
-    start: str
+    start: StartMethod
     simulate_hosts: int
     function: str
     result: str
@@ -121,10 +122,9 @@ class Options:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
 
-def render(options: Options) -> tuple[Job, Service]:
+def render(options: Options) -> tuple[MachineSpec, Service]:
     """What the agent and the head are to do, checked before anything is started."""
     from unisono.decisions.roster import Policy
-    from unisono.machine.agent import Job
     from unisono.machine.headprocess import Service
 
     try:
@@ -166,27 +166,28 @@ def render(options: Options) -> tuple[Job, Service]:
         hang_s=options.hang_s,
         away_s=options.head_away_s,
     )
-    job = Job(
-        arguments=command,
-        num_workers=num_workers,
+    spec = RunSpec(
+        arguments=tuple(command),
+        folder=os.getcwd(),
+        script=script_checksum(command),
         threads=threads,
         run_dir=run_dir,
         overwrite=options.overwrite,
         resume=resume,
         resume_anyway=options.resume_anyway,
-        simulate_hosts=options.simulate_hosts,
+        exchange=options.exchange,
+        timeout_s=options.timeout_s,
+        heartbeat_s=options.heartbeat_s,
         head_away_s=options.head_away_s,
+    )
+    machine = MachineSpec(
+        run=spec,
+        num_workers=num_workers,
         start=options.start,
+        simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,
     )
-    service = Service(
-        policy=policy,
-        bind=options.bind,
-        port=options.port,
-        heartbeat_s=options.heartbeat_s,
-        options={"exchange": options.exchange, "timeout_s": str(options.timeout_s)},
-    )
-    return job, service
+    return machine, Service(policy=policy, bind=options.bind, port=options.port)
 
 
 def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:

@@ -8,14 +8,14 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
 from unisono.decisions.roster import Policy
 from unisono.head.server import Head
 from unisono.lifetime import bind_to_parent, name_process, take_token
+from unisono.spec import RunSpec
 
 __all__ = ["Settings", "main"]
 
@@ -29,13 +29,9 @@ class Settings:
     """File descriptor of the socket that listens; the agent has bound it and keeps it."""
     run_id: str
     url: str
-    heartbeat_s: float = 0.5
-    options: dict[str, str] = field(default_factory=dict)
-    run_dir: str = ""
+    spec: RunSpec
     snapshot: int = -1
     """File descriptor of the memory of a head that has died; -1: this is the first."""
-    job: dict[str, Any] = field(default_factory=dict)
-    """What the workers run: arguments, threads, folder."""
 
 
 async def _serve(settings: Settings, token: str) -> int:
@@ -47,11 +43,8 @@ async def _serve(settings: Settings, token: str) -> int:
         settings.policy,
         token=token,
         run_id=settings.run_id,
-        heartbeat_s=settings.heartbeat_s,
-        options=settings.options,
+        spec=settings.spec,
         url=settings.url,
-        run_dir=settings.run_dir,
-        job=settings.job,
         snapshot=snapshot,
     )
     loop = asyncio.get_running_loop()

@@ -54,6 +54,7 @@ from unisono.messages import (
     encode,
 )
 from unisono.rundir import ADDRESS_FILE, TOKEN_FILE, is_taken
+from unisono.spec import RunSpec
 
 __all__ = ["Head"]
 
@@ -114,9 +115,8 @@ class Head:
     """The effects around the membership table.
 
     Args:
-        options: what all members are told (`Welcome.options`).
+        spec: settings of the run, for machines that join.
         url: where others reach it, for the run directory.
-        job: what the workers run, for machines that join.
     """
 
     def __init__(
@@ -125,21 +125,17 @@ class Head:
         *,
         token: str,
         run_id: str,
-        heartbeat_s: float,
-        options: dict[str, str],
+        spec: RunSpec,
         url: str = "",
-        run_dir: str = "",
-        job: dict[str, Any] | None = None,
         snapshot: bytes = b"",
     ) -> None:
-        memory = _Memory.decode(snapshot) if snapshot else _first(policy, job)
+        memory = _Memory.decode(snapshot) if snapshot else _first(policy, spec)
         state = resumed(memory.state, time.monotonic()) if snapshot else memory.state
-        self._state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, heartbeat_s=heartbeat_s))
+        self._state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s))
         self._token = token
         self._run_id = run_id
-        self._heartbeat_s = heartbeat_s
-        self._options = options
-        self._run_dir = memory.run_dir or run_dir
+        self._spec = spec
+        self._run_dir = memory.run_dir or spec.run_dir
         self._lines: dict[str, _Line] = {}
         self._keys = Keys()
         self._reason = memory.reason
@@ -159,7 +155,6 @@ class Head:
         for worker in self._state.workers.values():
             self._note_place(worker)
         self._url = url
-        self._job = job or {}
         self._informed: set[str] = set()  # who has been told how the run ended
         self.over = asyncio.Event()
 
@@ -228,7 +223,7 @@ class Head:
             "started": self._started,
             "url": self._url,
             "run_dir": self._run_dir,
-            "job": self._job,
+            "spec": msgspec.to_builtins(self._spec),
             "workers": [
                 self._worker_status(worker)
                 for worker in state.workers.values()
@@ -336,9 +331,8 @@ class Head:
         self._lines[name] = line
         welcome = Welcome(
             run_id=self._run_id,
-            heartbeat_s=self._heartbeat_s,
+            heartbeat_s=self._spec.heartbeat_s,
             warnings=warnings,
-            options=dict(self._options),
             agent_id=name if isinstance(first, AgentHello) else "",
         )
         line.put(encode(welcome))
@@ -379,9 +373,9 @@ class Head:
         now = time.monotonic()
         if isinstance(message, Tick):
             self._timer = None
-        if now > self._due + self._heartbeat_s:
+        if now > self._due + self._spec.heartbeat_s:
             # It was stopped, or swapped out. What the others have said meanwhile lies there and has not been heard.
-            self._listens_until = now + CATCH_UP_BEATS * self._heartbeat_s
+            self._listens_until = now + CATCH_UP_BEATS * self._spec.heartbeat_s
         if isinstance(message, Tick) and now < self._listens_until:
             self._set_timer()
             return
@@ -435,7 +429,7 @@ class Head:
         """
         if self._remembering is None:
             loop = asyncio.get_running_loop()
-            self._remembering = loop.call_later(self._heartbeat_s / 4, self._remember)
+            self._remembering = loop.call_later(self._spec.heartbeat_s / 4, self._remember)
 
     def _remember(self) -> None:
         """Give the agent that would start another head what that head has to know."""
@@ -512,9 +506,9 @@ class Head:
         self._written.clear()
 
 
-def _first(policy: Policy, job: dict[str, Any] | None) -> _Memory:
+def _first(policy: Policy, spec: RunSpec) -> _Memory:
     """What the first head of a run knows."""
-    return _Memory(State(policy=policy, script=(job or {}).get("script", "")), time.time(), "starting")
+    return _Memory(State(policy=policy, script=spec.script), time.time(), "starting")
 
 
 def _silent() -> logging.Logger:

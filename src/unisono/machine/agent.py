@@ -22,18 +22,15 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from unisono.checkpoint import files
-from unisono.door import Door
 from unisono.errors import UsageError
-from unisono.fingerprint import script_checksum
 from unisono.journal import conclude
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_when_silent, fill_standard_streams
 from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
@@ -57,10 +54,11 @@ from unisono.messages import (
     is_refusal,
 )
 from unisono.rundir import forget_head, holder
+from unisono.spec import MachineSpec, WorkerSpec
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
-__all__ = ["Job", "join", "machine_label", "run"]
+__all__ = ["join", "machine_label", "run"]
 
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
@@ -71,50 +69,7 @@ RETRY_S: Final = 0.05
 NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What this machine's workers run, and how."""
-
-    arguments: list[str]
-    """After ``python -m unisono.machine.worker``."""
-    num_workers: int
-    threads: int = 1
-    run_dir: str = ""
-    overwrite: bool = False
-    resume: str = ""
-    """The run or the checkpoint to go on from."""
-    resume_anyway: tuple[str, ...] = ()
-    """What of the recipe may differ then."""
-    simulate_hosts: int = 1
-    """For tests: workers get this many different host labels."""
-    head_away_s: float = 60.0
-    start: str = "fork"
-    """fork: from a process that has imported torch; spawn: each by itself."""
-    outcome: str = ""
-    """Write how the run ended to this file (JSON) and do not print the traceback."""
-
-    def told(self) -> dict[str, Any]:
-        """What machines that join are told: their workers may be the first ones to begin."""
-        return {
-            "arguments": self.arguments,
-            "threads": self.threads,
-            "folder": os.getcwd(),
-            "run_dir": self.run_dir,
-            "overwrite": self.overwrite,
-            "resume": self.resume,
-            "resume_anyway": self.resume_anyway,
-            "script": script_checksum(self.arguments),
-        }
-
-    @property
-    def command(self) -> str:
-        """What ``unisono run --resume`` needs to know (JSON); "" for a function, which has no name."""
-        if self.arguments[0] == "--callable":
-            return ""
-        return json.dumps({"folder": os.getcwd(), "arguments": self.arguments})
-
-
-def run(job: Job, service: Service) -> int:
+def run(spec: MachineSpec, service: Service) -> int:
     """Be ``unisono run``: a head and the workers of this machine. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
@@ -123,41 +78,40 @@ def run(job: Job, service: Service) -> int:
     secret = Memory("unisono-token", token.encode())
     url = address(reachable(service.bind), listener.getsockname()[1])
     try:
-        return asyncio.run(_run(job, service, listener, secret, token, url))
+        return asyncio.run(_run(spec, service, listener, secret, token, url))
     finally:
         listener.close()
         secret.close()
 
 
-async def _run(job: Job, service: Service, listener: socket.socket, secret: Memory, token: str, url: str) -> int:
+async def _run(
+    spec: MachineSpec, service: Service, listener: socket.socket, secret: Memory, token: str, url: str
+) -> int:
     settings = {
         "policy": service.policy,
         "listener": listener.fileno(),
         "run_id": (run_id := secrets.token_hex(4)),
         "url": url,
-        "heartbeat_s": service.heartbeat_s,
-        "options": dict(service.options),
-        "run_dir": job.run_dir,
-        "job": job.told(),
+        "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret)
-    agent = _Agent(job, url, token, secret, terminal(), head)
+    agent = _Agent(spec, url, token, secret, terminal(), head)
     try:
         return await agent.run()
     finally:
         await head.end()
-        for run_dir in filter(None, {job.run_dir, agent.run_dir}):
+        for run_dir in filter(None, {spec.run.run_dir, agent.run_dir}):
             forget_head(Path(run_dir), run_id, token)  # where the last head was killed
 
 
-def join(job: Job, url: str, token: str) -> int:
+def join(spec: MachineSpec, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     secret = Memory("unisono-token", token.encode())
 
     async def work() -> int:
-        return await _Agent(job, url, token, secret, terminal(), None).run()
+        return await _Agent(spec, url, token, secret, terminal(), None).run()
 
     try:
         return asyncio.run(work())
@@ -182,9 +136,9 @@ class _Agent:
     """
 
     def __init__(
-        self, job: Job, url: str, token: str, secret: Memory, screen: Terminal, head: HeadProcess | None
+        self, spec: MachineSpec, url: str, token: str, secret: Memory, screen: Terminal, head: HeadProcess | None
     ) -> None:
-        self._job = job
+        self._spec = spec
         self._url = url
         self._token = token
         self._secret = secret
@@ -256,7 +210,7 @@ class _Agent:
     def _start_helpers(self) -> None:
         if self._head is not None:
             self._head.start(self._printer("head"), self._head_ended)
-        if self._job.start == "fork":
+        if self._spec.start == "fork":
             standing = os.environ.get("UNISONO_NURSERY", "")
             self._nursery = Nursery(self._environment(), self._secret, standing)
             self._nursery.on_end = self._screen.say
@@ -282,8 +236,8 @@ class _Agent:
             if self._away_since is None:
                 self._away_since = now
                 if not self._over.done() and self._head is None:
-                    self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
-            if now - self._away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
+                    self._screen.say(f"{why}; the workers go on for {self._spec.run.head_away_s:.0f} s")
+            if now - self._away_since > self._spec.run.head_away_s or (not self._agent_id and self._head is None):
                 self._finish(Ended(ok=False, reason=why, exit_code=1))
             await asyncio.sleep(RETRY_S)
             if self._head_is_done:
@@ -299,7 +253,7 @@ class _Agent:
             compression=None,
             ping_interval=None,
             # Where nothing comes back, an attempt must not outlast by much what the head may be away.
-            open_timeout=min(OPEN_S, 1.0 + self._job.head_away_s) if self._agent_id else OPEN_S,
+            open_timeout=min(OPEN_S, 1.0 + self._spec.run.head_away_s) if self._agent_id else OPEN_S,
             close_timeout=1.0,
             max_size=None,
             proxy=None,
@@ -308,7 +262,7 @@ class _Agent:
             hello = AgentHello(
                 host=self._host,
                 pid=os.getpid(),
-                num_workers=self._job.num_workers,
+                num_workers=self._spec.num_workers,
                 primary=self._head is not None,
                 agent_id=self._agent_id,
             )
@@ -413,7 +367,7 @@ class _Agent:
         taken = {rank for i, rank in self._local_ranks.items() if i not in gone}
         local_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
         self._local_ranks[worker_id] = local_rank
-        environment = self._environment() | self._door(worker_id, local_rank).environment()
+        environment = self._environment() | self._worker_spec(worker_id, local_rank).environment()
 
         def started(child: Child | str) -> None:
             if isinstance(child, str):
@@ -430,7 +384,7 @@ class _Agent:
 
         def start_by_itself() -> None:
             told = {**environment, TOKEN_FILE: self._secret.inherited_path}
-            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._job.arguments]
+            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._spec.run.arguments]
             try:
                 started(spawn(worker_id, command, told, (self._secret.descriptor,)))
             except OSError as error:
@@ -448,7 +402,7 @@ class _Agent:
                 started(child)
 
         try:
-            nursery.bear(worker_id, self._job.arguments, environment, born)
+            nursery.bear(worker_id, list(self._spec.run.arguments), environment, born)
         except OSError as error:
             born(str(error))
 
@@ -464,30 +418,24 @@ class _Agent:
 
     def _environment(self) -> dict[str, str]:
         """What every process that computes inherits."""
-        threads = str(self._job.threads)
+        threads = str(self._spec.run.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         # Python orders sets of strings by it: on all workers alike, on all machines, unless the user has another wish.
         hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
         return {**os.environ, PARENT: str(os.getpid()), **hashing, **dict.fromkeys(names, threads)}
 
-    def _door(self, worker_id: str, local_rank: int) -> Door:
-        job = self._job
+    def _worker_spec(self, worker_id: str, local_rank: int) -> WorkerSpec:
+        spec = self._spec
         label = self._host
-        if job.simulate_hosts > 1:
-            label += f"-{local_rank * job.simulate_hosts // max(job.num_workers, local_rank + 1)}"
-        return Door(
+        if spec.simulate_hosts > 1:
+            label += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
+        return WorkerSpec(
+            run=spec.run,
             head=self._url,
             worker_id=worker_id,
             host=label,
             agent=os.getpid(),
-            run_dir=job.run_dir,
-            overwrite=job.overwrite,
-            resume=job.resume,
-            resume_anyway=job.resume_anyway,
-            command=job.command,
-            threads=job.threads,
             local_rank=local_rank,
-            head_away_s=job.head_away_s,
         )
 
     def _worker_ended(self, child: Child) -> None:
@@ -573,12 +521,12 @@ class _Agent:
         return all(await asyncio.gather(*(child.ended_within(seconds) for child in self._workers.values())))
 
     def _show(self, ended: Ended) -> None:
-        if self._job.outcome:
+        if self._spec.outcome:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
-            Path(self._job.outcome).write_text(json.dumps(known))
+            Path(self._spec.outcome).write_text(json.dumps(known))
         elif hint := self._how_to_go_on(ended):
             self._screen.say(hint)
-        self._screen.close(ended, with_traceback=not self._job.outcome)
+        self._screen.close(ended, with_traceback=not self._spec.outcome)
 
     def _conclude(self, ended: Ended) -> None:
         """Write into the journal why the run failed, where no worker is left to do so."""

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -37,8 +37,6 @@ class Service:
     policy: Policy
     bind: str = "127.0.0.1"
     port: int = 0
-    heartbeat_s: float = 0.5
-    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def listen(service: Service) -> socket.socket:
