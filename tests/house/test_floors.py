@@ -73,6 +73,8 @@ FLOORS = {
     "machine.agent": 4,
     "machine.headprocess": 4,
     "machine.children": 4,
+    "machine.placement": 4,
+    "machine.workers": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
     "launcher": 5,
@@ -109,9 +111,11 @@ NEIGHBOURS = {
     "training.guards": {"training.tracked"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "machine.agent": {"machine.children", "machine.headprocess", "watch"},  # what its workers say goes to the screen
+    # What the workers print goes to the screen.
+    "machine.agent": {"machine.children", "machine.headprocess", "machine.workers", "watch"},
     "machine.headprocess": {"machine.children"},
-    "machine.children": {"machine.nursery"},  # what is said between the two
+    "machine.workers": {"machine.children", "machine.placement"},
+    "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.rounds": {"training.team"},

@@ -35,7 +35,7 @@ from unisono.decisions.roster import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.server import Head, _Memory
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
-from unisono.machine.nursery import Birth, Born
+from unisono.machine.nursery import Forked, ForkRequest
 from unisono.machine.worker import STACK_SIGNAL
 from unisono.member import Member
 from unisono.messages import (
@@ -890,7 +890,7 @@ def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nurs
     spec = WorkerSpec(
         head="ws://127.0.0.1:1", worker_id="w0", host="lab"
     )  # nobody is there: it would look for a minute
-    birth = Birth.of("w0", ["train.py"], spec.environment(), str(tmp_path))
+    request = ForkRequest.of("w0", ["train.py"], spec.environment(), str(tmp_path))
     null = os.open(os.devnull, os.O_RDWR)
     gate, key = os.pipe()
     os.write(key, b"1" * 20)
@@ -898,15 +898,15 @@ def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nurs
         for _ in range(20):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
                 agent.connect(standing_nursery)
-                birth.send(agent, [null, null, null, gate])
+                request.send(agent, [null, null, null, gate])
     finally:
         for descriptor in (null, gate, key):
             os.close(descriptor)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:  # it serves one after the other
         agent.connect(standing_nursery)
-        Birth.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 0])
+        ForkRequest.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 0])
         agent.settimeout(WAIT_S)
-        assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Born).name == "last"
+        assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Forked).name == "last"
     deadline = time.monotonic() + WAIT_S
     while (left := forked()) and time.monotonic() < deadline:
         wait_until_gone(set(left), deadline)

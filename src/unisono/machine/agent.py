@@ -18,7 +18,6 @@ import secrets
 import shlex
 import signal
 import socket
-import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -32,9 +31,10 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from unisono.checkpoint import files
 from unisono.errors import UsageError
 from unisono.journal import conclude
-from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_when_silent, fill_standard_streams
-from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
+from unisono.lifetime import Memory, bind_to_parent, end_when_silent, fill_standard_streams
+from unisono.machine.children import Child
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess, Service, address, listen, reachable
+from unisono.machine.workers import NOT_STARTED, Workers
 from unisono.messages import (
     AgentHello,
     Drain,
@@ -54,7 +54,7 @@ from unisono.messages import (
     is_refusal,
 )
 from unisono.rundir import forget_head, holder
-from unisono.spec import MachineSpec, WorkerSpec
+from unisono.spec import MachineSpec
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
@@ -66,7 +66,6 @@ LAST_WORDS_S: Final = 0.5
 TELL_S: Final = 10.0  # for a head that stands still to tell the other machines that this command ends the run
 OPEN_S: Final = 10.0
 RETRY_S: Final = 0.05
-NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 
 
 def run(spec: MachineSpec, service: Service) -> int:
@@ -141,16 +140,10 @@ class _Agent:
         self._spec = spec
         self._url = url
         self._token = token
-        self._secret = secret
         self._screen = screen
         self._head = head
         self._host = machine_label()
-        self._workers: dict[str, Child] = {}
-        self._local_ranks: dict[str, int] = {}
-        self._nursery: Nursery | None = None
-        self._late: dict[str, asyncio.TimerHandle] = {}
-        self._ordered: set[str] = set()
-        self._evicted: set[str] = set()
+        self._workers = Workers(spec, head=url, host=self._host, secret=secret, observer=self)
         self._agent_id = ""
         self._run_id = ""
         self._away_since: float | None = None
@@ -190,11 +183,7 @@ class _Agent:
             ended = await self._over
         finally:
             self._is_leaving = True
-            for timer in self._late.values():
-                timer.cancel()
             await self._end_workers(self._over.result() if self._over.done() and not self._over.cancelled() else None)
-            if self._nursery is not None:
-                await self._nursery.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._outbox.join()  # the head hears of every end that this agent has seen
@@ -210,12 +199,7 @@ class _Agent:
     def _start_helpers(self) -> None:
         if self._head is not None:
             self._head.start(self._printer("head"), self._head_ended)
-        if self._spec.start == "fork":
-            standing = os.environ.get("UNISONO_NURSERY", "")
-            self._nursery = Nursery(self._environment(), self._secret, standing)
-            self._nursery.on_end = self._screen.say
-            if self._nursery.child is not None:
-                self._nursery.child.output.on_line = self._printer("nursery")
+        self._workers.open()
 
     # -- the head ------------------------------------------------------------------------------------
 
@@ -293,21 +277,13 @@ class _Agent:
     def _hear(self, message: Message) -> None:
         match message:
             case Start():
-                for worker_id in message.worker_ids:
-                    if worker_id in self._ordered:
-                        continue  # by a head that has died
-                    self._ordered.add(worker_id)
-                    if message.delay_s > 0:
-                        loop = asyncio.get_running_loop()
-                        self._late[worker_id] = loop.call_later(message.delay_s, self._start, worker_id)
-                    else:
-                        self._start(worker_id)
+                self._workers.start(message.worker_ids, message.delay_s)
             case StepDone():
                 self._screen.step(message)
             case Told():
                 self._screen.say(message.text)
             case Evict():
-                self._evict(message.worker_id)
+                self._workers.evict(message.worker_id)
             case Ended():
                 self._is_told.set()
                 self._finish(self._left_by_signal(message))
@@ -316,7 +292,7 @@ class _Agent:
                 self.run_dir = message.path
             case Welcome():
                 if self._agent_id:
-                    self._repeat_exits()
+                    self._workers.report_again()
                 self._agent_id = message.agent_id
                 self._run_id = message.run_id
                 self._away_since = None
@@ -357,106 +333,22 @@ class _Agent:
     def _printer(self, name: str) -> Callable[[str, bool], None]:
         return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
 
-    # -- workers -------------------------------------------------------------------------------------
+    # -- workers (`workers.Observer`) -----------------------------------------------------------------
 
-    def _start(self, worker_id: str) -> None:
-        self._late.pop(worker_id, None)
-        if self._is_leaving:
-            return
-        gone = {worker_id for worker_id, child in self._workers.items() if child.exit_code is not None}
-        taken = {rank for i, rank in self._local_ranks.items() if i not in gone}
-        local_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-        self._local_ranks[worker_id] = local_rank
-        environment = self._environment() | self._worker_spec(worker_id, local_rank).environment()
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        self._screen.worker_line(name, text, is_error=is_error)
 
-        def started(child: Child | str) -> None:
-            if isinstance(child, str):
-                self._ordered.discard(worker_id)
-                del self._local_ranks[worker_id]
-                words = f"it {NOT_STARTED.format(child)}"
-                self._outbox.put_nowait(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
-                return
-            child.output.on_line = self._printer(worker_id)
-            child.on_end = self._worker_ended
-            self._workers[worker_id] = child
-            if self._is_leaving or worker_id in self._evicted:
-                child.kill()
+    def on_notice(self, text: str) -> None:
+        self._screen.say(text)
 
-        def start_by_itself() -> None:
-            told = {**environment, TOKEN_FILE: self._secret.inherited_path}
-            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._spec.run.arguments]
-            try:
-                started(spawn(worker_id, command, told, (self._secret.descriptor,)))
-            except OSError as error:
-                started(str(error))
-
-        nursery = self._nursery
-        if nursery is None or not nursery.alive:
-            start_by_itself()
-            return
-
-        def born(child: Child | str) -> None:
-            if isinstance(child, str) and not nursery.alive:
-                start_by_itself()
-            else:
-                started(child)
-
-        try:
-            nursery.bear(worker_id, list(self._spec.run.arguments), environment, born)
-        except OSError as error:
-            born(str(error))
-
-    def _evict(self, worker_id: str) -> None:
-        """End a worker; one whose start is delayed does not begin, one that is being forked ends as it is there."""
-        self._evicted.add(worker_id)
-        timer = self._late.pop(worker_id, None)
-        if timer is not None:
-            timer.cancel()
-        child = self._workers.get(worker_id)
-        if child is not None:
-            child.kill()
-
-    def _environment(self) -> dict[str, str]:
-        """What every process that computes inherits."""
-        threads = str(self._spec.run.threads)
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        # Python orders sets of strings by it: on all workers alike, on all machines, unless the user has another wish.
-        hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
-        return {**os.environ, PARENT: str(os.getpid()), **hashing, **dict.fromkeys(names, threads)}
-
-    def _worker_spec(self, worker_id: str, local_rank: int) -> WorkerSpec:
-        spec = self._spec
-        label = self._host
-        if spec.simulate_hosts > 1:
-            label += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
-        return WorkerSpec(
-            run=spec.run,
-            head=self._url,
-            worker_id=worker_id,
-            host=label,
-            agent=os.getpid(),
-            local_rank=local_rank,
-        )
-
-    def _worker_ended(self, child: Child) -> None:
-        self._tell_exit(child)
+    def on_exit(self, message: WorkerExit) -> None:
+        self._outbox.put_nowait(message)
         if self._num_signals:
             self._leave_when_alone()
 
-    def _tell_exit(self, child: Child) -> None:
-        assert child.exit_code is not None
-        words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
-        self._outbox.put_nowait(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
-
-    def _repeat_exits(self) -> None:
-        """Say again who has ended: what was said into a connection that broke is lost. Whoever knows it, ignores it."""
-        for child in self._workers.values():
-            if child.exit_code is not None:
-                self._tell_exit(child)
-
     def _leave_when_alone(self) -> None:
         """In ``unisono join``, after a signal: the run goes on, and nobody of this machine takes part in it."""
-        if self._head is None and all(child.exit_code is not None for child in self._workers.values()):
+        if self._head is None and not self._workers.running():
             self._finish(Ended(ok=True, reason="all workers of this machine have left"))
 
     def _signalled(self, number: signal.Signals) -> None:
@@ -464,9 +356,8 @@ class _Agent:
         code = 128 + number
         if self._num_signals > 1:
             self._end_now("ended by a second signal", code)
-            for child in self._workers.values():
-                child.kill()
-        elif self._head is None and number is not signal.SIGHUP and self._workers:
+            self._workers.kill()
+        elif self._head is None and number is not signal.SIGHUP and self._workers.have_started():
             self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
             self._outbox.put_nowait(Drain(reason=f"{self._host} leaves"))
             self._leave_when_alone()
@@ -501,24 +392,15 @@ class _Agent:
         return ended
 
     async def _end_workers(self, ended: Ended | None) -> None:
-        """Wait for those who end by themselves, end the others."""
+        """Wait for the workers that end by themselves, then end the others."""
         if ended is not None and ended.ok:
             patience_s = FINISH_S
         else:
             patience_s = 0.0 if ended is None or self._num_signals else FAIL_S
-        if not await self._all_ended(patience_s):
-            if ended is not None and ended.ok:
-                late = ", ".join(name for name, child in self._workers.items() if child.exit_code is None)
-                self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
-            for child in self._workers.values():
-                child.signal_group(signal.SIGTERM)
-            if not await self._all_ended(TERMINATE_S):
-                for child in self._workers.values():
-                    child.kill()
-                await self._all_ended(TERMINATE_S)
-
-    async def _all_ended(self, seconds: float) -> bool:
-        return all(await asyncio.gather(*(child.ended_within(seconds) for child in self._workers.values())))
+        if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
+            late = ", ".join(self._workers.running())
+            self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
+        await self._workers.close()
 
     def _show(self, ended: Ended) -> None:
         if self._spec.outcome:

@@ -95,9 +95,8 @@ class HeadProcess:
         with Memory("unisono-head", self.snapshot) as memory:
             settings = {**self._settings, "snapshot": memory.descriptor if self.snapshot else -1}
             command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
-            self.child = spawn("head", command, self._environment, (*self._descriptors, memory.descriptor))
-        self.child.output.on_line = on_line
-        self.child.on_end = on_end
+            descriptors = (*self._descriptors, memory.descriptor)
+            self.child = spawn("head", command, self._environment, descriptors, on_line=on_line, on_end=on_end)
 
     def may_start_again(self) -> bool:
         """Not when the last ones died one after the other: then its state is what kills it."""
