@@ -27,7 +27,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     arguments: tuple[str, ...] = ()
     """Script and its arguments, after ``python -m unisono.machine.worker``."""
     folder: str = ""
-    """Working directory of the workers."""
+    """Working directory of the command and of the workers."""
     script: str = ""
     """Checksum of the script's text (`unisono.fingerprint.script_checksum`); "" where it is not one file."""
     threads: int = 1
@@ -64,6 +64,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     start: StartMethod = "fork"
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
+    launched: bool = False
+    """A launcher has started the agent: it ends with its standard input, and prints the workers' output only."""
     outcome: str = ""
     """File for a description of how the run ended (JSON); the traceback is then not printed."""
 

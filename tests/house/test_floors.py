@@ -78,6 +78,7 @@ FLOORS = {
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
     "launcher": 5,
+    "launchers": 5,
     "cli": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
@@ -111,6 +112,7 @@ NEIGHBOURS = {
     "training.guards": {"training.tracked"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
+    "cli": {"launchers"},
     # What the workers print goes to the screen.
     "machine.agent": {"machine.children", "machine.headprocess", "machine.workers", "watch"},
     "machine.headprocess": {"machine.children"},
@@ -141,7 +143,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "head", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "head", "launchers", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.roster", "decisions.membership", "decisions.cadence"),
     *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
 )

@@ -351,9 +351,9 @@ class SlowNursery:
         self.is_alive = True
         self.requests: dict[str, Callable[[Child | OSError], None]] = {}
 
-    def fork(self, name: str, arguments: object, environment: object, on_started: Callable[..., None]) -> None:
-        assert name not in self.requests
-        self.requests[name] = on_started
+    def fork(self, spec: WorkerSpec, environment: object, on_started: Callable[..., None]) -> None:
+        assert spec.worker_id not in self.requests
+        self.requests[spec.worker_id] = on_started
 
 
 class Exits:

@@ -151,7 +151,7 @@ def test_a_fork_that_the_nursery_did_not_live_to_make_is_reported(mark: str) -> 
             assert nursery.child is not None
             os.kill(nursery.child.pid, signal.SIGSTOP)
             results: list[Child | OSError] = []
-            nursery.fork("w0", ("train.py",), os.environ, results.append)
+            nursery.fork(WorkerSpec(worker_id="w0"), os.environ, results.append)
             nursery.child.kill()
             async with asyncio.timeout(WAIT_S):
                 await ended.event.wait()

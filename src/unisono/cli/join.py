@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,16 @@ __all__ = ["join"]
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
 @seconds("--head-away-s", 60.0, "How long workers go on without the head.")
 @click.option("--simulate-hosts", default=1, hidden=True)
+@click.option("--launched", is_flag=True, hidden=True)
 def join(
-    url: str, token_file: str, workers: str, folder: str, run_dir: str, head_away_s: float, simulate_hosts: int
+    url: str,
+    token_file: str,
+    workers: str,
+    folder: str,
+    run_dir: str,
+    head_away_s: float,
+    simulate_hosts: int,
+    launched: bool,
 ) -> int:
     """Add this machine's workers to the run at URL (ws://HOST:PORT, in RUN/head.json).
 
@@ -38,7 +47,7 @@ def join(
     if not url.startswith("ws://"):
         raise UsageError(f"the address of a run is ws://HOST:PORT (url in RUN/head.json), got {url!r}")
     try:
-        token = read_token(token_file)
+        token = sys.stdin.readline().strip() if token_file == "-" else read_token(token_file)
     except FileNotFoundError:
         raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
     found = ask_status(Address(url, token))
@@ -58,7 +67,8 @@ def join(
         raise UsageError(f"the run's script {script} is not in {place}; say where it is with --folder")
     os.chdir(place)
     run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
-    return agent.join(MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts), url, token)
+    machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
+    return agent.join(machine, url, token)
 
 
 def _spec_of(status: dict[str, Any]) -> RunSpec:

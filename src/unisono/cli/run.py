@@ -17,8 +17,7 @@ import click
 
 from unisono.cli.given import check_open_files, check_text, check_workers, seconds
 from unisono.errors import UsageError
-from unisono.fingerprint import script_checksum
-from unisono.spec import MachineSpec, RunSpec, StartMethod
+from unisono.spec import RunSpec, StartMethod
 
 if TYPE_CHECKING:
     from unisono.machine.headprocess import Service
@@ -69,9 +68,18 @@ def run(**given: Any) -> int:
 
         unisono run train.py --workers 4 -- --lr 0.01
     """
-    from unisono.machine import agent
+    from unisono import launchers
 
-    return agent.run(*render(Options(**given)))
+    options = Options(**given)
+    spec, num_workers, service = render(options)
+    return launchers.run(
+        spec,
+        launchers.LAUNCHERS["local"](num_workers),
+        service,
+        start=options.start,
+        simulate_hosts=options.simulate_hosts,
+        outcome=options.outcome,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +130,8 @@ class Options:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
 
-def render(options: Options) -> tuple[MachineSpec, Service]:
-    """What the agent and the head are to do, checked before anything is started."""
+def render(options: Options) -> tuple[RunSpec, int, Service]:
+    """Return the settings of the run, the number of workers, and those of the head; checked before anything starts."""
     from unisono.decisions.roster import Policy
     from unisono.machine.headprocess import Service
 
@@ -168,8 +176,6 @@ def render(options: Options) -> tuple[MachineSpec, Service]:
     )
     spec = RunSpec(
         arguments=tuple(command),
-        folder=os.getcwd(),
-        script=script_checksum(command),
         threads=threads,
         run_dir=run_dir,
         overwrite=options.overwrite,
@@ -180,14 +186,7 @@ def render(options: Options) -> tuple[MachineSpec, Service]:
         heartbeat_s=options.heartbeat_s,
         head_away_s=options.head_away_s,
     )
-    machine = MachineSpec(
-        run=spec,
-        num_workers=num_workers,
-        start=options.start,
-        simulate_hosts=options.simulate_hosts,
-        outcome=options.outcome,
-    )
-    return machine, Service(policy=policy, bind=options.bind, port=options.port)
+    return spec, num_workers, Service(policy=policy, bind=options.bind, port=options.port)
 
 
 def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:

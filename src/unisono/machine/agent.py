@@ -18,11 +18,12 @@ import secrets
 import shlex
 import signal
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
@@ -32,7 +33,7 @@ from unisono.checkpoint import files
 from unisono.errors import UsageError
 from unisono.journal import conclude
 from unisono.lifetime import Memory, bind_to_parent, end_when_silent, fill_standard_streams
-from unisono.machine.children import Child
+from unisono.machine.children import TERMINATE_S, Child
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess, Service, address, listen, reachable
 from unisono.machine.workers import NOT_STARTED, Workers
 from unisono.messages import (
@@ -55,10 +56,11 @@ from unisono.messages import (
 )
 from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
+from unisono.watch.relay import Relay
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
-__all__ = ["join", "machine_label", "run"]
+__all__ = ["Machines", "MachinesObserver", "join", "machine_label", "run"]
 
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
@@ -68,8 +70,39 @@ OPEN_S: Final = 10.0
 RETRY_S: Final = 0.05
 
 
-def run(spec: MachineSpec, service: Service) -> int:
-    """Be ``unisono run``: a head and the workers of this machine. Returns the exit code."""
+class MachinesObserver(Protocol):
+    """Receives what agents on other machines print, and how they end."""
+
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        """Receive one line of the output of the agent on machine ``name``."""
+
+    def on_notice(self, text: str) -> None:
+        """Receive a sentence for the user."""
+
+    def on_machines_lost(self, reason: str) -> None:
+        """Receive that no agent is left, and that one of them has failed. The run may be over."""
+
+
+class Machines(Protocol):
+    """Agents on other machines that this command has started (`unisono.launchers.fleet.Fleet`)."""
+
+    def start(self, observer: MachinesObserver) -> None:
+        """Start the agents.
+
+        Raises:
+            UsageError: one of them cannot be started.
+        """
+
+    async def close(self, patience_s: float) -> None:
+        """Wait for the agents to end by themselves, then end them."""
+
+
+def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Machines] | None = None) -> int:
+    """Be ``unisono run``: a head and the workers of this machine. Returns the exit code.
+
+    Args:
+        machines: makes the other machines, from the head's address and the run's token; default: there are none.
+    """
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     listener = listen(service)
@@ -77,14 +110,21 @@ def run(spec: MachineSpec, service: Service) -> int:
     secret = Memory("unisono-token", token.encode())
     url = address(reachable(service.bind), listener.getsockname()[1])
     try:
-        return asyncio.run(_run(spec, service, listener, secret, token, url))
+        others = machines(url, token) if machines is not None else None
+        return asyncio.run(_run(spec, service, listener, secret, token, url, others))
     finally:
         listener.close()
         secret.close()
 
 
 async def _run(
-    spec: MachineSpec, service: Service, listener: socket.socket, secret: Memory, token: str, url: str
+    spec: MachineSpec,
+    service: Service,
+    listener: socket.socket,
+    secret: Memory,
+    token: str,
+    url: str,
+    machines: Machines | None,
 ) -> int:
     settings = {
         "policy": service.policy,
@@ -94,7 +134,7 @@ async def _run(
         "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret)
-    agent = _Agent(spec, url, token, secret, terminal(), head)
+    agent = _Agent(spec, url, token, secret, terminal(), head, machines)
     try:
         return await agent.run()
     finally:
@@ -110,7 +150,7 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
     secret = Memory("unisono-token", token.encode())
 
     async def work() -> int:
-        return await _Agent(spec, url, token, secret, terminal(), None).run()
+        return await _Agent(spec, url, token, secret, Relay() if spec.launched else terminal(), None).run()
 
     try:
         return asyncio.run(work())
@@ -132,16 +172,25 @@ class _Agent:
 
     Args:
         head: the head where this agent starts it; None in ``unisono join``.
+        machines: the other machines that this command starts agents on.
     """
 
     def __init__(
-        self, spec: MachineSpec, url: str, token: str, secret: Memory, screen: Terminal, head: HeadProcess | None
+        self,
+        spec: MachineSpec,
+        url: str,
+        token: str,
+        secret: Memory,
+        screen: Terminal,
+        head: HeadProcess | None,
+        machines: Machines | None = None,
     ) -> None:
         self._spec = spec
         self._url = url
         self._token = token
         self._screen = screen
         self._head = head
+        self._machines = machines
         self._host = machine_label()
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, observer=self)
         self._agent_id = ""
@@ -180,10 +229,15 @@ class _Agent:
             raise
         talk = asyncio.create_task(self._talk())
         try:
+            if self._machines is not None:
+                self._machines.start(self)
+            if self._spec.launched:
+                loop.add_reader(sys.stdin.fileno(), self._on_input)
             ended = await self._over
         finally:
             self._is_leaving = True
-            await self._end_workers(self._over.result() if self._over.done() and not self._over.cancelled() else None)
+            machines = asyncio.ensure_future(self._end_machines(self._result()))
+            await self._end_workers(self._result())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._outbox.join()  # the head hears of every end that this agent has seen
@@ -192,6 +246,7 @@ class _Agent:
                     await self._is_told.wait()
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
+            await machines
         self._conclude(ended)
         self._show(ended)
         return ended.exit_code
@@ -341,6 +396,10 @@ class _Agent:
     def on_notice(self, text: str) -> None:
         self._screen.say(text)
 
+    def on_machines_lost(self, reason: str) -> None:
+        if not self._workers.running():
+            self._end_now(reason, 1)
+
     def on_exit(self, message: WorkerExit) -> None:
         self._outbox.put_nowait(message)
         if self._num_signals:
@@ -371,6 +430,12 @@ class _Agent:
             self._screen.say(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
             self._outbox.put_nowait(Stop(reason=self._stops_for))
 
+    def _on_input(self) -> None:
+        """Notice the end of standard input: whatever has started this agent is gone, or wants it to end."""
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._end_now("the launcher that has started this agent is gone", 1)
+
     def _end_now(self, reason: str, exit_code: int) -> None:
         """The head hears of it before it hears of the ends of the workers, and tells the other machines.
 
@@ -391,12 +456,23 @@ class _Agent:
             return msgspec.structs.replace(ended, exit_code=self._stop_code)
         return ended
 
+    async def _end_machines(self, ended: Ended | None) -> None:
+        if self._machines is not None:
+            await self._machines.close(self._patience_s(ended) + 2 * TERMINATE_S)  # theirs, to end their workers
+
+    def _result(self) -> Ended | None:
+        """Return how the run has ended; None where this agent fails."""
+        return self._over.result() if self._over.done() and not self._over.cancelled() else None
+
+    def _patience_s(self, ended: Ended | None) -> float:
+        """Return how long workers may take to end by themselves."""
+        if ended is not None and ended.ok:
+            return FINISH_S
+        return 0.0 if ended is None or self._num_signals else FAIL_S
+
     async def _end_workers(self, ended: Ended | None) -> None:
         """Wait for the workers that end by themselves, then end the others."""
-        if ended is not None and ended.ok:
-            patience_s = FINISH_S
-        else:
-            patience_s = 0.0 if ended is None or self._num_signals else FAIL_S
+        patience_s = self._patience_s(ended)
         if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
             late = ", ".join(self._workers.running())
             self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")

@@ -127,7 +127,7 @@ class Fork:
 
         environment = inherited_environment(self._run) | spec.environment()
         try:
-            nursery.fork(spec.worker_id, self._run.arguments, environment, on_forked)
+            nursery.fork(spec, environment, on_forked)
         except OSError as error:
             on_forked(error)
 
@@ -175,14 +175,13 @@ class Nursery:
             self.child = spawn("nursery", command, environment, (theirs.fileno(),), on_line=on_line)
         return ours
 
-    def fork(
-        self, name: str, arguments: tuple[str, ...], environment: Mapping[str, str], on_started: OnStarted
-    ) -> None:
+    def fork(self, spec: WorkerSpec, environment: Mapping[str, str], on_started: OnStarted) -> None:
         """Fork a worker.
 
         Raises:
             OSError: there are no descriptors left for the worker's output.
         """
+        name = spec.worker_id
         (out, out_end), (error, error_end), (gate, key) = os.pipe(), os.pipe(), os.pipe()
 
         def on_forked(answer: Forked) -> None:
@@ -203,7 +202,7 @@ class Nursery:
             on_started(child)
 
         self._requests[name] = on_forked
-        request = ForkRequest.of(name, arguments, environment, os.getcwd(), adopted=self._adopts)
+        request = ForkRequest.of(name, spec.run.arguments, environment, os.getcwd(), adopted=self._adopts)
         try:
             # A few bytes, to a process that does nothing else.
             self._channel.settimeout(SEND_TIMEOUT_S)
