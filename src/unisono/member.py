@@ -1,7 +1,7 @@
 """A worker's connection to the head: one thread, for which the training loop never waits without a deadline.
 
 The thread sends heartbeats, receives notices, and wakes the threads that wait for one. When the connection breaks, the
-thread tries to connect again for `Door.head_away_s`, while training goes on in the current generation. The head may
+thread tries to connect again for `RunSpec.head_away_s`, while training goes on in the current generation. The head may
 have missed messages meanwhile, so the thread repeats the last `Ready`, `Holding`, `StepDone`, `Leaving` and
 `Finished`, and a `Suspect` that has no answer yet.
 """
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from unisono.decisions.following import learn_term
-from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
@@ -47,13 +46,14 @@ from unisono.messages import (
     encode,
 )
 from unisono.progress import Progress
+from unisono.spec import WorkerSpec
 from unisono.stacks import in_one_line, show_stacks, trimmed_traceback
 from unisono.storecalls import StoreCalls
 
 if TYPE_CHECKING:
     from unisono.link import Link
 
-__all__ = ["Member", "current", "told"]
+__all__ = ["Member", "current", "spec"]
 
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
@@ -67,9 +67,9 @@ def current() -> Member | None:
     return _current
 
 
-def told() -> Door:
-    """What this process's agent has told it; the default values when the script runs alone."""
-    return _current.door if _current is not None else Door()
+def spec() -> WorkerSpec:
+    """Return this process's settings as a worker; the default values when the script runs alone."""
+    return _current.spec if _current is not None else WorkerSpec()
 
 
 class Member:
@@ -78,7 +78,7 @@ class Member:
     Methods may be called from any thread. None of them waits for the network, except those with a timeout.
 
     Args:
-        door: from the agent.
+        spec: settings, from the agent.
         info: describes this worker; ``address`` is filled in with the interface that reaches the head.
         fingerprint: what equal bits depend on.
         board: its page in shared memory (`unisono.exchange.host.Board`), kept for the library.
@@ -86,9 +86,10 @@ class Member:
     """
 
     def __init__(
-        self, door: Door, info: MemberInfo, fingerprint: dict[str, str], board: Any = None, *, script: str = ""
+        self, spec: WorkerSpec, info: MemberInfo, fingerprint: dict[str, str], board: Any = None, *, script: str = ""
     ) -> None:
-        self.door = door
+        self.spec = spec
+        self._head_away_s = spec.run.head_away_s
         self.info = info
         self.worker_id = info.worker_id
         self.board = board
@@ -134,7 +135,7 @@ class Member:
         if self._stopped is not None:
             raise self._stopped
         if not answered:
-            raise DeadlineExceeded(f"the head at {self.door.head} has not answered for {timeout_s:.0f} s")
+            raise DeadlineExceeded(f"the head at {self.spec.head} has not answered for {timeout_s:.0f} s")
         _current = self
         os.register_at_fork(after_in_child=self._forget)
         return self
@@ -377,7 +378,7 @@ class Member:
                 time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
                 tried_at = time.monotonic()
                 try:
-                    link = Link.dial(self.door.head, self.door.token)
+                    link = Link.dial(self.spec.head, self.spec.token)
                 except Refused as refused:
                     self._stop(RunStopped(f"the head refuses this worker: {refused}"))
                     return
@@ -406,10 +407,8 @@ class Member:
         """Exit if the agent is gone; stop if the head has been out of reach for too long."""
         if parent_is_gone():
             os._exit(1)
-        if time.monotonic() - away_since > self.door.head_away_s:
-            self._stop(
-                RunStopped(f"the head at {self.door.head} has been away for {self.door.head_away_s:.0f} s: {error}")
-            )
+        if time.monotonic() - away_since > self._head_away_s:
+            self._stop(RunStopped(f"the head at {self.spec.head} has been away for {self._head_away_s:.0f} s: {error}"))
 
     def _talk(self, link: Link) -> None:
         """Send and receive over one connection until it ends."""

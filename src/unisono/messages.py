@@ -249,8 +249,6 @@ class Welcome(Message):
     """E.g. how this worker's fingerprint differs from the first one's."""
     agent_id: str = ""
     """To an agent: what it is called here."""
-    options: dict[str, str] = {}
-    """Settings that all members share: exchange, timeout_s, ..."""
 
 
 class Notice(Message):

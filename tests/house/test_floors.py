@@ -21,6 +21,7 @@ FLOORS = {
     "messages": 0,
     "facts": 0,
     "words": 0,
+    "spec": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
     "decisions.tree": 1,
     "decisions.plan": 1,
@@ -47,7 +48,6 @@ FLOORS = {
     "link": 2,
     "fingerprint": 2,
     "lifetime": 2,
-    "door": 2,
     "training.randomness": 2,
     "training.settings": 2,
     "training.process": 2,
@@ -75,9 +75,12 @@ FLOORS = {
     "machine.following": 4,
     "machine.headprocess": 4,
     "machine.children": 4,
+    "machine.placement": 4,
+    "machine.workers": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
     "launcher": 5,
+    "launchers": 5,
     "cli": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
@@ -94,8 +97,7 @@ NEIGHBOURS = {
     "decisions.membership": {"decisions.following", "decisions.layout"},
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.process", "training.randomness"},
-    "member": {"door", "lifetime", "link", "progress", "stacks", "storecalls"},
-    "door": {"lifetime"},
+    "member": {"lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"lifetime"},
     "store": {"member"},
     "rundir": {"journal"},
@@ -105,15 +107,18 @@ NEIGHBOURS = {
     "training.guards": {"training.tracked"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "machine.agent": {
+    "cli": {"launchers"},
+    "machine.agent": {  # what its workers say goes to the screen
         "machine.children",
         "machine.following",
         "machine.headprocess",
+        "machine.workers",
         "watch",
-    },  # what its workers say goes to the screen
+    },
     "machine.following": {"machine.children", "machine.headprocess"},
     "machine.headprocess": {"machine.children"},
-    "machine.children": {"machine.nursery"},  # what is said between the two
+    "machine.workers": {"machine.children", "machine.placement"},
+    "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.upcoming": {"rounds"},
@@ -125,12 +130,12 @@ NEIGHBOURS = {
 
 PURE = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
-    *("itertools", "math", "operator", "re", "statistics", "string", "types", "typing", "msgspec"),
+    *("itertools", "json", "math", "operator", "re", "statistics", "string", "types", "typing", "msgspec"),
     "signal",  # its names of numbers only: signal.Signals(9).name
 }
 
 WITHOUT_TORCH = (
-    *("cli", "head", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "head", "launchers", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
 )

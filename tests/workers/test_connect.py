@@ -9,8 +9,9 @@ import torch
 
 from unisono.errors import DeadlineExceeded, UsageError
 from unisono.exchange.host import Board
-from unisono.member import Door, Member
+from unisono.member import Member
 from unisono.messages import MemberInfo, Notice
+from unisono.spec import WorkerSpec
 from unisono.training.connect import build_exchange, choose_kind, hosts_of
 
 
@@ -77,8 +78,8 @@ def test_an_exchange_knows_its_members_by_their_workers_names(hosts: str, wanted
     ]
     there = Notice(generation=1, members=members, immediate=False, reason="")
     rank = hosts.index("b")
-    door = Door(head="ws://nowhere:1", token="", worker_id=members[rank].worker_id, host="b")
-    member = Member(door, members[rank], {}, boards[rank])
+    spec = WorkerSpec(head="ws://nowhere:1", worker_id=members[rank].worker_id, host="b")
+    member = Member(spec, members[rank], {}, boards[rank])
     exchange = build_exchange(there, rank, member=member, device=CPU, wanted=wanted, timeout_s=0.05)
     absent = members[rank + 1].worker_id
     try:

@@ -375,7 +375,7 @@ EDITED = """
     with unisono.Run(seed=3) as run:
         model = torch.nn.Linear(12, 1)
         run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
-        batch = 24 if member.told().worker_id in ("w0", "w1") else 12
+        batch = 24 if member.spec().worker_id in ("w0", "w1") else 12
         for step in run.steps(torch.ones(48, 12), batch_size=batch, microbatches=4, epochs=10**9):
             for x in step:
                 step.backward(model(x).square().mean())

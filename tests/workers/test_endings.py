@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
@@ -30,9 +30,12 @@ from unisono.decisions.membership import Policy
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, summary
 from unisono.lifetime import PARENT, Memory
-from unisono.machine import agent, headprocess
-from unisono.machine.children import PIPE_BYTES, Child, Nursery, Output, spawn
-from unisono.messages import AgentHello, Ended, Evict, RunDirectory, Start, Welcome, decode, encode
+from unisono.machine import agent, headprocess, placement
+from unisono.machine.children import PIPE_BYTES, Child, Output, spawn
+from unisono.machine.placement import PLACEMENTS, Fork, Nursery
+from unisono.machine.workers import Workers, _Delayed, _Started
+from unisono.messages import AgentHello, Ended, RunDirectory, Welcome, WorkerExit, decode, encode
+from unisono.spec import MachineSpec, RunSpec, WorkerSpec
 from unisono.watch.terminal import Plain
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -96,12 +99,12 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
         await connection.wait_closed()
 
     async def interrupt() -> None:
-        job = agent.Job(arguments=["train.py"], num_workers=1, start="spawn")
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1, start="spawn")
         head = cast(headprocess.HeadProcess, SimpleNamespace(start=lambda *_: None))
         with contextlib.closing(Memory("unisono-token")) as secret:
             async with serve(stand_still, "127.0.0.1", 0) as server:
                 url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-                own = agent._Agent(job, url, "token", secret, Plain(), head)
+                own = agent._Agent(spec, url, "token", secret, Plain(), head)
                 running = asyncio.create_task(own.run())
                 while not own._agent_id:
                     await asyncio.sleep(0)
@@ -145,7 +148,7 @@ def test_a_run_of_run_workers_ends_with_its_caller(
 
 
 def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Script) -> None:
-    hang_up = "import os, signal\nfrom unisono import member\nos.kill(member.told().agent, signal.SIGHUP)\n"
+    hang_up = "import os, signal\nfrom unisono import member\nos.kill(member.spec().agent, signal.SIGHUP)\n"
     command = unisono(
         "run", script(hang_up + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=20))), "-n", 1, before=["nohup"]
     )
@@ -202,7 +205,7 @@ WITHOUT_STREAMS = """
 
     closed = io.StringIO()
     closed.close()
-    sys.stdout = sys.stderr = {"w0": None, "w1": closed, "w2": Broken()}[member.told().worker_id]
+    sys.stdout = sys.stderr = {"w0": None, "w1": closed, "w2": Broken()}[member.spec().worker_id]
 """
 
 
@@ -221,7 +224,6 @@ def test_a_flood_does_not_hold_up_the_end_of_a_worker() -> None:
 
     async def drain() -> int:
         (out, out_end), (error, error_end) = os.pipe(), os.pipe()
-        output = Output((out, error))
         num_lines = 0
 
         def on_line(text: str, is_error: bool) -> None:
@@ -230,7 +232,7 @@ def test_a_flood_does_not_hold_up_the_end_of_a_worker() -> None:
             assert num_lines < 100
             os.write(out_end, line)
 
-        output.on_line = on_line
+        output = Output((out, error), on_line)
         os.write(out_end, line)
         output.drain()
         with pytest.raises(BrokenPipeError):
@@ -302,9 +304,9 @@ WITHOUT_FILES = """
             wait_at(Path("gates") / str(step.number))
             for batch in step:
                 step.backward(model(batch).mean())
-            if step.number == 3 and member.told().worker_id == "w1":
+            if step.number == 3 and member.spec().worker_id == "w1":
                 # The agent can open nothing more. What it has open stays.
-                resource.prlimit(member.told().agent, resource.RLIMIT_NOFILE, (3, 3))
+                resource.prlimit(member.spec().agent, resource.RLIMIT_NOFILE, (3, 3))
                 if {head}:
                     os.kill(json.load(open(run.directory / "head.json"))["pid"], signal.SIGKILL)
                 os._exit(1)
@@ -343,39 +345,63 @@ def test_a_limit_on_the_size_of_files_ends_the_run_in_words(unisono: Unisono, sc
 
 
 class SlowNursery:
-    """Keeps those who want a worker waiting."""
+    """Answers a request to fork a worker when the test says so."""
 
     def __init__(self) -> None:
-        self.alive = True
-        self.unborn: dict[str, Callable[[object], None]] = {}
+        self.is_alive = True
+        self.requests: dict[str, Callable[[Child | OSError], None]] = {}
 
-    def bear(self, name: str, arguments: list[str], environment: object, on_born: Callable[[object], None]) -> None:
-        assert name not in self.unborn
-        self.unborn[name] = on_born
+    def fork(self, spec: WorkerSpec, environment: object, on_started: Callable[..., None]) -> None:
+        assert spec.worker_id not in self.requests
+        self.requests[spec.worker_id] = on_started
+
+
+class Exits:
+    """Keeps the ends of workers that are reported to the head."""
+
+    def __init__(self) -> None:
+        self.messages: list[WorkerExit] = []
+
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        pass
+
+    def on_exit(self, message: WorkerExit) -> None:
+        self.messages.append(message)
+
+    def on_notice(self, text: str) -> None:
+        pass
+
+
+def workers_of(nursery: SlowNursery, secret: Memory, exits: Exits) -> Workers:
+    spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
+    workers = Workers(spec, head="ws://127.0.0.1:1", host="lab", secret=secret, observer=exits)
+    placement = workers._placement
+    assert isinstance(placement, Fork)
+    placement._nursery = cast(Nursery, nursery)
+    return workers
 
 
 def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
     """One that is being forked ends when it is there, one whose start is delayed does not begin."""
 
     async def evict() -> None:
-        job = agent.Job(arguments=["train.py"], num_workers=1)
-        with contextlib.closing(Memory("unisono-token")) as secret:
-            guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
         nursery = SlowNursery()
-        guest._nursery = cast(Nursery, nursery)
+        with Memory("unisono-token") as secret:
+            workers = workers_of(nursery, secret, Exits())
         child = spawn("w1", [sys.executable, "-c", "import signal; signal.pause()"], os.environ, ())
         try:
             for _ in range(2):  # the second time by a head that follows one that has died
-                guest._hear(Start(worker_ids=["w1"]))
-                guest._hear(Start(worker_ids=["w2"], delay_s=60.0))
-            (late,) = guest._late.values()
+                workers.start(["w1"])
+                workers.start(["w2"], delay_s=60.0)
+            delayed = workers._states["w2"]
             for worker_id in ("w1", "w2"):
-                guest._hear(Evict(worker_id=worker_id, reason="one too many"))
-            nursery.unborn["w1"](child)
+                workers.evict(worker_id)
+            nursery.requests["w1"](child)
             assert await child.ended_within(WAIT_S)
             assert child.exit_code == -signal.SIGKILL
-            assert late.cancelled()
-            assert list(nursery.unborn) == ["w1"]
+            assert isinstance(delayed, _Delayed)
+            assert delayed.timer.cancelled()
+            assert list(nursery.requests) == ["w1"]
         finally:
             child.kill()
             await child.ended_within(WAIT_S)
@@ -387,27 +413,73 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
     """Nothing has failed that would count as a restart."""
 
     async def start() -> None:
-        job = agent.Job(arguments=["train.py"], num_workers=1)
-        nursery = SlowNursery()
+        nursery, exits = SlowNursery(), Exits()
         children = []
 
-        def start_pausing(name: str, command: list[str], *_: object) -> Child:
+        def start_pausing(name: str, command: list[str], *_: object, **__: object) -> Child:
             assert command[-1] == "train.py"
             children.append(spawn(name, [sys.executable, "-c", "import signal; signal.pause()"], os.environ, ()))
             return children[-1]
 
-        monkeypatch.setattr(agent, "spawn", start_pausing)
-        with contextlib.closing(Memory("unisono-token")) as secret:
-            guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
-            guest._nursery = cast(Nursery, nursery)
-            guest._hear(Start(worker_ids=["w1"]))
-            nursery.alive = False
-            nursery.unborn["w1"]("the nursery has ended")
+        monkeypatch.setattr(placement, "spawn", start_pausing)
+        with Memory("unisono-token") as secret:
+            workers = workers_of(nursery, secret, exits)
+            workers.start(["w1"])
+            nursery.is_alive = False
+            nursery.requests["w1"](OSError("the nursery has ended"))
         (child,) = children
-        assert guest._workers == {"w1": child}
-        assert guest._outbox.empty()
+        assert workers.running() == ["w1"]
+        assert exits.messages == []
         child.kill()
         assert await child.ended_within(WAIT_S)
+
+    asyncio.run(start())
+
+
+def test_a_replacement_takes_the_local_rank_of_the_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it takes the GPU that is free. A worker that could not be started leaves no rank behind."""
+    specs: list[WorkerSpec] = []
+
+    class Pausing:
+        """Starts a process for each worker, but for w1."""
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def open(self) -> None:
+            pass
+
+        def start(self, spec: WorkerSpec, on_started: Callable[[Child | OSError], None]) -> None:
+            specs.append(spec)
+            if spec.worker_id == "w1":
+                on_started(OSError("no room"))
+            else:
+                command = [sys.executable, "-c", "import signal; signal.pause()"]
+                on_started(spawn(spec.worker_id, command, os.environ, ()))
+
+        async def close(self) -> None:
+            pass
+
+    async def start() -> None:
+        monkeypatch.setitem(cast(Any, PLACEMENTS), "fork", Pausing)
+        exits = Exits()
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=2)
+        with Memory("unisono-token") as secret:
+            workers = Workers(spec, head="ws://127.0.0.1:1", host="lab", secret=secret, observer=exits)
+            workers.start(["w0", "w1", "w2"])
+            first = workers._states["w0"]
+            assert isinstance(first, _Started)
+            first.child.kill()
+            assert await first.child.ended_within(WAIT_S)
+            workers.start(["w3", "w4"])
+            assert workers.running() == ["w2", "w3", "w4"]
+            await workers.close()
+            assert workers.running() == []
+        assert [(spec.worker_id, spec.local_rank) for spec in specs] == [
+            ("w0", 0), ("w1", 1), ("w2", 1), ("w3", 0), ("w4", 2)
+        ]  # fmt: skip
+        assert [(message.worker_id, message.exit_code) for message in exits.messages] == [("w1", 1)]
+        assert "could not be started: no room" in exits.messages[0].last_words
 
     asyncio.run(start())
 
@@ -422,12 +494,12 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
     ended = Ended(ok=False, reason="all are gone", exit_code=1)
 
     async def end() -> str:
-        job = agent.Job(arguments=["train.py"], num_workers=1)
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
             own = agent._Agent(
-                job, "ws://127.0.0.1:1", "token", secret, Plain(), cast(headprocess.HeadProcess, object())
+                spec, "ws://127.0.0.1:1", "token", secret, Plain(), cast(headprocess.HeadProcess, object())
             )
-        own._hear(Welcome(run_id="this run", heartbeat_s=0.5, warnings=[], options={}, agent_id="agent0"))
+        own._hear(Welcome(run_id="this run", heartbeat_s=0.5, agent_id="agent0"))
         own._hear(RunDirectory(path=str(tmp_path)))
         own._conclude(ended)
         return own._how_to_go_on(ended)
@@ -441,11 +513,11 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
 def test_a_head_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it needs no folder for temporary files: one is missing, or full, where a run has to go on."""
 
-    def spawn(*_: object) -> None:
+    def spawn(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(headprocess, "spawn", spawn)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    job = agent.Job(arguments=["train.py"], num_workers=1)
+    spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
     with pytest.raises(UsageError, match=r"could not be started: \[Errno \d+\] Resource temporarily unavailable; see"):
-        agent.run(job, headprocess.Service(policy=Policy(start=1, maximum=1)))
+        agent.run(spec, headprocess.Service(policy=Policy(start=1, maximum=1)))

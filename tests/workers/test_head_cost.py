@@ -12,11 +12,12 @@ from unisono.head.keys import Keys
 from unisono.head.memory import Memory
 from unisono.head.server import Head
 from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreCall, decode
+from unisono.spec import RunSpec
 
 
 def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue[bytes]]:
     """A head that knows what a story's does, and what it sends to the agent that has started it."""
-    head = Head(story.state.policy, token="", run_id="x", heartbeat_s=heartbeat_s, options={})
+    head = Head(story.state.policy, token="", run_id="x", spec=RunSpec(heartbeat_s=heartbeat_s))
     head._state = story.state
     said = asyncio.Queue[bytes]()
     head._lines[AGENT] = cast("Any", SimpleNamespace(queue=said, put=said.put_nowait))

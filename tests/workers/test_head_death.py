@@ -44,6 +44,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.spec import RunSpec
 from unisono.testing import run_workers
 
 # The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
@@ -278,7 +279,7 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
 @contextlib.asynccontextmanager
 async def serving(*, run_id: str, snapshot: bytes = b"") -> AsyncIterator[tuple[Head, str]]:
     policy = Policy(start=1, maximum=1)
-    head = Head(policy, token="secret", run_id=run_id, heartbeat_s=0.5, options={}, snapshot=snapshot)
+    head = Head(policy, token="secret", run_id=run_id, spec=RunSpec(), snapshot=snapshot)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"ws://127.0.0.1:{listener.getsockname()[1]}"
         running = asyncio.create_task(head.run(listener))
@@ -313,7 +314,7 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     agent = Agent(agent_id="agent0", host="lab", primary=True)
     state = State(policy=Policy(start=1, maximum=1), agents={"agent0": agent})
     snapshot = Memory(state, 0.0, "").encode()
-    head = Head(state.policy, token="", run_id="x", heartbeat_s=0.5, options={}, snapshot=snapshot)
+    head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=snapshot)
     waiting = asyncio.Queue[bytes]()
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
@@ -328,9 +329,7 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
 
     async def story() -> Any:
         state = training(2).state
-        head = Head(
-            state.policy, token="", run_id="x", heartbeat_s=0.5, options={}, snapshot=Memory(state, 0.0, "").encode()
-        )
+        head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=Memory(state, 0.0, "").encode())
         head._happens("w0", step_done(7))
         head._happens("w1", step_done(6))
         return head.status()["step"]

@@ -13,12 +13,12 @@ import pytest
 
 from tests.waiting import WAIT_S
 from unisono import member as members
-from unisono.door import Door
 from unisono.errors import DeadlineExceeded
 from unisono.exchange import Exchange
 from unisono.member import Member
 from unisono.messages import Beat, Hello, Holding, MemberInfo, Message, Notice, Suspect, Welcome, decode, encode
 from unisono.rounds.team import HeadTeam
+from unisono.spec import RunSpec, WorkerSpec
 
 M = TypeVar("M", bound=Message)
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")
@@ -92,8 +92,8 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
 
 @pytest.fixture
 def member(connections: queue.Queue[Connection]) -> Iterator[Member]:
-    door = Door(head="ws://nowhere:1", token="", worker_id="w0", host="lab")
-    with contextlib.closing(Member(door, INFO, {}).connect()) as found:
+    spec = WorkerSpec(head="ws://nowhere:1", worker_id="w0", host="lab")
+    with contextlib.closing(Member(spec, INFO, {}).connect()) as found:
         yield found
 
 
@@ -184,8 +184,8 @@ def test_what_takes_connections_and_says_nothing_is_no_head(
     connections: Connections,
 ) -> None:
     """A relay, for example, that is still there when the machine behind it is not."""
-    door = Door(head="ws://nowhere:1", token="", worker_id="w0", host="lab", head_away_s=0.3)
-    with contextlib.closing(Member(door, INFO, {}).connect()) as member:
+    spec = WorkerSpec(head="ws://nowhere:1", worker_id="w0", host="lab", run=RunSpec(head_away_s=0.3))
+    with contextlib.closing(Member(spec, INFO, {}).connect()) as member:
         connections.answer = None
         connections.get(timeout=WAIT_S).tell(None)
         stopped = member.wait_ended(WAIT_S)

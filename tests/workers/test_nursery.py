@@ -16,11 +16,12 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.door import Door
 from unisono.journal import compare, read
 from unisono.lifetime import Memory
-from unisono.machine.children import Child, Nursery
-from unisono.machine.nursery import Birth, Born, Death
+from unisono.machine.children import Child
+from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
+from unisono.machine.placement import Nursery
+from unisono.spec import WorkerSpec
 from unisono.testing import run_workers
 
 TRAINING = Path(__file__).with_name("small_training.py")
@@ -107,45 +108,58 @@ def test_nothing_outlives_a_command_whose_nursery_has_ended(unisono: Unisono, sc
 
 
 def test_a_worker_does_nothing_before_its_agent_knows_of_it(standing_nursery: str, tmp_path: Path) -> None:
-    """An agent that does not hear of a birth, because the nursery has ended, starts another with the same name."""
-    birth = Birth.of("w0", ["train.py"], Door(head="ws://127.0.0.1:1", worker_id="w0").environment(), str(tmp_path))
+    """An agent that does not hear of a fork, because the nursery has ended, starts another with the same name."""
+    request = ForkRequest.of(
+        "w0", ["train.py"], WorkerSpec(head="ws://127.0.0.1:1", worker_id="w0").environment(), str(tmp_path)
+    )
     gate, key = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
         agent.settimeout(WAIT_S)
         agent.connect(standing_nursery)
         try:
-            birth.send(agent, [null, null, null, gate])
-            born = msgspec.msgpack.decode(agent.recv(1 << 16), type=Born)
+            request.send(agent, [null, null, null, gate])
+            forked = msgspec.msgpack.decode(agent.recv(1 << 16), type=Forked)
         finally:
             for descriptor in (null, gate, key):
                 os.close(descriptor)
-        ended = msgspec.msgpack.decode(agent.recv(1 << 16), type=Death)
-    assert (ended.pid, ended.exit_code) == (born.pid, 1)
+        ended = msgspec.msgpack.decode(agent.recv(1 << 16), type=WorkerEnded)
+    assert (ended.pid, ended.exit_code) == (forked.pid, 1)
 
 
-def test_a_birth_that_the_nursery_did_not_live_to_do_is_told(mark: str) -> None:
-    async def bear() -> list[Child | str]:
+class Ended:
+    """Waits for the sentence in which the end of the nursery is reported."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        pass
+
+    def on_end(self, child: Child) -> None:
+        raise AssertionError("there is no worker")
+
+    def on_notice(self, text: str) -> None:
+        asyncio.get_running_loop().call_soon(self.event.set)
+
+
+def test_a_fork_that_the_nursery_did_not_live_to_make_is_reported(mark: str) -> None:
+    async def fork() -> list[Child | OSError]:
         with Memory("unisono-token") as secret:
-            nursery = Nursery(os.environ, secret, "")
+            ended = Ended()
+            nursery = Nursery(os.environ, secret, ended)
             assert nursery.child is not None
             os.kill(nursery.child.pid, signal.SIGSTOP)
-            told: list[Child | str] = []
-            ended = asyncio.Event()
-
-            def on_end(words: str) -> None:
-                asyncio.get_running_loop().call_soon(ended.set)
-
-            nursery.on_end = on_end
-            nursery.bear("w0", ["train.py"], os.environ, told.append)
+            results: list[Child | OSError] = []
+            nursery.fork(WorkerSpec(worker_id="w0"), os.environ, results.append)
             nursery.child.kill()
             async with asyncio.timeout(WAIT_S):
-                await ended.wait()
-            assert not nursery.alive
+                await ended.event.wait()
+            assert not nursery.is_alive
             await nursery.close()
-        return told
+        return results
 
-    assert asyncio.run(bear()) == ["the nursery has ended"]
+    assert [str(result) for result in asyncio.run(fork())] == ["the nursery has ended"]
 
 
 def test_what_a_worker_leaves_to_its_agent_is_reaped(unisono: Unisono, script: Script) -> None:

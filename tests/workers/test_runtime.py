@@ -31,12 +31,11 @@ from websockets.sync.client import ClientConnection, connect
 from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.membership import Policy, Tick
-from unisono.door import Door
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.head.memory import Memory
 from unisono.head.server import Head
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
-from unisono.machine.nursery import Birth, Born
+from unisono.machine.nursery import Forked, ForkRequest
 from unisono.machine.worker import STACK_SIGNAL
 from unisono.member import Member
 from unisono.messages import (
@@ -60,6 +59,7 @@ from unisono.messages import (
     encode,
 )
 from unisono.rundir import Lock
+from unisono.spec import RunSpec, WorkerSpec
 
 Script = Callable[..., str]
 NEVER_S = 10 * WAIT_S
@@ -109,10 +109,8 @@ class Served:
                 policy,
                 token=self.token,
                 run_id="r1",
-                heartbeat_s=heartbeat_s,
-                options={"exchange": "auto"},
+                spec=RunSpec(heartbeat_s=heartbeat_s, run_dir=run_dir),
                 url=self.url,
-                run_dir=run_dir,
             )
             self.loop = asyncio.get_running_loop()
             started.set()
@@ -123,9 +121,10 @@ class Served:
         assert started.wait(WAIT_S)
 
     def member(self, worker_id: str, *, head_away_s: float = 5.0) -> Member:
-        door = Door(head=self.url, token=self.token, worker_id=worker_id, host="lab", head_away_s=head_away_s)
+        run = RunSpec(head_away_s=head_away_s)
+        spec = WorkerSpec(head=self.url, token=self.token, worker_id=worker_id, host="lab", run=run)
         info = MemberInfo(worker_id=worker_id, host="lab", pid=os.getpid(), device="cpu")
-        member = Member(door, info, {"torch": "2"})
+        member = Member(spec, info, {"torch": "2"})
         self.members.append(member)
         return member.connect()
 
@@ -373,8 +372,8 @@ def test_the_run_that_gets_a_directory_has_its_address_there(tmp_path: Path) -> 
 
 def test_a_refused_worker_learns_it(serve: Callable[..., Served]) -> None:
     served = serve()
-    door = Door(head=served.url, token="wrong", worker_id="w0", host="lab")
-    member = Member(door, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
+    spec = WorkerSpec(head=served.url, token="wrong", worker_id="w0", host="lab")
+    member = Member(spec, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
     with pytest.raises(RunStopped, match="401"):
         member.connect(WAIT_S)
     member.close()
@@ -552,8 +551,9 @@ def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse(monkeypatch: py
 
     with http.server.HTTPServer(("127.0.0.1", 0), Ending) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        door = Door(head=f"ws://127.0.0.1:{server.server_port}", token="t", worker_id="w0", host="lab", head_away_s=3.0)
-        member = Member(door, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
+        url = f"ws://127.0.0.1:{server.server_port}"
+        spec = WorkerSpec(head=url, token="t", worker_id="w0", host="lab", run=RunSpec(head_away_s=3.0))
+        member = Member(spec, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
         clock = SimpleNamespace(monotonic=lambda: 2.0 * len(asked), sleep=time.sleep)  # it asks every two seconds
         monkeypatch.setattr("unisono.member.time", clock)
         with pytest.raises(RunStopped, match=r"has been away for \d+ s: .*503"):
@@ -887,8 +887,10 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
 
 def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nursery: str, tmp_path: Path) -> None:
     """At once, at any moment: before it has done its first thing as well."""
-    door = Door(head="ws://127.0.0.1:1", worker_id="w0", host="lab")  # nobody is there: it would look for a minute
-    birth = Birth.of("w0", ["train.py"], door.environment(), str(tmp_path))
+    spec = WorkerSpec(
+        head="ws://127.0.0.1:1", worker_id="w0", host="lab"
+    )  # nobody is there: it would look for a minute
+    request = ForkRequest.of("w0", ["train.py"], spec.environment(), str(tmp_path))
     null = os.open(os.devnull, os.O_RDWR)
     gate, key = os.pipe()
     os.write(key, b"1" * 20)
@@ -896,15 +898,15 @@ def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nurs
         for _ in range(20):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
                 agent.connect(standing_nursery)
-                birth.send(agent, [null, null, null, gate])
+                request.send(agent, [null, null, null, gate])
     finally:
         for descriptor in (null, gate, key):
             os.close(descriptor)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:  # it serves one after the other
         agent.connect(standing_nursery)
-        Birth.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 0])
+        ForkRequest.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 0])
         agent.settimeout(WAIT_S)
-        assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Born).name == "last"
+        assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Forked).name == "last"
     deadline = time.monotonic() + WAIT_S
     while (left := forked()) and time.monotonic() < deadline:
         wait_until_gone(set(left), deadline)

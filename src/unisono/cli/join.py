@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
 from unisono.cli.given import check_open_files, check_text, check_workers, seconds
 from unisono.errors import UsageError
+from unisono.spec import MachineSpec, RunSpec
 
 __all__ = ["join"]
 
@@ -21,8 +25,16 @@ __all__ = ["join"]
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
 @seconds("--head-away-s", 60.0, "How long workers go on without the head.")
 @click.option("--simulate-hosts", default=1, hidden=True)
+@click.option("--launched", is_flag=True, hidden=True)
 def join(
-    url: str, token_file: str, workers: str, folder: str, run_dir: str, head_away_s: float, simulate_hosts: int
+    url: str,
+    token_file: str,
+    workers: str,
+    folder: str,
+    run_dir: str,
+    head_away_s: float,
+    simulate_hosts: int,
+    launched: bool,
 ) -> int:
     """Add this machine's workers to the run at URL (ws://HOST:PORT, in RUN/head.json).
 
@@ -35,35 +47,39 @@ def join(
     if not url.startswith("ws://"):
         raise UsageError(f"the address of a run is ws://HOST:PORT (url in RUN/head.json), got {url!r}")
     try:
-        token = read_token(token_file)
+        token = sys.stdin.readline().strip() if token_file == "-" else read_token(token_file)
     except FileNotFoundError:
         raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
     found = ask_status(Address(url, token))
-    known = found["job"]
+    run = _spec_of(found)
     if ":" in workers:
         raise UsageError(f"--workers of a join is a number or 'auto', got {workers!r}")
-    number = parse_workers(workers, known["threads"])[0]
+    number = parse_workers(workers, run.threads)[0]
     check_workers(number)
     check_open_files(number)
     check_text("--folder", folder)
     check_text("--run-dir", run_dir)
-    place = Path(folder or known["folder"])
-    arguments: list[str] = known["arguments"]
-    script = Path(arguments[1] if arguments[0] == "--callable" else arguments[0])
+    place = Path(folder or run.folder)
+    script = Path(run.arguments[1] if run.arguments[0] == "--callable" else run.arguments[0])
     if not place.is_dir():
         raise UsageError(f"the run works in {place}, which is not on this machine; say where with --folder")
-    if arguments[0] != "-m" and not (place / script).is_file():
+    if run.arguments[0] != "-m" and not (place / script).is_file():
         raise UsageError(f"the run's script {script} is not in {place}; say where it is with --folder")
     os.chdir(place)
-    job = agent.Job(
-        arguments=arguments,
-        num_workers=number,
-        threads=known["threads"],
-        run_dir=run_dir or known["run_dir"],
-        overwrite=known["overwrite"],
-        resume=known["resume"],
-        resume_anyway=tuple(known["resume_anyway"]),
-        simulate_hosts=simulate_hosts,
-        head_away_s=head_away_s,
-    )
-    return agent.join(job, url, token)
+    run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
+    machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
+    return agent.join(machine, url, token)
+
+
+def _spec_of(status: dict[str, Any]) -> RunSpec:
+    """Return the settings of a run from its status.
+
+    Raises:
+        UsageError: the head has another version.
+    """
+    try:
+        return msgspec.convert(status["spec"], RunSpec)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise UsageError(
+            f"the settings of the run cannot be read ({error}); install the same version of unisono on all machines"
+        ) from error

@@ -17,9 +17,9 @@ import click
 
 from unisono.cli.given import check_open_files, check_text, check_workers, seconds
 from unisono.errors import UsageError
+from unisono.spec import RunSpec, StartMethod
 
 if TYPE_CHECKING:
-    from unisono.machine.agent import Job
     from unisono.machine.headprocess import Service
 
 __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script_arguments"]
@@ -68,9 +68,18 @@ def run(**given: Any) -> int:
 
         unisono run train.py --workers 4 -- --lr 0.01
     """
-    from unisono.machine import agent
+    from unisono import launchers
 
-    return agent.run(*render(Options(**given)))
+    options = Options(**given)
+    spec, num_workers, service = render(options)
+    return launchers.run(
+        spec,
+        launchers.LAUNCHERS["local"](num_workers),
+        service,
+        start=options.start,
+        simulate_hosts=options.simulate_hosts,
+        outcome=options.outcome,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +108,7 @@ class Options:
     aside_s: float
     hang_s: float
     head_away_s: float
-    start: str
+    start: StartMethod
     simulate_hosts: int
     function: str
     result: str
@@ -121,10 +130,9 @@ class Options:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
 
-def render(options: Options) -> tuple[Job, Service]:
-    """What the agent and the head are to do, checked before anything is started."""
+def render(options: Options) -> tuple[RunSpec, int, Service]:
+    """Return the settings of the run, the number of workers, and those of the head; checked before anything starts."""
     from unisono.decisions.membership import Policy
-    from unisono.machine.agent import Job
     from unisono.machine.headprocess import Service
 
     try:
@@ -166,27 +174,19 @@ def render(options: Options) -> tuple[Job, Service]:
         hang_s=options.hang_s,
         away_s=options.head_away_s,
     )
-    job = Job(
-        arguments=command,
-        num_workers=num_workers,
+    spec = RunSpec(
+        arguments=tuple(command),
         threads=threads,
         run_dir=run_dir,
         overwrite=options.overwrite,
         resume=resume,
         resume_anyway=options.resume_anyway,
-        simulate_hosts=options.simulate_hosts,
-        head_away_s=options.head_away_s,
-        start=options.start,
-        outcome=options.outcome,
-    )
-    service = Service(
-        policy=policy,
-        bind=options.bind,
-        port=options.port,
+        exchange=options.exchange,
+        timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,
-        options={"exchange": options.exchange, "timeout_s": str(options.timeout_s)},
+        head_away_s=options.head_away_s,
     )
-    return job, service
+    return spec, num_workers, Service(policy=policy, bind=options.bind, port=options.port)
 
 
 def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:

@@ -8,8 +8,7 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,6 +16,7 @@ from unisono.decisions.following import SUPERSEDED
 from unisono.decisions.membership import Policy
 from unisono.head.server import Head
 from unisono.lifetime import bind_to_parent, name_process, take_token
+from unisono.spec import RunSpec
 
 __all__ = ["Settings", "main"]
 
@@ -30,15 +30,11 @@ class Settings:
     """File descriptor of the socket that listens; the agent has bound it and keeps it."""
     run_id: str
     url: str
-    heartbeat_s: float = 0.5
-    options: dict[str, str] = field(default_factory=dict)
-    run_dir: str = ""
+    spec: RunSpec
     term: int = 1
     """One more than that of the head before this one."""
     snapshot: int = -1
     """File descriptor of the memory of a head that has died; -1: this is the first."""
-    job: dict[str, Any] = field(default_factory=dict)
-    """What the workers run: arguments, threads, folder."""
 
 
 async def _serve(settings: Settings, token: str) -> int:
@@ -50,11 +46,8 @@ async def _serve(settings: Settings, token: str) -> int:
         settings.policy,
         token=token,
         run_id=settings.run_id,
-        heartbeat_s=settings.heartbeat_s,
-        options=settings.options,
+        spec=settings.spec,
         url=settings.url,
-        run_dir=settings.run_dir,
-        job=settings.job,
         snapshot=snapshot,
         term=settings.term,
     )

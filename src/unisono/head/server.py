@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
@@ -68,6 +69,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.spec import RunSpec
 
 __all__ = ["Head"]
 
@@ -85,9 +87,8 @@ class Head:
     """The effects around the membership table.
 
     Args:
-        options: what all members are told (`Welcome.options`).
+        spec: settings of the run, for machines that join.
         url: where others reach it, for the run directory.
-        job: what the workers run, for machines that join.
         snapshot: the newest state of the head before this one (`Snapshot.state`).
         term: one more than that of the head before this one.
     """
@@ -98,24 +99,20 @@ class Head:
         *,
         token: str,
         run_id: str,
-        heartbeat_s: float,
-        options: dict[str, str],
+        spec: RunSpec,
         url: str = "",
-        run_dir: str = "",
-        job: dict[str, Any] | None = None,
         snapshot: bytes = b"",
         term: int = 1,
     ) -> None:
-        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, (job or {}).get("script", ""))
+        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
         state = resumed(memory.state, term, time.monotonic()) if snapshot else memory.state
         self._state = dataclasses.replace(
-            state, term=term, policy=dataclasses.replace(state.policy, heartbeat_s=heartbeat_s)
+            state, term=term, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
         )
         self._token = token
         self._run_id = run_id
-        self._heartbeat_s = heartbeat_s
-        self._options = options
-        self._run_dir = memory.run_dir or run_dir
+        self._spec = spec
+        self._run_dir = memory.run_dir or spec.run_dir
         self._lines: dict[str, Line] = {}
         self._keys = Keys()
         self._reason = memory.reason
@@ -134,7 +131,6 @@ class Head:
         for worker in self._state.workers.values():
             self._note_place(worker)
         self._url = url
-        self._job = job or {}
         self._informed: set[str] = set()  # agents and workers that have been told how the run ended
         self._number = 0  # of the newest version that the heirs were sent
         self._undelivered = Undelivered()
@@ -210,7 +206,7 @@ class Head:
             "started": self._started,
             "url": self._url,
             "run_dir": self._run_dir,
-            "job": self._job,
+            "spec": msgspec.to_builtins(self._spec),
             "workers": [
                 self._worker_status(worker)
                 for worker in state.workers.values()
@@ -323,10 +319,9 @@ class Head:
         self._lines[name] = line
         welcome = Welcome(
             run_id=self._run_id,
-            heartbeat_s=self._heartbeat_s,
+            heartbeat_s=self._spec.heartbeat_s,
             term=self._state.term,
             warnings=warnings,
-            options=dict(self._options),
             agent_id=name if isinstance(first, AgentHello) else "",
         )
         line.put(encode(welcome))
@@ -375,9 +370,9 @@ class Head:
         now = time.monotonic()
         if isinstance(message, Tick):
             self._timer = None
-        if now > self._due + self._heartbeat_s:
+        if now > self._due + self._spec.heartbeat_s:
             # It was stopped, or swapped out. What the others have said meanwhile lies there and has not been heard.
-            self._listens_until = now + CATCH_UP_BEATS * self._heartbeat_s
+            self._listens_until = now + CATCH_UP_BEATS * self._spec.heartbeat_s
         if isinstance(message, Tick) and now < self._listens_until:
             self._set_timer()
             return
@@ -418,7 +413,7 @@ class Head:
         """
         if self._remembering is None:
             loop = asyncio.get_running_loop()
-            self._remembering = loop.call_later(self._heartbeat_s / 4, self._remember)
+            self._remembering = loop.call_later(self._spec.heartbeat_s / 4, self._remember)
 
     def _remember(self) -> None:
         """Send the heirs a new version of the state."""
@@ -462,7 +457,7 @@ class Head:
     def _leave_out_silent_heirs(self, set_at: float) -> None:
         self._heirs_timer = None
         now = time.monotonic()
-        if now < set_at + HEIR_ANSWERS_S + self._heartbeat_s:  # else this process stood still, and has yet to read
+        if now < set_at + HEIR_ANSWERS_S + self._spec.heartbeat_s:  # else this process stood still, and has yet to read
             for agent_id in self._undelivered.silent(heirs(self._state), now):
                 self._happens(agent_id, Lags())
         self._deliver(heirs(self._state))

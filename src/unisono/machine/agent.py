@@ -21,21 +21,19 @@ import socket
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Protocol
 
 import msgspec
 
 from unisono.checkpoint import files
-from unisono.door import Door
 from unisono.errors import UsageError
-from unisono.fingerprint import script_checksum
 from unisono.journal import conclude
-from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, fill_standard_streams
-from unisono.machine.children import TERMINATE_S, Child, Nursery, spawn
-from unisono.machine.following import NOT_STARTED, Following
+from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
+from unisono.machine.children import NOT_STARTED, TERMINATE_S
+from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, address, listen, reachable
+from unisono.machine.workers import Workers
 from unisono.messages import (
     AgentHello,
     Announcement,
@@ -50,9 +48,11 @@ from unisono.messages import (
     WorkerExit,
 )
 from unisono.rundir import forget_head, holder
+from unisono.spec import MachineSpec
+from unisono.watch.relay import Relay
 from unisono.watch.terminal import Terminal, terminal
 
-__all__ = ["Job", "join", "machine_label", "run"]
+__all__ = ["Machines", "MachinesObserver", "join", "machine_label", "run"]
 
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
@@ -60,51 +60,39 @@ LAST_WORDS_S: Final = 0.5
 TELL_S: Final = 10.0  # for a head that stands still to tell the other machines that this command ends the run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What this machine's workers run, and how."""
+class MachinesObserver(Protocol):
+    """Receives what agents on other machines print, and how they end."""
 
-    arguments: list[str]
-    """After ``python -m unisono.machine.worker``."""
-    num_workers: int
-    threads: int = 1
-    run_dir: str = ""
-    overwrite: bool = False
-    resume: str = ""
-    """The run or the checkpoint to go on from."""
-    resume_anyway: tuple[str, ...] = ()
-    """What of the recipe may differ then."""
-    simulate_hosts: int = 1
-    """For tests: workers get this many different host labels."""
-    head_away_s: float = 60.0
-    start: str = "fork"
-    """fork: from a process that has imported torch; spawn: each by itself."""
-    outcome: str = ""
-    """Write how the run ended to this file (JSON) and do not print the traceback."""
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        """Receive one line of the output of the agent on machine ``name``."""
 
-    def told(self) -> dict[str, Any]:
-        """What machines that join are told: their workers may be the first ones to begin."""
-        return {
-            "arguments": self.arguments,
-            "threads": self.threads,
-            "folder": os.getcwd(),
-            "run_dir": self.run_dir,
-            "overwrite": self.overwrite,
-            "resume": self.resume,
-            "resume_anyway": self.resume_anyway,
-            "script": script_checksum(self.arguments),
-        }
+    def on_notice(self, text: str) -> None:
+        """Receive a sentence for the user."""
 
-    @property
-    def command(self) -> str:
-        """What ``unisono run --resume`` needs to know (JSON); "" for a function, which has no name."""
-        if self.arguments[0] == "--callable":
-            return ""
-        return json.dumps({"folder": os.getcwd(), "arguments": self.arguments})
+    def on_machines_lost(self, reason: str) -> None:
+        """Receive that no agent is left, and that one of them has failed. The run may be over."""
 
 
-def run(job: Job, service: Service) -> int:
-    """Be ``unisono run``: a head and the workers of this machine. Returns the exit code."""
+class Machines(Protocol):
+    """Agents on other machines that this command has started (`unisono.launchers.fleet.Fleet`)."""
+
+    def start(self, observer: MachinesObserver) -> None:
+        """Start the agents.
+
+        Raises:
+            UsageError: one of them cannot be started.
+        """
+
+    async def close(self, patience_s: float) -> None:
+        """Wait for the agents to end by themselves, then end them."""
+
+
+def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Machines] | None = None) -> int:
+    """Be ``unisono run``: a head and the workers of this machine. Returns the exit code.
+
+    Args:
+        machines: makes the other machines, from the head's address and the run's token; default: there are none.
+    """
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     listener = listen(service)
@@ -112,41 +100,47 @@ def run(job: Job, service: Service) -> int:
     secret = Memory("unisono-token", token.encode())
     url = address(reachable(service.bind), listener.getsockname()[1])
     try:
-        return asyncio.run(_run(job, service, listener, secret, token, url))
+        others = machines(url, token) if machines is not None else None
+        return asyncio.run(_run(spec, service, listener, secret, token, url, others))
     finally:
         listener.close()
         secret.close()
 
 
-async def _run(job: Job, service: Service, listener: socket.socket, secret: Memory, token: str, url: str) -> int:
+async def _run(
+    spec: MachineSpec,
+    service: Service,
+    listener: socket.socket,
+    secret: Memory,
+    token: str,
+    url: str,
+    machines: Machines | None,
+) -> int:
     settings = {
         "policy": service.policy,
         "listener": listener.fileno(),
         "run_id": (run_id := secrets.token_hex(4)),
         "url": url,
-        "heartbeat_s": service.heartbeat_s,
-        "options": dict(service.options),
-        "run_dir": job.run_dir,
-        "job": job.told(),
+        "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret)
-    agent = _Agent(job, url, token, secret, terminal(), head)
+    agent = _Agent(spec, url, token, secret, terminal(), head, machines)
     try:
         return await agent.run()
     finally:
         await head.end()
-        for run_dir in filter(None, {job.run_dir, agent.run_dir}):
+        for run_dir in filter(None, {spec.run.run_dir, agent.run_dir}):
             forget_head(Path(run_dir), run_id, token)  # where the last head was killed
 
 
-def join(job: Job, url: str, token: str) -> int:
+def join(spec: MachineSpec, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     secret = Memory("unisono-token", token.encode())
 
     async def work() -> int:
-        return await _Agent(job, url, token, secret, terminal(), None).run()
+        return await _Agent(spec, url, token, secret, Relay() if spec.launched else terminal(), None).run()
 
     try:
         return asyncio.run(work())
@@ -168,27 +162,28 @@ class _Agent:
 
     Args:
         head: the head where this agent starts it; None in ``unisono join``.
+        machines: the other machines that this command starts agents on.
     """
 
     def __init__(
-        self, job: Job, url: str, token: str, secret: Memory, screen: Terminal, head: HeadProcess | None
+        self,
+        spec: MachineSpec,
+        url: str,
+        token: str,
+        secret: Memory,
+        screen: Terminal,
+        head: HeadProcess | None,
+        machines: Machines | None = None,
     ) -> None:
-        self._job = job
-        self._url = url
-        self._secret = secret
+        self._spec = spec
         self._screen = screen
         self._is_primary = head is not None
+        self._machines = machines
         self._host = machine_label()
-        hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=job.num_workers, primary=self._is_primary)
-        self._following = Following(url, token, hello, self, away_s=job.head_away_s, head=head)
-        self._workers: dict[str, Child] = {}
-        self._local_ranks: dict[str, int] = {}
-        self._nursery: Nursery | None = None
-        self._late: dict[str, asyncio.TimerHandle] = {}
-        self._ordered: set[str] = set()
-        self._evicted: set[str] = set()
+        hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=spec.num_workers, primary=self._is_primary)
+        self._following = Following(url, token, hello, self, away_s=spec.run.head_away_s, head=head)
+        self._workers = Workers(spec, head=url, host=self._host, secret=secret, observer=self)
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        self._is_leaving = False
         self._num_signals = 0
         self._on_signal = -1
         self.run_dir = ""
@@ -207,59 +202,46 @@ class _Agent:
         try:
             self._start_helpers()
         except BaseException as error:
-            self._is_leaving = True
             self._following.leave()
             if isinstance(error, OSError):
                 raise UsageError(f"a process of the run {NOT_STARTED.format(error)}") from error
             raise
         talk = asyncio.create_task(self._following.run())
         try:
+            if self._machines is not None:
+                self._machines.start(self)
+            if self._spec.launched:
+                loop.add_reader(sys.stdin.fileno(), self._on_input)
             ended = await self._over
         finally:
-            self._is_leaving = True
             self._following.leave()
-            for timer in self._late.values():
-                timer.cancel()
-            await self._end_workers(self._over.result() if self._over.done() and not self._over.cancelled() else None)
-            if self._nursery is not None:
-                await self._nursery.close()
+            machines = asyncio.ensure_future(self._end_machines(self._result()))
+            await self._end_workers(self._result())
             await self._following.sent(LAST_WORDS_S)  # the head hears of every end that this agent has seen
             await self._following.answered(TELL_S)
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
+            await machines
         self._conclude(ended)
         self._show(ended)
         return ended.exit_code
 
     def _start_helpers(self) -> None:
         self._following.start_head()
-        if self._job.start == "fork":
-            standing = os.environ.get("UNISONO_NURSERY", "")
-            self._nursery = Nursery(self._environment(), self._secret, standing)
-            self._nursery.on_end = self._screen.say
-            if self._nursery.child is not None:
-                self._nursery.child.output.on_line = self._printer("nursery")
+        self._workers.open()
 
     # -- the head ------------------------------------------------------------------------------------
 
     def hear(self, message: Message) -> None:
         match message:
             case Start():
-                for worker_id in message.worker_ids:
-                    if worker_id in self._ordered:
-                        continue  # by a head that has died
-                    self._ordered.add(worker_id)
-                    if message.delay_s > 0:
-                        loop = asyncio.get_running_loop()
-                        self._late[worker_id] = loop.call_later(message.delay_s, self._start, worker_id)
-                    else:
-                        self._start(worker_id)
+                self._workers.start(message.worker_ids, message.delay_s)
             case StepDone():
                 self._screen.step(message)
             case Announcement():
                 self._screen.say(message.text)
             case Evict():
-                self._evict(message.worker_id)
+                self._workers.evict(message.worker_id)
             case Ended():
                 self.end(self._left_by_signal(message))
             case RunDirectory():
@@ -278,109 +260,26 @@ class _Agent:
         if not self._over.done():
             self._over.set_result(ended)
 
-    def _printer(self, name: str) -> Callable[[str, bool], None]:
-        return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
+    # -- workers (`workers.Observer`) -----------------------------------------------------------------
 
-    # -- workers -------------------------------------------------------------------------------------
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        self._screen.worker_line(name, text, is_error=is_error)
 
-    def _start(self, worker_id: str) -> None:
-        self._late.pop(worker_id, None)
-        if self._is_leaving:
-            return
-        gone = {worker_id for worker_id, child in self._workers.items() if child.exit_code is not None}
-        taken = {rank for i, rank in self._local_ranks.items() if i not in gone}
-        local_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-        self._local_ranks[worker_id] = local_rank
-        environment = self._environment() | self._door(worker_id, local_rank).environment()
+    def on_notice(self, text: str) -> None:
+        self._screen.say(text)
 
-        def started(child: Child | str) -> None:
-            if isinstance(child, str):
-                self._ordered.discard(worker_id)
-                del self._local_ranks[worker_id]
-                words = f"it {NOT_STARTED.format(child)}"
-                self._following.say(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
-                return
-            child.output.on_line = self._printer(worker_id)
-            child.on_end = self._worker_ended
-            self._workers[worker_id] = child
-            if self._is_leaving or worker_id in self._evicted:
-                child.kill()
+    def on_machines_lost(self, reason: str) -> None:
+        if not self._workers.running():
+            self._end_now(reason, 1)
 
-        def start_by_itself() -> None:
-            told = {**environment, TOKEN_FILE: self._secret.inherited_path}
-            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._job.arguments]
-            try:
-                started(spawn(worker_id, command, told, (self._secret.descriptor,)))
-            except OSError as error:
-                started(str(error))
-
-        nursery = self._nursery
-        if nursery is None or not nursery.alive:
-            start_by_itself()
-            return
-
-        def born(child: Child | str) -> None:
-            if isinstance(child, str) and not nursery.alive:
-                start_by_itself()
-            else:
-                started(child)
-
-        try:
-            nursery.bear(worker_id, self._job.arguments, environment, born)
-        except OSError as error:
-            born(str(error))
-
-    def _evict(self, worker_id: str) -> None:
-        """End a worker; one whose start is delayed does not begin, one that is being forked ends as it is there."""
-        self._evicted.add(worker_id)
-        timer = self._late.pop(worker_id, None)
-        if timer is not None:
-            timer.cancel()
-        child = self._workers.get(worker_id)
-        if child is not None:
-            child.kill()
-
-    def _environment(self) -> dict[str, str]:
-        """What every process that computes inherits."""
-        threads = str(self._job.threads)
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        # Python orders sets of strings by it: on all workers alike, on all machines, unless the user has another wish.
-        hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
-        return {**os.environ, PARENT: str(os.getpid()), **hashing, **dict.fromkeys(names, threads)}
-
-    def _door(self, worker_id: str, local_rank: int) -> Door:
-        job = self._job
-        label = self._host
-        if job.simulate_hosts > 1:
-            label += f"-{local_rank * job.simulate_hosts // max(job.num_workers, local_rank + 1)}"
-        return Door(
-            head=self._url,
-            worker_id=worker_id,
-            host=label,
-            agent=os.getpid(),
-            run_dir=job.run_dir,
-            overwrite=job.overwrite,
-            resume=job.resume,
-            resume_anyway=job.resume_anyway,
-            command=job.command,
-            threads=job.threads,
-            local_rank=local_rank,
-            head_away_s=job.head_away_s,
-        )
-
-    def _worker_ended(self, child: Child) -> None:
-        self._tell_exit(child)
+    def on_exit(self, message: WorkerExit) -> None:
+        self._following.say(message)
         if self._num_signals:
             self._leave_when_alone()
 
-    def _tell_exit(self, child: Child) -> None:
-        assert child.exit_code is not None
-        words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
-        self._following.say(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
-
     def _leave_when_alone(self) -> None:
         """In ``unisono join``, after a signal: the run goes on, and nobody of this machine takes part in it."""
-        if not self._is_primary and all(child.exit_code is not None for child in self._workers.values()):
+        if not self._is_primary and not self._workers.running():
             self.end(Ended(ok=True, reason="all workers of this machine have left"))
 
     def _signalled(self, number: signal.Signals) -> None:
@@ -388,9 +287,8 @@ class _Agent:
         code = 128 + number
         if self._num_signals > 1:
             self._end_now("ended by a second signal", code)
-            for child in self._workers.values():
-                child.kill()
-        elif not self._is_primary and number is not signal.SIGHUP and self._workers:
+            self._workers.kill()
+        elif not self._is_primary and number is not signal.SIGHUP and self._workers.have_started():
             self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
             self._following.say(Drain(reason=f"{self._host} leaves"))
             self._leave_when_alone()
@@ -403,6 +301,12 @@ class _Agent:
             self._stop_code = self._on_signal if number == signal.SIGTERM else code
             self._screen.say(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
             self._following.say(Stop(reason=self._stops_for))
+
+    def _on_input(self) -> None:
+        """Notice the end of standard input: whatever has started this agent is gone, or wants it to end."""
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._end_now("the launcher that has started this agent is gone", 1)
 
     def _end_now(self, reason: str, exit_code: int) -> None:
         """The head hears of it before it hears of the ends of the workers, and tells the other machines.
@@ -423,33 +327,35 @@ class _Agent:
             return msgspec.structs.replace(ended, exit_code=self._stop_code)
         return ended
 
-    async def _end_workers(self, ended: Ended | None) -> None:
-        """Wait for those who end by themselves, end the others."""
-        if ended is not None and ended.ok:
-            patience_s = FINISH_S
-        else:
-            patience_s = 0.0 if ended is None or self._num_signals else FAIL_S
-        if not await self._all_ended(patience_s):
-            if ended is not None and ended.ok:
-                late = ", ".join(name for name, child in self._workers.items() if child.exit_code is None)
-                self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
-            for child in self._workers.values():
-                child.signal_group(signal.SIGTERM)
-            if not await self._all_ended(TERMINATE_S):
-                for child in self._workers.values():
-                    child.kill()
-                await self._all_ended(TERMINATE_S)
+    async def _end_machines(self, ended: Ended | None) -> None:
+        if self._machines is not None:
+            await self._machines.close(self._patience_s(ended) + 2 * TERMINATE_S)  # theirs, to end their workers
 
-    async def _all_ended(self, seconds: float) -> bool:
-        return all(await asyncio.gather(*(child.ended_within(seconds) for child in self._workers.values())))
+    def _result(self) -> Ended | None:
+        """Return how the run has ended; None where this agent fails."""
+        return self._over.result() if self._over.done() and not self._over.cancelled() else None
+
+    def _patience_s(self, ended: Ended | None) -> float:
+        """Return how long workers may take to end by themselves."""
+        if ended is not None and ended.ok:
+            return FINISH_S
+        return 0.0 if ended is None or self._num_signals else FAIL_S
+
+    async def _end_workers(self, ended: Ended | None) -> None:
+        """Wait for the workers that end by themselves, then end the others."""
+        patience_s = self._patience_s(ended)
+        if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
+            late = ", ".join(self._workers.running())
+            self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
+        await self._workers.close()
 
     def _show(self, ended: Ended) -> None:
-        if self._job.outcome:
+        if self._spec.outcome:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
-            Path(self._job.outcome).write_text(json.dumps(known))
+            Path(self._spec.outcome).write_text(json.dumps(known))
         elif hint := self._how_to_go_on(ended):
             self._screen.say(hint)
-        self._screen.close(ended, with_traceback=not self._job.outcome)
+        self._screen.close(ended, with_traceback=not self._spec.outcome)
 
     def _conclude(self, ended: Ended) -> None:
         """Write into the journal why the run failed, where no worker is left to do so."""

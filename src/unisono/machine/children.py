@@ -1,7 +1,7 @@
-"""Processes that an agent has started: their output line by line, their end at once, and that they end at all.
+"""Processes that an agent has started: their output line by line, their end as soon as it happens.
 
-A child leads a process group of its own, so what it starts can be ended with it. It comes from `spawn`, by its
-command, or from a `Nursery`, which forks it.
+A child leads a process group of its own, so the processes that it starts can be ended with it. It comes from `spawn`,
+by its command, or from the nursery, which forks it (`unisono.machine.placement`).
 """
 
 from __future__ import annotations
@@ -10,35 +10,43 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Final
 
-import msgspec
+from unisono.lifetime import end_group
 
-from unisono.errors import UsageError
-from unisono.lifetime import Memory, adopt_orphans, end_group
-from unisono.machine.nursery import Birth, Born, Death
-
-__all__ = ["TERMINATE_S", "Child", "Nursery", "Output", "spawn"]
+__all__ = [
+    "MAX_LINE_BYTES",
+    "NOT_STARTED",
+    "TERMINATE_S",
+    "Child",
+    "Output",
+    "exit_code_of",
+    "reap_all",
+    "spawn",
+    "watch",
+]
 
 LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 65536
 PIPE_BYTES: Final = 1 << 20  # the most that a pipe holds
-SEND_TIMEOUT_S: Final = 5.0
+NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
 
 
 class Output:
-    """The standard output and error of a process of ours, line by line."""
+    """Standard output and error of a child.
 
-    def __init__(self, descriptors: tuple[int, int]) -> None:
-        self.on_line: Callable[[str, bool], None] = lambda text, is_error: None
+    Args:
+        descriptors: the pipes of its standard output and of its standard error.
+        on_line: is called with every line, and whether it comes from standard error.
+    """
+
+    def __init__(self, descriptors: tuple[int, int], on_line: Callable[[str, bool], None]) -> None:
+        self._on_line = on_line
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._loop = asyncio.get_running_loop()
         self._out, self._error = descriptors
@@ -48,9 +56,9 @@ class Output:
             self._loop.add_reader(descriptor, self._read, descriptor)
 
     def drain(self) -> None:
-        """Read what is left, and close.
+        """Read the rest, and close the pipes.
 
-        What a process of another group goes on writing is not waited for: it loses its reader.
+        A process of another group that goes on writing is not waited for: it loses its reader.
         """
         for descriptor in list(self._rest):
             left = PIPE_BYTES
@@ -60,7 +68,7 @@ class Output:
             self._close(descriptor)
 
     def _read(self, descriptor: int) -> int:
-        """Returns how many bytes there were."""
+        """Read once; return how many bytes there were."""
         if descriptor not in self._rest:
             return 0
         try:
@@ -85,7 +93,7 @@ class Output:
         is_error = descriptor == self._error
         if is_error:
             self.last_lines.append(text)
-        self.on_line(text, is_error)
+        self._on_line(text, is_error)
 
     def _close(self, descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
@@ -96,21 +104,26 @@ class Output:
 
 
 class Child:
-    """A process that leads a group of its own, its output and its end. Made by `spawn` or by the `Nursery`."""
+    """A process that leads a group of its own, with its output.
 
-    def __init__(self, name: str, pid: int, output: Output) -> None:
+    Args:
+        on_end: is called when the process has ended and its output is read.
+    """
+
+    def __init__(self, name: str, pid: int, output: Output, on_end: Callable[[Child], None]) -> None:
         self.name = name
         self.pid = pid
         self.output = output
-        self.on_end: Callable[[Child], None] = lambda child: None
         self.exit_code: int | None = None
+        """None while it runs; negative: killed by that signal."""
+        self._on_end = on_end
         self._ended = asyncio.Event()
 
     def end(self, exit_code: int) -> None:
-        """It has ended, and its group with it."""
+        """Note that the process has ended, and its group with it."""
         self.exit_code = exit_code
         self.output.drain()
-        self.on_end(self)
+        self._on_end(self)
         self._ended.set()
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -129,8 +142,24 @@ class Child:
         return True
 
 
-def spawn(name: str, command: list[str], environment: Mapping[str, str], pass_fds: tuple[int, ...]) -> Child:
-    """Start a process by its command."""
+def _ignore(*_: object) -> None:
+    pass
+
+
+def spawn(
+    name: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    pass_fds: tuple[int, ...],
+    *,
+    on_line: Callable[[str, bool], None] = _ignore,
+    on_end: Callable[[Child], None] = _ignore,
+) -> Child:
+    """Start a process by its command.
+
+    Raises:
+        OSError: it cannot be started.
+    """
     (out, out_end), (error, error_end) = os.pipe(), os.pipe()
     try:
         popen = subprocess.Popen(
@@ -149,16 +178,20 @@ def spawn(name: str, command: list[str], environment: Mapping[str, str], pass_fd
     finally:
         os.close(out_end)
         os.close(error_end)
-    child = Child(name, popen.pid, Output((out, error)))
-    _watch(child, popen.wait)
+    child = Child(name, popen.pid, Output((out, error), on_line), on_end)
+    watch(child, popen.wait)
     return child
 
 
-_reapers: dict[int, Callable[[], None]] = {}  # by process id, of the children that are watched
+_reapers: dict[int, Callable[[], None]] = {}  # by process id of a watched child
 
 
-def _watch(child: Child, wait: Callable[[], int]) -> None:
-    """Let a child of this process have its `Child.end` as soon as it has ended; ``wait`` reaps it for its exit code."""
+def watch(child: Child, wait: Callable[[], int]) -> None:
+    """Call `Child.end` of a child of this process as soon as the process has ended.
+
+    Args:
+        wait: reaps the process; returns its exit code.
+    """
     loop = asyncio.get_running_loop()
     pid = child.pid
     pidfd = -1
@@ -169,7 +202,7 @@ def _watch(child: Child, wait: Callable[[], int]) -> None:
         if pidfd >= 0:
             loop.remove_reader(pidfd)
             os.close(pidfd)
-        # Its group is ended before it is reaped: until then its number belongs to nobody else.
+        # End the group before the process is reaped: until then its number belongs to no other group.
         end_group(pid)
         child.end(wait())
 
@@ -189,8 +222,8 @@ def _watch(child: Child, wait: Callable[[], int]) -> None:
         loop.add_reader(pidfd, reap)
 
 
-def _reap_all() -> None:
-    """Reap every child that has ended: workers, and what their scripts have left to this process, which adopts it."""
+def reap_all() -> None:
+    """Reap every child that has ended: workers, and orphans of their scripts, which this process adopts."""
     with contextlib.suppress(ChildProcessError):  # there is none at all
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             known = _reapers.get(ended.si_pid)
@@ -200,124 +233,9 @@ def _reap_all() -> None:
                 os.waitpid(ended.si_pid, 0)
 
 
-def _exit_code(pid: int) -> int:
-    """Reap a child that has ended."""
+def exit_code_of(pid: int) -> int:
+    """Reap a child that has ended; return its exit code."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:  # somebody has killed it before this process knew that it is its child
         return -signal.SIGKILL
-
-
-class Nursery:
-    """The process that forks workers (`unisono.machine.nursery`), which are this process's children if that can be.
-
-    Args:
-        standing: where one listens that was there before; "": start one.
-    """
-
-    def __init__(self, environment: Mapping[str, str], secret: Memory, standing: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._secret = secret
-        self.child: Child | None = None
-        """Its process; None where it was there before."""
-        self.on_end: Callable[[str], None] = lambda words: None
-        """Hears that it has ended by itself, before the ends of workers are told that end with it."""
-        self._adopts = not standing and adopt_orphans(True)
-        if self._adopts:
-            self._loop.add_signal_handler(signal.SIGCHLD, _reap_all)
-        if standing:
-            self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                self._channel.connect(standing)
-            except OSError as error:
-                raise UsageError(f"no nursery answers at UNISONO_NURSERY={standing}: {error.strerror}") from error
-        else:
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-u", "-P", "-m", "unisono.machine.nursery", str(theirs.fileno())]
-            try:
-                self.child = spawn("nursery", command, environment, (theirs.fileno(),))
-            finally:
-                theirs.close()
-        self._channel.setblocking(False)
-        self._alive = True
-        self._children: dict[int, Child] = {}
-        self._unborn: dict[str, Callable[[Born], None]] = {}
-        self._loop.add_reader(self._channel.fileno(), self._hear)
-
-    @property
-    def alive(self) -> bool:
-        return self._alive
-
-    def bear(
-        self, name: str, arguments: list[str], environment: Mapping[str, str], on_born: Callable[[Child | str], None]
-    ) -> None:
-        """Start a worker; ``on_born`` gets it, or the reason why there is none."""
-        (out, out_end), (error, error_end), (gate, key) = os.pipe(), os.pipe(), os.pipe()
-
-        def born(message: Born) -> None:
-            if message.error:
-                for descriptor in (out, error, key):
-                    os.close(descriptor)
-                on_born(message.error)
-                return
-            child = Child(name, message.pid, Output((out, error)))
-            if self._adopts:
-                _watch(child, partial(_exit_code, message.pid))
-            else:
-                self._children[message.pid] = child
-            with contextlib.suppress(BrokenPipeError):  # it was killed
-                os.write(key, b"1")
-            os.close(key)
-            on_born(child)
-
-        self._unborn[name] = born
-        birth = Birth.of(name, arguments, environment, os.getcwd(), adopted=self._adopts)
-        try:
-            # A few bytes, to a process that does nothing else.
-            self._channel.settimeout(SEND_TIMEOUT_S)
-            birth.send(self._channel, [out_end, error_end, self._secret.descriptor, gate])
-        except OSError as failure:
-            self._unborn.pop(name)(Born(name, 0, f"the nursery does not answer: {failure}"))
-        finally:
-            self._channel.setblocking(False)
-            for descriptor in (out_end, error_end, gate):
-                os.close(descriptor)
-
-    async def close(self) -> None:
-        """End it; its workers have ended before."""
-        self._loop.remove_reader(self._channel.fileno())
-        self._channel.close()
-        if self.child is not None and not await self.child.ended_within(TERMINATE_S):
-            self.child.kill()
-            await self.child.ended_within(TERMINATE_S)
-        if self._adopts:
-            self._loop.remove_signal_handler(signal.SIGCHLD)
-            adopt_orphans(False)
-
-    def _hear(self) -> None:
-        while True:
-            try:
-                data = self._channel.recv(MAX_LINE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._alive = False
-                self._loop.remove_reader(self._channel.fileno())
-                pid = f" (pid {self.child.pid})" if self.child is not None else ""
-                what = "they go on, and others start each by itself" if self._adopts else "they end with it"
-                self.on_end(f"the nursery{pid}, which forks workers, has ended; {what}")
-                for name, born in list(self._unborn.items()):
-                    born(Born(name, 0, "the nursery has ended"))
-                self._unborn.clear()
-                for child in self._children.values():
-                    if child.exit_code is None:  # they go with their parent, and what they have started with them
-                        end_group(child.pid)
-                        child.end(-signal.SIGKILL)
-                return
-            message = msgspec.msgpack.decode(data, type=Born | Death)
-            if isinstance(message, Death):
-                self._children.pop(message.pid).end(message.exit_code)
-            elif message.name:
-                self._unborn.pop(message.name)(message)

@@ -17,16 +17,15 @@ import msgspec
 
 from unisono.decisions.following import SUPERSEDED, Followed
 from unisono.link import Link, Refused, host_and_port
-from unisono.machine.children import Child
+from unisono.machine.children import NOT_STARTED, Child
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess
 from unisono.messages import AgentHello, Ended, Message, Snapshot, Welcome, WorkerExit, decode, encode
 from unisono.words import exit_words
 
-__all__ = ["NOT_STARTED", "Following", "Owner"]
+__all__ = ["Following", "Owner"]
 
 OPEN_S: Final = 10.0
 RETRY_S: Final = 0.05
-NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 
 
 class Owner(Protocol):

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -37,8 +37,6 @@ class Service:
     policy: Policy
     bind: str = "127.0.0.1"
     port: int = 0
-    heartbeat_s: float = 0.5
-    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def listen(service: Service) -> socket.socket:
@@ -101,9 +99,8 @@ class HeadProcess:
         with Memory("unisono-head", snapshot) as memory:
             settings = {**self._settings, "term": term, "snapshot": memory.descriptor if snapshot else -1}
             command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
-            self.child = spawn("head", command, self._environment, (*self._descriptors, memory.descriptor))
-        self.child.output.on_line = on_line
-        self.child.on_end = on_end
+            descriptors = (*self._descriptors, memory.descriptor)
+            self.child = spawn("head", command, self._environment, descriptors, on_line=on_line, on_end=on_end)
 
     def may_start_again(self) -> bool:
         """Return False if the last heads died one after the other: then their state is what kills them."""

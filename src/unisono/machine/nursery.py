@@ -4,13 +4,13 @@ Importing torch takes two or three seconds of a core. Done once for all workers 
 time of one, a replacement starts in milliseconds, and what was imported is shared memory. The nursery itself never
 computes and starts no thread, so a fork copies a quiet process.
 
-An agent starts one for itself and speaks to it over a pair of sockets: `Birth` with the worker's output pipes and the
-token attached, and back `Born`. The worker is the agent's child, not the nursery's: it is forked by a process that ends
-at once, and the agent adopts orphans. So the kernel ends it with the agent, and it outlives the nursery.
+An agent starts one for itself and speaks to it over a pair of sockets: `ForkRequest` with the worker's output pipes and
+the token attached, and back `Forked`. The worker is the agent's child, not the nursery's: it is forked by a process
+that ends at once, and the agent adopts orphans. So the kernel ends it with the agent, and it outlives the nursery.
 
 A nursery can also stand by itself and serve many runs, one after the other or at once. Then workers are its own
-children; it tells the agent of their `Death`, and ends them when the agent ends. So it is where orphans cannot be
-adopted::
+children; it reports their ends to the agent (`WorkerEnded`), and ends them when the agent ends. The same holds where
+orphans cannot be adopted::
 
     python -m unisono.machine.nursery --listen /run/user/1000/nursery &
     UNISONO_NURSERY=/run/user/1000/nursery unisono run train.py
@@ -28,22 +28,23 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_group, name_process
 
-__all__ = ["Birth", "Born", "Death", "main"]
+__all__ = ["ForkRequest", "Forked", "WorkerEnded", "main"]
 
 MAX_BYTES: Final = 16
 MAX_DESCRIPTORS: Final = 8
 
 
-class Birth(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker. Attached: its standard output, its standard error, the token, and the pipe from which it reads a
-    byte before it does anything. That byte says that its agent knows of it; at the pipe's end it ends.
+class ForkRequest(msgspec.Struct, frozen=True, tag=True):
+    """Fork a worker. Attached: its standard output, its standard error, the token, and a pipe from which the worker
+    reads a byte before it does anything. The byte says that the agent knows of the worker; at the pipe's end the worker
+    exits.
     """
 
     name: str
@@ -54,32 +55,32 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     folder: bytes
     """The working directory."""
     adopted: bool = False
-    """The agent adopts it."""
+    """The agent adopts the worker."""
 
     @classmethod
     def of(
-        cls, name: str, arguments: list[str], environment: Mapping[str, str], folder: str, *, adopted: bool = False
-    ) -> Birth:
+        cls, name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: str, *, adopted: bool = False
+    ) -> ForkRequest:
         inherited = {os.fsencode(key): os.fsencode(value) for key, value in environment.items()}
-        return cls(name, arguments, inherited, os.fsencode(folder), adopted)
+        return cls(name, list(arguments), inherited, os.fsencode(folder), adopted)
 
     def send(self, channel: socket.socket, descriptors: list[int]) -> None:
-        """Ask the nursery at the other end for it."""
+        """Send the request to the nursery at the other end."""
         # In memory of its own: an environment may be larger than what a socket takes at once.
-        with Memory("unisono-birth", msgspec.msgpack.encode(self)) as memory:
-            socket.send_fds(channel, [b"birth"], [*descriptors, memory.descriptor])
+        with Memory("unisono-fork", msgspec.msgpack.encode(self)) as memory:
+            socket.send_fds(channel, [b"fork"], [*descriptors, memory.descriptor])
 
 
-class Born(msgspec.Struct, frozen=True, tag=True):
-    """A worker was started, or not."""
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a `ForkRequest`: the worker was started, or not."""
 
     name: str
     pid: int
     error: str = ""
 
 
-class Death(msgspec.Struct, frozen=True, tag=True):
-    """A worker that is the nursery's own child has ended, and all processes of its group with it."""
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
+    """A worker that is the nursery's own child has ended, with all processes of its group."""
 
     pid: int
     exit_code: int
@@ -137,7 +138,7 @@ class _Nursery:
                 if source is self._listener and self._listener is not None:
                     self._agents.append(self._listener.accept()[0])
                 elif isinstance(source, socket.socket):
-                    worker = self._hear(source)
+                    worker = self._receive(source)
                     if worker is not None:
                         return _be_worker(*worker)
                 else:
@@ -146,8 +147,8 @@ class _Nursery:
                     self._reap()
         return 0
 
-    def _hear(self, agent: socket.socket) -> tuple[Birth, list[int]] | None:
-        """What an agent says. In the child that it asked for, returns what that child shall be."""
+    def _receive(self, agent: socket.socket) -> tuple[ForkRequest, list[int]] | None:
+        """Receive a message of an agent. In the child that it asks for, return what the child shall run; else None."""
         try:
             data, descriptors, _, _ = socket.recv_fds(agent, MAX_BYTES, MAX_DESCRIPTORS)
         except OSError:
@@ -160,11 +161,11 @@ class _Nursery:
                     end_group(pid)
             return None
         with open(descriptors.pop(), "rb") as file:
-            birth = msgspec.msgpack.decode(file.read(), type=Birth)
+            request = msgspec.msgpack.decode(file.read(), type=ForkRequest)
         try:
-            pid = _fork_away() if birth.adopted else os.fork()
+            pid = _fork_orphan() if request.adopted else os.fork()
         except OSError as error:
-            _say(agent, Born(birth.name, 0, str(error)))
+            _send(agent, Forked(request.name, 0, str(error)))
         else:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -172,11 +173,11 @@ class _Nursery:
                     os.close(descriptor)
                 for channel in (*self._agents, *([self._listener] if self._listener is not None else [])):
                     channel.close()
-                return birth, descriptors
-            if not birth.adopted:
+                return request, descriptors
+            if not request.adopted:
                 _lead_group(pid)
                 self._children[pid] = agent
-            _say(agent, Born(birth.name, pid))
+            _send(agent, Forked(request.name, pid))
         for descriptor in descriptors:
             os.close(descriptor)
         return None
@@ -188,16 +189,16 @@ class _Nursery:
                 return
             end_group(ended.si_pid)  # before its number can belong to somebody else
             _, status = os.waitpid(ended.si_pid, 0)
-            _say(self._children.pop(ended.si_pid), Death(ended.si_pid, os.waitstatus_to_exitcode(status)))
+            _send(self._children.pop(ended.si_pid), WorkerEnded(ended.si_pid, os.waitstatus_to_exitcode(status)))
 
 
-def _say(agent: socket.socket, message: Born | Death) -> None:
-    with contextlib.suppress(OSError):  # it has ended; that is heard as well
+def _send(agent: socket.socket, message: Forked | WorkerEnded) -> None:
+    with contextlib.suppress(OSError):  # the agent has ended, which this process notices by itself
         agent.sendall(msgspec.msgpack.encode(message))
 
 
-def _fork_away() -> int:
-    """As `os.fork`, but the child is an orphan: that of a process that has ended when this returns.
+def _fork_orphan() -> int:
+    """Fork as `os.fork` does, but so that the child is an orphan: its parent has ended when this returns.
 
     Raises:
         OSError: there is no child.
@@ -232,13 +233,13 @@ def _fork_away() -> int:
 
 
 def _lead_group(pid: int) -> None:
-    """Let a child's group be one that can be ended from now on."""
-    with contextlib.suppress(OSError):  # it has done so itself, and perhaps ended since
+    """Make a child the leader of its group, so that the group can be ended from now on."""
+    with contextlib.suppress(OSError):  # it has done so itself, and has perhaps ended
         os.setpgid(pid, pid)
 
 
-def _be_worker(birth: Birth, descriptors: list[int]) -> int:
-    """In the forked child: look like ``python -m unisono.machine.worker ARGUMENTS`` that was just started."""
+def _be_worker(request: ForkRequest, descriptors: list[int]) -> int:
+    """In the forked child: become ``python -m unisono.machine.worker ARGUMENTS``, just started."""
     parent = os.getppid()
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -246,22 +247,22 @@ def _be_worker(birth: Birth, descriptors: list[int]) -> int:
         signal.signal(number, signal.SIG_DFL)
     out, error, token, gate = descriptors
     if not os.read(gate, 1):
-        os._exit(1)  # its agent has ended, or does not know of it
+        os._exit(1)  # its agent has ended, or does not know of this worker
     os.close(gate)
     for target, descriptor in ((1, out), (2, error)):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    os.chdir(birth.folder)
+    os.chdir(request.folder)
     os.environ.clear()
-    os.environb.update(birth.environment)
-    if not birth.adopted:
+    os.environb.update(request.environment)
+    if not request.adopted:
         os.environ[PARENT] = str(parent)
     os.environ[TOKEN_FILE] = f"/proc/self/fd/{token}"
     # A nursery that stands by itself was started with another environment than the run.
     for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:
             sys.path.insert(1, folder)
-    sys.argv = ["unisono.machine.worker", *birth.arguments]
+    sys.argv = ["unisono.machine.worker", *request.arguments]
     from unisono.machine.worker import main as work
 
     return work()

@@ -18,12 +18,14 @@ import types
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from unisono import faults
-from unisono.door import Door
-from unisono.errors import RunStopped
-from unisono.lifetime import bind_to_parent, name_process
+from unisono.errors import RunStopped, UsageError
+from unisono.lifetime import TOKEN_FILE, bind_to_parent, name_process, take_token
 from unisono.member import Member
 from unisono.messages import MemberInfo
+from unisono.spec import WORKER, WorkerSpec
 from unisono.stacks import trimmed_traceback
 
 __all__ = ["STACK_SIGNAL", "main"]
@@ -60,8 +62,8 @@ def _end_at_once(code: list[int], own: int) -> None:
 
 
 def _work() -> int:
-    door, armed = Door.take(), os.environ.pop(faults.ENVIRONMENT, "")
-    if door is None:
+    spec, armed = _take_spec(), os.environ.pop(faults.ENVIRONMENT, "")
+    if spec is None:
         print(
             "python -m unisono.machine.worker is started by `unisono run` and `unisono join`, not by hand",
             file=sys.stderr,
@@ -70,10 +72,10 @@ def _work() -> int:
     if len(sys.argv) < 2:
         print("python -m unisono.machine.worker needs a script", file=sys.stderr)
         return 2
-    faults.arm(armed, door.worker_id, door.agent)
-    name_process(f"unisono {door.worker_id}")
+    faults.arm(armed, spec.worker_id, spec.agent)
+    name_process(f"unisono {spec.worker_id}")
     try:
-        member = _connect(door)
+        member = _connect(spec)
     except RunStopped:
         return 1  # the run has ended meanwhile, or this worker was refused: the head has told the agent why
     own = os.getpid()
@@ -85,15 +87,33 @@ def _work() -> int:
         _flush()
 
 
-def _connect(door: Door) -> Member:
+def _take_spec() -> WorkerSpec | None:
+    """Take the worker's settings and the token out of the environment; return None where no agent started this process.
+
+    Raises:
+        UsageError: the settings or the token cannot be read.
+    """
+    text = os.environ.pop(WORKER, None)
+    if text is None:
+        return None
+    try:
+        return WorkerSpec.decode(text, take_token(os.environ))
+    except (msgspec.MsgspecError, KeyError, ValueError, OSError) as error:
+        raise UsageError(
+            f"{WORKER} is set, but with {TOKEN_FILE} it does not make a worker ({type(error).__name__}: {error}); "
+            "start workers with `unisono run` or `unisono join`"
+        ) from error
+
+
+def _connect(spec: WorkerSpec) -> Member:
     from unisono.exchange.host import Board
     from unisono.fingerprint import fingerprint, script_checksum
 
-    device = _device(door.local_rank)
+    device = _device(spec.local_rank)
     board = Board.create()
-    info = MemberInfo(worker_id=door.worker_id, host=door.host, pid=os.getpid(), device=device, board=board.address)
+    info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, board=board.address)
     script = script_checksum(sys.argv[1:])  # it may have been edited since the others began
-    return Member(door, info, fingerprint(device), board, script=script).connect()
+    return Member(spec, info, fingerprint(device), board, script=script).connect()
 
 
 def _device(local_rank: int) -> str:

@@ -101,23 +101,24 @@ class Run:
         resume_anyway: Collection[str] = (),
         overwrite: bool = False,
     ) -> None:
-        told = members.told()
-        chosen = told.run_dir or directory
+        worker = members.spec()
+        spec = worker.run
+        chosen = spec.run_dir or directory
         self.directory = Path(chosen) if chosen is not None else None
         self.seed = seed
-        self.device = choose_device(device, told.local_rank)
-        self._arithmetic = Arithmetic(choose_threads(threads, told.threads), deterministic)
+        self.device = choose_device(device, worker.local_rank)
+        self._arithmetic = Arithmetic(choose_threads(threads, spec.threads), deterministic)
         self._balance = balance
         self._tracked = Tracked()
         self._keeper = Keeper(
             self.directory,
             tracked=self._tracked,
             policy=checkpoint,
-            resume=told.resume or os.fspath(resume or ""),
+            resume=spec.resume or os.fspath(resume or ""),
             anyway=resume_anyway,
-            also_anyway=told.resume_anyway,
-            command=told.command,
-            overwrite=overwrite or told.overwrite,
+            also_anyway=spec.resume_anyway,
+            command=spec.command(),
+            overwrite=overwrite or spec.overwrite,
             device=self.device,
             threads=self._arithmetic.threads,
         )
@@ -212,7 +213,7 @@ class Run:
     def _make_team(self, member: members.Member | None) -> Team:
         if member is None:
             return AloneTeam(self.device)
-        options = member.welcome.options
+        spec = member.spec.run
         return HeadTeam(
             member,
             lambda notice, rank: build_exchange(
@@ -220,8 +221,8 @@ class Run:
                 rank,
                 member=member,
                 device=self.device,
-                wanted=options.get("exchange", "auto"),
-                timeout_s=float(options.get("timeout_s", "300")),
+                wanted=spec.exchange,
+                timeout_s=spec.timeout_s,
             ),
         )
 

@@ -68,11 +68,11 @@ def keep_freed_memory(environment: Mapping[str, str]) -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
-def choose_threads(argument: int | None, told: int) -> int:
-    """Threads of a worker: the argument, else what the command was told (--threads). Never derived from the worker
-    count.
+def choose_threads(argument: int | None, default: int) -> int:
+    """Return the CPU threads of a worker: the script's argument, else the command's (--threads). The number of workers
+    never counts: it would change the bits.
     """
-    threads = argument if argument is not None else told
+    threads = argument if argument is not None else default
     if threads < 1:
         raise UsageError(f"threads must be at least 1, got {threads}")
     return threads

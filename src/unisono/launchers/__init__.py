@@ -1,0 +1,70 @@
+"""Start a run on one or more machines: `run` with a `Launcher`.
+
+A new launcher is a file in this package that implements `unisono.launchers.protocol.Launcher`, and a row of
+`LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from unisono.decisions.membership import Policy
+from unisono.errors import UsageError
+from unisono.fingerprint import script_checksum
+from unisono.launchers.fleet import Fleet
+from unisono.launchers.local import Local
+from unisono.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine
+from unisono.machine import agent
+from unisono.machine.headprocess import Service
+from unisono.spec import MachineSpec, RunSpec, StartMethod
+
+__all__ = ["HERE", "LAUNCHERS", "AgentCommand", "Handle", "Launcher", "Machine", "run"]
+
+LAUNCHERS: Final[dict[str, Callable[[int], Launcher]]] = {"local": Local}
+"""By name: makes the launcher for the number of workers that the command line asks for."""
+
+
+def run(
+    spec: RunSpec,
+    launcher: Launcher,
+    service: Service | None = None,
+    *,
+    start: StartMethod = "fork",
+    simulate_hosts: int = 1,
+    outcome: str = "",
+) -> int:
+    """Train on the launcher's machines. Blocks until the run is over; returns the exit code.
+
+    Call it in the main thread: the process becomes the command that keeps the head, and handles signals.
+
+    Args:
+        spec: settings of the run. The process goes to its ``folder``; default: the current one.
+        service: membership and address of the head; default: all workers of the machines, on the loopback interface.
+        start, simulate_hosts, outcome: for the workers of this machine (`MachineSpec`).
+
+    Raises:
+        UsageError: the run cannot be started.
+    """
+    machines = launcher.machines()
+    total = sum(machine.num_workers for machine in machines)
+    if total < 1:
+        raise UsageError("a run has at least 1 worker, and the launcher's machines have none")
+    if spec.folder:
+        os.chdir(spec.folder)
+    spec = msgspec.structs.replace(spec, folder=os.getcwd(), script=script_checksum(spec.arguments))
+    here = MachineSpec(
+        run=spec,
+        num_workers=sum(machine.num_workers for machine in machines if machine.name == HERE),
+        start=start,
+        simulate_hosts=simulate_hosts,
+        outcome=outcome,
+    )
+    others = [machine for machine in machines if machine.name != HERE]
+    return agent.run(
+        here, service or Service(policy=Policy(start=total, maximum=total)), partial(Fleet, launcher, others, spec)
+    )

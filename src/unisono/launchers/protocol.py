@@ -1,0 +1,79 @@
+"""What a launcher is: the one that starts agents on other machines (ssh, srun, mpirun, Ray, Kubernetes ...).
+
+The command that starts a run keeps the head. Where `Launcher.machines` names `HERE`, the command also starts workers on
+its own machine. On every other machine the launcher starts an agent, which is ``unisono join``::
+
+    command (head, agent of HERE)  --Launcher.start-->  agent on machine a  -->  its workers
+                                   --Launcher.start-->  agent on machine b  -->  its workers
+
+An agent reads the run's token from its standard input, so the token is on no command line and in no environment. The
+standard input then stays open: at its end the agent ends its workers and itself. So nothing outlives a command that was
+killed, if the launcher passes on the end of the pipe (``ssh``, ``srun`` and ``mpirun`` do so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+__all__ = ["HERE", "AgentCommand", "Handle", "Launcher", "Machine"]
+
+HERE: Final = ""
+"""Name of the machine that the command runs on: its workers need no other agent."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that takes part in a run from its beginning."""
+
+    name: str
+    num_workers: int
+
+
+class AgentCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The command of an agent. Its first line of standard input is ``secret``; the standard input is then kept open."""
+
+    words: tuple[str, ...]
+    """The command, for `subprocess.Popen` or, quoted, for a shell."""
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"AgentCommand({self.words!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return [("words", self.words)]
+
+
+class Handle(Protocol):
+    """An agent that was started. A `subprocess.Popen` with ``text=True`` is one."""
+
+    @property
+    def stdout(self) -> Iterable[str] | None:
+        """The lines that the agent prints, its standard error included. Read once, in a thread; ends with the agent."""
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the agent runs."""
+
+    def wait(self) -> int:
+        """Block until the agent has ended; return its exit code."""
+
+    def terminate(self) -> None:
+        """Ask the agent to end (SIGTERM); does not wait."""
+
+
+class Launcher(Protocol):
+    """Starts agents on machines. Implement this protocol and add a row to `unisono.launchers.LAUNCHERS`."""
+
+    def machines(self) -> Sequence[Machine]:
+        """Return the machines of the run, with unique names. Called once."""
+
+    def start(self, machine: Machine, command: AgentCommand) -> Handle:
+        """Start an agent on a machine other than `HERE`; do not wait until it is up.
+
+        Raises:
+            UsageError: the agent cannot be started; says why, and what to do.
+        """
+
+    def close(self) -> None:
+        """End every agent that still runs, whatever it does, and free what the launcher holds. The run is over."""

@@ -1,0 +1,200 @@
+"""The workers of one machine: the agent's children that compute."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from unisono.lifetime import Memory
+from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child
+from unisono.machine.placement import PLACEMENTS, Placement
+from unisono.messages import WorkerExit
+from unisono.spec import MachineSpec, WorkerSpec
+
+__all__ = ["Observer", "Workers"]
+
+
+class Observer(Protocol):
+    """Receives what the workers of a machine print, and how each of them ended."""
+
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        """Receive one line of a worker's output."""
+
+    def on_exit(self, message: WorkerExit) -> None:
+        """Receive the end of a worker's process, or that it could not be started."""
+
+    def on_notice(self, text: str) -> None:
+        """Receive a sentence for the user."""
+
+
+@dataclass(frozen=True)
+class _Delayed:
+    timer: asyncio.TimerHandle
+
+
+@dataclass(frozen=True)
+class _Starting:
+    local_rank: int
+    is_evicted: bool = False
+
+
+@dataclass(frozen=True)
+class _Started:
+    """Running, or ended: `Child.exit_code` says which."""
+
+    local_rank: int
+    child: Child
+
+    @property
+    def is_running(self) -> bool:
+        return self.child.exit_code is None
+
+
+@dataclass(frozen=True)
+class _Evicted:
+    """Evicted before its start: never to be started."""
+
+
+_State = _Delayed | _Starting | _Started | _Evicted
+
+
+class Workers:
+    """Starts the workers of a machine, reports their ends, ends them.
+
+    Args:
+        spec: the machine's part of the run.
+        head: the head's address.
+        host: label of this machine: equal for workers that can share memory.
+        secret: the run's token.
+    """
+
+    def __init__(self, spec: MachineSpec, *, head: str, host: str, secret: Memory, observer: Observer) -> None:
+        self._spec = spec
+        self._head = head
+        self._host = host
+        self._observer = observer
+        self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, self)
+        self._states: dict[str, _State] = {}
+        self._is_closing = False
+
+    def open(self) -> None:
+        """Start the processes that workers are forked from.
+
+        Raises:
+            OSError, UsageError: see `Placement.open`.
+        """
+        self._placement.open()
+
+    def start(self, worker_ids: Iterable[str], delay_s: float = 0.0) -> None:
+        """Start these workers, each of them once in its life: a head that follows another one may repeat an order."""
+        for worker_id in worker_ids:
+            if worker_id in self._states:
+                continue
+            if delay_s > 0:
+                timer = asyncio.get_running_loop().call_later(delay_s, self._start, worker_id)
+                self._states[worker_id] = _Delayed(timer)
+            else:
+                self._start(worker_id)
+
+    def evict(self, worker_id: str) -> None:
+        """End a worker. A delayed one does not start; one that is being forked is killed as soon as it is there."""
+        match self._states.get(worker_id):
+            case _Delayed(timer):
+                timer.cancel()
+                self._states[worker_id] = _Evicted()
+            case _Starting(local_rank):
+                self._states[worker_id] = _Starting(local_rank, is_evicted=True)
+            case _Started(child=child):
+                child.kill()
+            case None:
+                self._states[worker_id] = _Evicted()
+
+    def kill(self) -> None:
+        """Kill all workers, with the processes that they have started."""
+        for state in self._started():
+            state.child.kill()
+
+    def have_started(self) -> bool:
+        """Return whether there is or was any worker here."""
+        return bool(self._started())
+
+    def running(self) -> list[str]:
+        """Return the ids of the workers whose process has not ended."""
+        return [state.child.name for state in self._started() if state.is_running]
+
+    async def ended_within(self, seconds: float) -> bool:
+        """Return whether all workers have ended by themselves within this time. From now on none starts."""
+        self._is_closing = True
+        for state in self._states.values():
+            if isinstance(state, _Delayed):
+                state.timer.cancel()
+        return all(await asyncio.gather(*(state.child.ended_within(seconds) for state in self._started())))
+
+    async def close(self) -> None:
+        """End all workers (SIGTERM, then SIGKILL), and the process that has forked them."""
+        if not await self.ended_within(0.0):
+            for state in self._started():
+                state.child.signal_group(signal.SIGTERM)
+            if not await self.ended_within(TERMINATE_S):
+                self.kill()
+                await self.ended_within(TERMINATE_S)
+        await self._placement.close()
+
+    # -- what processes do (`placement.Listener`) ------------------------------------------------------
+
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        self._observer.on_line(name, text, is_error)
+
+    def on_end(self, child: Child) -> None:
+        assert child.exit_code is not None
+        words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
+        self._observer.on_exit(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
+
+    def on_notice(self, text: str) -> None:
+        self._observer.on_notice(text)
+
+    # -- one worker ------------------------------------------------------------------------------------
+
+    def _start(self, worker_id: str) -> None:
+        if self._is_closing:
+            return
+        local_rank = self._free_local_rank()
+        self._states[worker_id] = _Starting(local_rank)
+        spec = self._worker_spec(worker_id, local_rank)
+
+        def on_started(result: Child | OSError) -> None:
+            state = self._states.pop(worker_id)
+            assert isinstance(state, _Starting)
+            if isinstance(result, OSError):
+                words = f"it {NOT_STARTED.format(result)}"
+                self._observer.on_exit(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
+                return
+            self._states[worker_id] = _Started(local_rank, result)
+            if self._is_closing or state.is_evicted:
+                result.kill()
+
+        self._placement.start(spec, on_started)
+
+    def _free_local_rank(self) -> int:
+        """Return the smallest local rank that no worker has: a replacement takes that of the lost worker."""
+        taken = {
+            state.local_rank
+            for state in self._states.values()
+            if isinstance(state, _Starting) or (isinstance(state, _Started) and state.is_running)
+        }
+        return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+
+    def _worker_spec(self, worker_id: str, local_rank: int) -> WorkerSpec:
+        spec, host = self._spec, self._host
+        if spec.simulate_hosts > 1:
+            host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
+        return WorkerSpec(
+            run=spec.run, head=self._head, worker_id=worker_id, host=host, agent=os.getpid(), local_rank=local_rank
+        )
+
+    def _started(self) -> list[_Started]:
+        return [state for state in self._states.values() if isinstance(state, _Started)]

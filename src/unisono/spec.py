@@ -1,0 +1,108 @@
+"""Settings of a run, made once from the command line, handed down once, read once.
+
+Three values, each inside of the next: `RunSpec` (equal for the whole run), `MachineSpec` (one machine's part of the
+run), `WorkerSpec` (one worker's). The agent puts a worker's `WorkerSpec` into one environment variable. The worker
+takes the variable out of its environment, so that no process that the script starts takes itself for a part of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Literal
+
+import msgspec
+
+__all__ = ["WORKER", "MachineSpec", "RunSpec", "StartMethod", "WorkerSpec"]
+
+WORKER: Final = "UNISONO_WORKER"
+"""Name of the environment variable with a worker's `WorkerSpec` (JSON, without the token)."""
+
+StartMethod = Literal["fork", "spawn"]
+"""fork: from a process that has imported torch; spawn: each worker imports torch by itself."""
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings that are equal for the whole run. The defaults are those of a script that runs alone."""
+
+    arguments: tuple[str, ...] = ()
+    """Script and its arguments, after ``python -m unisono.machine.worker``."""
+    folder: str = ""
+    """Working directory of the command and of the workers."""
+    script: str = ""
+    """Checksum of the script's text (`unisono.fingerprint.script_checksum`); "" where it is not one file."""
+    threads: int = 1
+    """CPU threads of a worker."""
+    run_dir: str = ""
+    """Run directory of the command line, which wins over the script's; "" where none was given."""
+    overwrite: bool = False
+    """Replace another run that the run directory holds."""
+    resume: str = ""
+    """Run or checkpoint to resume from; "auto": what the run directory holds."""
+    resume_anyway: tuple[str, ...] = ()
+    """Names of the recipe's entries that may differ from the checkpoint's."""
+    exchange: str = "auto"
+    timeout_s: float = 300.0
+    """How long one exchange may take."""
+    heartbeat_s: float = 0.5
+    """Time between two heartbeats of a worker."""
+    head_away_s: float = 60.0
+    """How long workers go on without the head."""
+
+    def command(self) -> str:
+        """Return what ``unisono run --resume`` needs to start the script again (JSON); "" for a function."""
+        if not self.arguments or self.arguments[0] == "--callable":
+            return ""
+        return json.dumps({"folder": self.folder, "arguments": self.arguments})
+
+
+class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine's part of a run: what its agent does."""
+
+    run: RunSpec
+    num_workers: int
+    """How many workers the agent offers to start."""
+    start: StartMethod = "fork"
+    simulate_hosts: int = 1
+    """For tests: workers get this many different host labels."""
+    launched: bool = False
+    """A launcher has started the agent: it ends with its standard input, and prints the workers' output only."""
+    outcome: str = ""
+    """File for a description of how the run ended (JSON); the traceback is then not printed."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker's settings. The defaults are those of a script that runs alone."""
+
+    run: RunSpec = RunSpec()
+    head: str = ""
+    """The head's address, ``ws://HOST:PORT``."""
+    worker_id: str = ""
+    host: str = ""
+    """Equal for workers that can share memory."""
+    agent: int = 0
+    """Process id of the agent that has started this worker."""
+    local_rank: int = 0
+    """Position among the workers of its machine: the number of the GPU that it takes."""
+    token: str = ""
+    """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variable from which the worker reads its settings. The token is not in it."""
+        settings = msgspec.to_builtins(self)
+        del settings["token"]
+        return {WORKER: json.dumps(settings)}  # ASCII: an environment has the encoding of its locale
+
+    @classmethod
+    def decode(cls, text: str, token: str) -> WorkerSpec:
+        """Return the settings in the value of `WORKER`.
+
+        Raises:
+            msgspec.DecodeError: they are none, or those of another version.
+        """
+        return msgspec.structs.replace(msgspec.json.decode(text, type=cls), token=token)
+
+    def __repr__(self) -> str:
+        return f"WorkerSpec({self.worker_id!r}, head={self.head!r}, host={self.host!r}, run={self.run!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("worker_id", self.worker_id), ("head", self.head), ("host", self.host), ("run", self.run)]

@@ -1,0 +1,73 @@
+"""A launcher written against the public protocol alone: two agents on this host, as if they were two machines.
+
+Run as a program, this file is the command that starts the run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import WAIT_S
+from tests.workers.conftest import mark, nursery, standing_nursery
+from unisono import launchers
+from unisono.decisions.roster import Policy
+from unisono.journal import compare, read
+from unisono.launchers import AgentCommand, Handle, Machine
+from unisono.lifetime import PARENT
+from unisono.machine.headprocess import Service
+from unisono.spec import RunSpec
+from unisono.testing import run_workers
+
+__all__ = ["mark", "nursery", "standing_nursery"]
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINING = ROOT / "tests" / "workers" / "small_training.py"
+STEPS = "4"
+
+
+class TwoMachines:
+    """Each agent is a process of its own."""
+
+    def __init__(self) -> None:
+        self._agents: list[subprocess.Popen[str]] = []
+
+    def machines(self) -> list[Machine]:
+        return [Machine(name="left", num_workers=1), Machine(name="right", num_workers=2)]
+
+    def start(self, machine: Machine, command: AgentCommand) -> Handle:
+        agent = subprocess.Popen(
+            command.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._agents.append(agent)
+        assert agent.stdin is not None
+        agent.stdin.write(f"{command.secret}\n")
+        agent.stdin.flush()
+        return agent
+
+    def close(self) -> None:
+        for agent in self._agents:
+            agent.kill()
+            agent.wait()
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_launcher_of_two_machines_trains_the_same_bits(tmp_path: Path) -> None:
+    calm = run_workers(TRAINING, 1, directory=tmp_path / "calm", arguments=["--steps", STEPS])
+    assert calm.exit_code == 0, calm.output
+    command = [sys.executable, "-P", __file__, tmp_path / "run", STEPS]
+    environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert compare(tmp_path / "calm", tmp_path / "run").startswith("identical: 4 steps")
+    assert [len(line["workers"]) for line in read(tmp_path / "run") if line["kind"] == "step"][-1] == 3
+
+
+if __name__ == "__main__":
+    spec = RunSpec(arguments=(str(TRAINING), "--steps", sys.argv[2]), run_dir=sys.argv[1], exchange="gloo")
+    together = Service(policy=Policy(start=3, minimum=3, maximum=3))
+    sys.exit(launchers.run(spec, TwoMachines(), together))

@@ -1,0 +1,219 @@
+"""Agents that a launcher starts: their output, their end, and that they end with the command that has started them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house import test_toy_launcher as toy
+from tests.waiting import WAIT_S
+from tests.workers.conftest import marked, wait_until_gone
+from unisono.errors import UsageError
+from unisono.launchers import LAUNCHERS, AgentCommand, Machine, fleet
+from unisono.launchers.fleet import Fleet
+from unisono.lifetime import PARENT
+from unisono.spec import RunSpec
+
+LEFT, RIGHT = Machine(name="left", num_workers=1), Machine(name="right", num_workers=2)
+FOR_EVER = "1000000"
+
+
+class Agent:
+    """Prints what the test says, and ends when the test wants it to."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._over = threading.Event()
+        self._code = 0
+        self.is_asked = False
+
+    @property
+    def stdout(self) -> Iterator[str]:
+        yield from self._lines
+        self._over.wait()
+
+    def end(self, code: int) -> None:
+        if not self._over.is_set():
+            self._code = code
+            self._over.set()
+
+    def poll(self) -> int | None:
+        return self._code if self._over.is_set() else None
+
+    def wait(self) -> int:
+        self._over.wait()
+        return self._code
+
+    def terminate(self) -> None:
+        self.is_asked = True
+
+
+class Rented:
+    """Two machines, whose agents are those of the test."""
+
+    def __init__(self, left: Agent, right: Agent) -> None:
+        self.agents = {"left": left, "right": right}
+        self.commands: dict[str, AgentCommand] = {}
+
+    def machines(self) -> list[Machine]:
+        return [LEFT, RIGHT]
+
+    def start(self, machine: Machine, command: AgentCommand) -> Agent:
+        self.commands[machine.name] = command
+        return self.agents[machine.name]
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            agent.end(-signal.SIGKILL)
+
+
+class Seen:
+    """What the command that starts the run would show."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[str] = asyncio.Queue()
+
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        self.said.put_nowait(f"[{name}] {text}")
+
+    def on_notice(self, text: str) -> None:
+        self.said.put_nowait(text)
+
+    def on_machines_lost(self, reason: str) -> None:
+        self.said.put_nowait(f"lost: {reason}")
+
+
+def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
+    rented, seen = Rented(Agent(["[w0] hello\n", "no route to host\n"]), Agent([])), Seen()
+
+    async def work() -> list[str]:
+        agents = Fleet(rented, [LEFT, RIGHT], RunSpec(head_away_s=7.0), "ws://head:1", "secret")
+        agents.start(seen)
+        said = [await seen.said.get(), await seen.said.get()]
+        rented.agents["left"].end(255)
+        said.append(await seen.said.get())
+        assert seen.said.empty(), "the other machine may go on alone"
+        rented.agents["right"].end(-signal.SIGKILL)
+        said += [await seen.said.get(), await seen.said.get()]
+        await agents.close(WAIT_S)
+        return said
+
+    left = "the agent of left ended with exit code 255: no route to host"
+    right = "the agent of right was killed by signal 9 (SIGKILL)"
+    assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == [
+        "[left] [w0] hello",
+        "[left] no route to host",
+        left,
+        right,
+        f"lost: no machine is left: {left} and {right}",
+    ]
+    command = rented.commands["right"]
+    assert command.secret == "secret"
+    assert "secret" not in " ".join(command.words) + repr(command)
+    assert command.words[-4:] == ("--workers", "2", "--head-away-s", "7.0")
+
+
+def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "TERMINATE_S", 0.01)
+    rented, seen = Rented(Agent([]), Agent([])), Seen()
+
+    async def work() -> None:
+        agents = Fleet(rented, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
+        agents.start(seen)
+        rented.agents["left"].end(0)
+        await agents.close(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+    assert (rented.agents["left"].poll(), rented.agents["right"].poll()) == (0, -signal.SIGKILL)
+    assert rented.agents["right"].is_asked
+    assert seen.said.empty(), "the run is over: nobody is interested"
+
+
+def test_the_local_launcher_hands_over_the_secret_and_leaves_nothing() -> None:
+    launcher = LAUNCHERS["local"](3)
+    assert [machine.num_workers for machine in launcher.machines()] == [3]
+    echo = "import sys; print(sys.stdin.readline().strip()[::-1], flush=True); sys.stdin.read()"
+    agent = launcher.start(LEFT, AgentCommand(words=(sys.executable, "-c", echo), secret="secret"))
+    assert agent.stdout is not None
+    assert next(iter(agent.stdout)) == "terces\n"
+    assert agent.poll() is None, "it waits for the end of its standard input"
+    launcher.close()
+    assert agent.poll() == -signal.SIGKILL
+    with pytest.raises(UsageError, match="nowhere cannot be started: No such file"):
+        launcher.start(LEFT, AgentCommand(words=("nowhere",), secret="secret"))
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["int", "kill"])
+def test_agents_end_with_the_command_that_has_started_them(number: signal.Signals, tmp_path: Path, mark: str) -> None:
+    environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": str(toy.ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-P", toy.__file__, tmp_path / "run", FOR_EVER],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as command:
+        assert command.stdout is not None
+        try:
+            for line in command.stdout:
+                if "loss" in line:
+                    break
+            pids = marked(mark)
+            assert len(pids) >= 4, "the command, the head and two agents"
+            token = (tmp_path / "run" / "token").read_bytes()
+            shown = [Path(f"/proc/{pid}/{name}").read_bytes() for pid in pids for name in ("cmdline", "environ")]
+            assert not [text for text in shown if token in text]
+            command.send_signal(number)
+            command.stdout.read()
+            assert command.wait(WAIT_S) == (130 if number is signal.SIGINT else -signal.SIGKILL)
+        finally:
+            command.kill()
+    wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
+    assert marked(mark) == {}
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_ends_where_no_machine_can_be_reached(script: Callable[[str], str], tmp_path: Path) -> None:
+    name = script(
+        """
+        import sys
+        from unisono import launchers
+        from unisono.launchers.processes import Processes
+        from unisono.spec import RunSpec
+
+        class Unreachable:
+            def __init__(self):
+                self._processes = Processes()
+
+            def machines(self):
+                return [launchers.Machine(name="left", num_workers=1)]
+
+            def start(self, machine, command):
+                return self._processes.start(command, before=("sh", "-c", "echo no route to host; exit 255"))
+
+            def close(self):
+                self._processes.close()
+
+        sys.exit(launchers.run(RunSpec(arguments=(__file__,)), Unreachable()))
+        """
+    )
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    command = [sys.executable, "-P", name]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    why = "the agent of left ended with exit code 255: no route to host"
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines() == ["[left] no route to host"]
+    assert done.stderr.splitlines() == [f"unisono: {why}", f"unisono: failed: no machine is left: {why}"]
