@@ -15,7 +15,7 @@ import pytest
 from tests.waiting import WAIT_S
 from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono import launchers
-from unisono.decisions.roster import Policy
+from unisono.decisions.membership import Policy
 from unisono.journal import compare, read
 from unisono.launchers import AgentCommand, Handle, Machine
 from unisono.lifetime import PARENT
