@@ -57,6 +57,8 @@ FLOORS = {
     "training.gradients": 3,
     "training.tracked": 3,
     "training.guards": 3,
+    "checkpoint.snapshot": 3,
+    "checkpoint.writer": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
@@ -66,6 +68,7 @@ FLOORS = {
     "training.agreement": 4,
     "training.evaluation": 4,
     "training.step": 4,
+    "training.resuming": 4,
     "training.keeping": 4,
     "training.run": 4,
     "machine.worker": 4,
@@ -119,7 +122,9 @@ NEIGHBOURS = {
     "training.agreement": {"training.rounds", "training.team"},
     "training.step": {"training.agreement", "training.rounds", "training.team"},
     "training.evaluation": {"training.agreement", "training.rounds", "training.team"},
-    "training.keeping": {"training.rounds", "training.team"},
+    "checkpoint.writer": {"checkpoint.snapshot"},
+    "checkpoint.saving": {"checkpoint.snapshot", "checkpoint.writer"},
+    "training.keeping": {"training.resuming", "training.rounds", "training.team"},
     "training.run": {
         "training.agreement",
         "training.connect",

@@ -16,7 +16,7 @@ import torch
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import StaticTeam
-from unisono.decisions.cadence import Place
+from unisono.decisions.cadence import CheckpointReport, Place
 from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
 from unisono.exchange import NUM_FACTS, Exchange, Share
@@ -28,7 +28,7 @@ from unisono.facts import Facts
 from unisono.member import Member
 from unisono.state import quick_digest
 from unisono.training.keeping import Keeper
-from unisono.training.rounds import Rounds
+from unisono.training.rounds import Rounds, Silent
 from unisono.training.team import LOST, AloneTeam, HeadTeam, Report
 from unisono.training.tracked import Tracked
 
@@ -302,15 +302,14 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
             yield
             self.is_waiting = False
 
+    class Reports(Silent):
+        def report(self) -> CheckpointReport:
+            waits.append(team.is_waiting)
+            return CheckpointReport()
+
     team = Waiting(CPU)
-    rounds = Rounds(team, Tracked())
+    rounds = Rounds(team, Tracked(), reporter=Reports())
     rounds.use(FlatLayout([("a", torch.zeros(3))], []))
-
-    def tell() -> tuple[float, ...]:
-        waits.append(team.is_waiting)
-        return ()
-
-    rounds.about_checkpoints = tell
     plan = rounds.start("step", 1)
     held: dict[Any, Any] = {}
     share(rounds, plan.nodes, held, 1)

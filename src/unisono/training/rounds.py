@@ -21,13 +21,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from unisono.decisions.balance import Balance
-from unisono.decisions.cadence import Place, differences, table
+from unisono.decisions.cadence import CheckpointReport, Place, differences, table
 from unisono.decisions.plan import Plan, plan, replan
 from unisono.decisions.tree import Node
 from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
@@ -100,10 +100,44 @@ class Helping:
         return leaf
 
 
+class Reporter(Protocol):
+    """What has something to report about checkpoints with every combine."""
+
+    def report(self) -> CheckpointReport:
+        """Return the report that goes with the next combine. May wait for a copy."""
+        ...
+
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
+        """Receive the reports of all members, by rank."""
+        ...
+
+    def unwritten_lines(self) -> list[str]:
+        """Return the lines of the journal that a newcomer may have to write."""
+        ...
+
+
+class Silent:
+    """A `Reporter` of rounds that nobody keeps on a disk."""
+
+    def report(self) -> CheckpointReport:
+        return CheckpointReport()
+
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
+        pass
+
+    def unwritten_lines(self) -> list[str]:
+        return []
+
+
+def _report_of(numbers: Sequence[float]) -> CheckpointReport:
+    wants, step, status, reaches, lines = numbers
+    return CheckpointReport(bool(wants), int(step), int(status), bool(reaches), int(lines))
+
+
 class Rounds:
     """This member's part in the rounds of a run."""
 
-    def __init__(self, team: Team, tracked: Tracked, *, balance: bool = True) -> None:
+    def __init__(self, team: Team, tracked: Tracked, *, reporter: Reporter | None = None, balance: bool = True) -> None:
         self.team = team
         self.tracked = tracked
         self.number = 0
@@ -111,12 +145,7 @@ class Rounds:
         self.step = 0
         self.lines = 0
         self.total = 0
-        self.about_checkpoints: Callable[[], Sequence[float]] = tuple
-        """What this member has to say about checkpoints with the next combine."""
-        self.heard_about_checkpoints: Callable[[list[tuple[float, ...]], int], None] = lambda words, generation: None
-        """Gets what all said, by rank, and in which generation."""
-        self.unwritten: Callable[[], list[str]] = list
-        """The lines of the journal that a newcomer may have to write."""
+        self._reporter: Reporter = reporter or Silent()
         self.handed_over: list[str] = []
         """Those that this member got with the state, as a newcomer."""
         self._kind, self._num_leaves = "step", 1
@@ -401,10 +430,10 @@ class Rounds:
         told = facts._replace(notice=float(self.team.newest()), first_of_host=float(first_of_host))
         generation = self.team.generation
         with self.team.waiting():
-            told = told.saying(self.about_checkpoints())  # may wait for a disk
+            told = told.saying(self._reporter.report())  # may wait for a copy
             combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])
         everyones = self.facts = [Facts(*each[: len(told)]) for each in combined.facts]
-        self.heard_about_checkpoints([each.word for each in everyones], generation)
+        self._reporter.on_reports([_report_of(each.word) for each in everyones], generation, self.team.worker_ids)
         # Everybody has heard of the oldest of the newest notices: at the next boundary all can move to it.
         self._agreed = int(min(each.notice for each in everyones))
         if self._balanced_generation != self.team.generation:
@@ -533,7 +562,7 @@ class Rounds:
             source = next(rank for rank, report in enumerate(reports) if not report.fresh)
             packed = None
             if self.team.rank == source:
-                packed = pack({**self.tracked.state(), "lines": self.unwritten()}, "tracked")
+                packed = pack({**self.tracked.state(), "lines": self._reporter.unwritten_lines()}, "tracked")
             state = self._transfer(source, packed)
             if self._fresh:
                 self.handed_over = state.pop("lines")

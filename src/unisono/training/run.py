@@ -156,10 +156,7 @@ class Run:
         self._keeper.enter(self._run_id, alone=member is None)
         self._arithmetic.enter()
         self._team = self._make_team(member)
-        self._rounds = Rounds(self._team, self._tracked, balance=self._balance)
-        self._rounds.about_checkpoints = self._keeper.tell
-        self._rounds.heard_about_checkpoints = partial(self._keeper.hear, team=self._team)
-        self._rounds.unwritten = self._journal.unwritten
+        self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
         self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
         seed_place(self.seed, "start")
         return self
@@ -348,7 +345,7 @@ class Run:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
         if self._rounds is None or not self._joined:
             raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
-        self._keeper.saver.request()
+        self._keeper.request()
         if not self._inside:
             self._keeper.save_together(self._rounds)
 
@@ -564,7 +561,7 @@ class Run:
         self._steps_before = rounds.total
         self._keeper.joined(cursor, rounds)
         # All who see it: the first may be lost before, or be on a machine where that path is nothing.
-        if self._keeper.saver.reaches and self.directory is not None and (member := members.current()) is not None:
+        if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy
             on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
             member.send(RunDirectory(path=str(self.directory.resolve()), on_signal=on_signal))
@@ -625,8 +622,8 @@ class Run:
             "workers": workers,
             "logs": step.logs,
         }
-        self._keeper.metrics |= {"loss": line["loss"], **step.logs}
-        if news := self._keeper.saver.news():
+        self._keeper.note({"loss": line["loss"], **step.logs})
+        if news := self._keeper.news():
             line["checkpoint"] = news
         # Not a line of its own: who finishes this step after a loss knows of no change, and lines are numbered alike.
         if step.news:
