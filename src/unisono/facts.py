@@ -46,8 +46,8 @@ class Facts(NamedTuple):
     other_high: float = 0.0
     other_low: float = 0.0
     checkpoint: float = 0.0
-    """From here on: what it says about checkpoints (`unisono.decisions.cadence.Word`)."""
-    checkpoint_attempt: float = -1.0
+    """From here on: what it says about checkpoints (`unisono.decisions.cadence.CheckpointReport`)."""
+    checkpoint_step: float = 0.0
     checkpoint_status: float = 0.0
     checkpoint_reaches: float = 0.0
     journal_lines: float = 0.0

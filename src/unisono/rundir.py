@@ -21,6 +21,7 @@ __all__ = [
     "RUN_FILE",
     "TOKEN_FILE",
     "Lock",
+    "RunDirectory",
     "claim",
     "describe",
     "forget_head",
@@ -37,6 +38,8 @@ TOKEN_FILE = "token"
 LOCK_FILE = ".lock"
 LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05
+LOOK_EVERY_S = 1.0
+"""How often a worker that has lost sight of the run's directory looks for it."""
 _OURS = (RUN_FILE, JOURNAL, "checkpoints")
 
 
@@ -121,6 +124,58 @@ class Lock:
             return True
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         return False
+
+
+class RunDirectory:
+    """The directory of a run, as one of its processes sees it.
+
+    Args:
+        path: None: the run has no directory.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.is_seen = False
+        """Whether this process could write into the directory when it last looked."""
+        self._lock = Lock()
+        self._run_id = ""
+        self._look_at = 0.0
+
+    def claim(self, run_id: str, *, overwrite: bool, resume: bool) -> None:
+        """Make the directory that of run ``run_id`` and hold it; see `claim` and `Lock.take`."""
+        if self.path is None:
+            return
+        self._run_id = run_id
+        make(self.path)
+        if overwrite or resume or holder(self.path) in (None, run_id):
+            self._lock.take(self.path, run_id)
+        try:
+            claim(self.path, run_id, overwrite=overwrite, resume=resume)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def enter(self, run_id: str) -> None:
+        """Hold the directory if it is visible here and a member of run ``run_id`` has claimed it."""
+        self._run_id = run_id
+        if self.path is not None and self.path.is_dir() and holder(self.path) == run_id:
+            self._lock.take(self.path, run_id)
+            self.is_seen = True
+
+    def look(self) -> bool:
+        """Return whether the directory is still there and still that of the run."""
+        self.is_seen = self.path is not None and self._lock.is_in(self.path, self._run_id)
+        return self.is_seen
+
+    def look_again(self) -> None:
+        """Look from time to time whether a directory is there again that this process has held and lost sight of."""
+        if not self.is_seen and self._lock.is_held and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            self.look()
+
+    def release(self) -> None:
+        """Let other runs have the directory."""
+        self._lock.release()
 
 
 def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False) -> None:

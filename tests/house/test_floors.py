@@ -59,6 +59,8 @@ FLOORS = {
     "training.untouched": 3,
     "training.tracked": 3,
     "training.guards": 3,
+    "checkpoint.snapshot": 3,
+    "checkpoint.writer": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
@@ -66,6 +68,7 @@ FLOORS = {
     "training.connect": 4,
     "training.upcoming": 4,
     "training.step": 4,
+    "training.resuming": 4,
     "training.keeping": 4,
     "training.loop": 4,
     "training.run": 4,
@@ -123,9 +126,11 @@ NEIGHBOURS = {
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.upcoming": {"rounds"},
     "training.step": {"rounds"},
-    "training.keeping": {"rounds"},
+    "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
     "training.run": {"rounds", "training.connect", "training.keeping", "training.loop", "training.step"},
+    "checkpoint.writer": {"checkpoint.snapshot"},
+    "checkpoint.saving": {"checkpoint.snapshot", "checkpoint.writer"},
 }
 
 PURE = {

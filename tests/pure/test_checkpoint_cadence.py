@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.decisions.cadence import (
+    CheckpointReport,
     Checkpoints,
     Status,
     Verdict,
-    Word,
     assign_parts,
     choose_kept,
-    choose_writer,
     differences,
     is_due,
     judge,
@@ -25,42 +24,57 @@ from unisono.decisions.cadence import (
 )
 from unisono.errors import UsageError
 
-IDLE = Word(reaches=1.0)
-
-
-def at(step: int, status: Status) -> Word:
-    return Word(0.0, float(step), status, 1.0)
+IDLE = CheckpointReport(step=5, reaches=True)
+BUSY, WRITTEN, PUBLISHING, PUBLISHED, FAILED, CHANGED = (
+    IDLE._replace(status=status)
+    for status in (
+        Status.BUSY, Status.WRITTEN, Status.PUBLISHING, Status.PUBLISHED, Status.FAILED, Status.CHANGED,
+    )
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("words", "verdict"),
+    ("publisher", "other", "verdict"),
     [
-        ([IDLE, IDLE], Verdict.NOTHING),
-        ([at(4, Status.BUSY), at(4, Status.WRITTEN)], Verdict.WAIT),
-        ([at(4, Status.WRITTEN), at(4, Status.WRITTEN)], Verdict.COMMIT),
-        ([at(4, Status.WRITTEN), at(4, Status.FAILED)], Verdict.FAIL),
-        ([at(4, Status.BUSY), at(4, Status.FAILED)], Verdict.FAIL),
-        ([at(4, Status.WRITTEN), IDLE], Verdict.DROP),
-        ([at(4, Status.WRITTEN), at(5, Status.WRITTEN)], Verdict.DROP),
+        (BUSY, WRITTEN, Verdict.WAIT),
+        (WRITTEN, BUSY, Verdict.WAIT),
+        (WRITTEN, WRITTEN, Verdict.PUBLISH),
+        (PUBLISHING, WRITTEN, Verdict.WAIT),
+        (PUBLISHED, WRITTEN, Verdict.DONE),
+        (IDLE, WRITTEN, Verdict.DONE),  # there was nothing to write: a checkpoint of this step is there
+        (WRITTEN, FAILED, Verdict.FAIL),
+        (FAILED, BUSY, Verdict.FAIL),
+        (CHANGED, BUSY, Verdict.RETAKE),
+        (WRITTEN, CHANGED, Verdict.RETAKE),
     ],
 )
-def test_what_becomes_of_an_attempt(words: list[Word], verdict: Verdict) -> None:
-    for order in itertools.permutations(words):
-        assert judge(order) is verdict
+def test_what_becomes_of_a_snapshot(publisher: CheckpointReport, other: CheckpointReport, verdict: Verdict) -> None:
+    assert judge([publisher, other], publisher=0, same_generation=True) is verdict
+    assert judge([other, publisher], publisher=1, same_generation=True) is verdict
 
 
-def test_nobody_begins_while_one_is_busy_or_none_can_write() -> None:
-    assert may_begin([IDLE, Word()])
-    assert not may_begin([IDLE, Word(0.0, -1.0, Status.BUSY, 1.0)])  # it publishes the one before
-    assert not may_begin([IDLE, at(4, Status.WRITTEN)])
-    assert not may_begin([Word(), Word()])
+@pytest.mark.parametrize("reports", [*itertools.product((IDLE, BUSY, WRITTEN, PUBLISHED, FAILED), repeat=2)])
+def test_a_snapshot_of_other_members_is_lost_when_nobody_publishes_it(reports: tuple[CheckpointReport, ...]) -> None:
+    """Until then its parts stay, of which one would be missing in a checkpoint that has its name."""
+    assert judge(reports, publisher=0, same_generation=False) is Verdict.LOST
+    assert judge([*reports, PUBLISHING], publisher=0, same_generation=False) is Verdict.WAIT
+
+
+def test_no_snapshot_is_taken_while_one_member_is_busy_or_ahead_or_none_can_write() -> None:
+    assert may_begin([IDLE, IDLE._replace(reaches=False)])
+    assert may_begin([PUBLISHED, IDLE])
+    assert may_begin([CHANGED])
+    for other in (BUSY, WRITTEN, PUBLISHING, FAILED):
+        assert not may_begin([IDLE, other])
+    assert not may_begin([IDLE, IDLE._replace(step=6)])  # it has passed the boundary that the others come to
+    assert not may_begin([IDLE._replace(reaches=False)] * 2)
 
 
 def test_what_makes_one_due() -> None:
     policy = Checkpoints(every_steps=5)
     assert [step for step in range(1, 12) if is_due(policy, step, [IDLE, IDLE])] == [5, 10]
-    assert is_due(policy, 7, [IDLE, IDLE._replace(wants=1.0)])
-    assert is_due(None, 7, [IDLE._replace(wants=1.0)])
+    assert is_due(policy, 7, [IDLE, IDLE._replace(wants=True)])
+    assert is_due(None, 7, [IDLE._replace(wants=True)])
     assert not is_due(None, 5, [IDLE])
     assert not is_due(Checkpoints(every_seconds=1.0), 5, [IDLE])
 
@@ -131,20 +145,3 @@ def test_a_policy_that_makes_no_sense_is_refused(given: dict[str, object], said:
     with pytest.raises(UsageError) as caught:
         Checkpoints(**given)  # type: ignore[arg-type]
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("worker_ids", "reaching", "rank"),
-    [
-        (["w0", "w1"], None, 0),
-        (["w0", "w1", "w2"], {"w0", "w1", "w2"}, 0),
-        (["w5", "w1", "w2"], {"w0", "w1", "w2"}, 1),
-        (["w5", "w6"], {"w0", "w1"}, None),
-        (["w5", "w6"], set(), None),
-    ],
-)
-def test_the_first_that_sees_the_directory_writes_for_all(
-    worker_ids: list[str], reaching: set[str] | None, rank: int | None
-) -> None:
-    """Known by the workers' names: ranks are those of another generation after a loss."""
-    assert choose_writer(worker_ids, reaching) == rank

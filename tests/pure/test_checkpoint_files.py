@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from unisono.checkpoint import files
 from unisono.checkpoint.files import BLOCK_BYTES, Entry, FileFacts, Manifest, Problem, Slice
 from unisono.checkpoint.loading import load_model, newest, read
-from unisono.checkpoint.saving import Layout, tensor_names
+from unisono.checkpoint.snapshot import Layout, tensor_names
 from unisono.errors import CheckpointError
 from unisono.state import pack
 

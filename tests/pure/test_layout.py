@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from unisono.decisions.layout import EVERYTHING, StateLayout, replicated
 
 SHARDED = StateLayout({"first": ("w0", "w1"), "second": ("w1", "w2"), "third": ("w2", "w0")})
@@ -26,3 +28,26 @@ def test_the_first_holder_that_is_able_gives_a_part() -> None:
     assert SHARDED.source("first", {"w0", "w1"}) == "w0"
     assert SHARDED.source("first", {"w1", "w2"}) == "w1"
     assert SHARDED.source("first", {"w2"}) is None
+
+
+@pytest.mark.parametrize(
+    ("worker_ids", "able", "publisher"),
+    [
+        (["w0", "w1", "w2"], {"w0", "w1", "w2"}, "w0"),
+        (["w5", "w1", "w2"], {"w0", "w1", "w2"}, "w1"),
+        (["w5", "w6"], {"w0", "w1"}, None),
+        (["w5", "w6"], set(), None),
+    ],
+)
+def test_the_first_that_sees_the_directory_writes_for_all(
+    worker_ids: list[str], able: set[str], publisher: str | None
+) -> None:
+    """Known by the workers' names: ranks are those of another generation after a loss."""
+    assert replicated(worker_ids).publisher(able) == publisher
+
+
+def test_all_holders_that_see_the_directory_share_the_writing_of_a_part() -> None:
+    assert replicated(["w2", "w0", "w1"]).writers(EVERYTHING, {"w0", "w2"}) == ("w2", "w0")
+    assert SHARDED.writers("second", {"w0", "w2"}) == ("w2",)
+    assert SHARDED.writers("second", {"w0"}) == ()
+    assert SHARDED.publisher({"w2"}) == "w2"

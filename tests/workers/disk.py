@@ -9,7 +9,4 @@ __all__ = ["wait_for_disk"]
 
 def wait_for_disk(run: unisono.Run) -> None:
     """Wait within a step for what its checkpoints have under way: so every one that is due is made."""
-    saver = run._keeper.saver
-    for task in (saver._publish, saver._attempt.task if saver._attempt is not None else None):
-        if task is not None:
-            task.wait()
+    run._keeper._saver._writer.drain()

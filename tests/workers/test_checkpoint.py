@@ -37,13 +37,13 @@ from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
-from unisono.checkpoint import files, saving
+from unisono.checkpoint import files, saving, snapshot, writer
 from unisono.decisions.cadence import Place
 from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import JOURNAL, Journal, compare, read
-from unisono.rundir import describe
+from unisono.rundir import RunDirectory, describe
 from unisono.testing import Faults, Outcome, run_workers
 from unisono.training.keeping import Keeper
 from unisono.training.tracked import Tracked
@@ -340,7 +340,7 @@ def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(
 
     def begin_elsewhere(keeper: Keeper, phase: int, cursor: Cursor) -> Place | None:
         place = begin(keeper, phase, cursor)
-        keeper.saver.saved = -1
+        keeper._saver.saved = -1
         return place
 
     train(tmp_path, num_steps=4, checkpoint=EVERY, wait=True)
@@ -441,8 +441,8 @@ def test_checkpoints_of_another_course_do_not_count(tmp_path: Path) -> None:
     """A run that begins at another directory's checkpoint has none of its own, whatever its directory held."""
     train(tmp_path / "a", checkpoint=EVERY, wait=True)
     train(tmp_path / "b", num_steps=8, seed=4, checkpoint=EVERY, wait=True)
-    train(tmp_path / "b", checkpoint=EVERY, resume=tmp_path / "a" / files.FOLDER / files.step_name(4))
-    assert names(tmp_path / "b") == [files.step_name(6)]
+    train(tmp_path / "b", checkpoint=EVERY, resume=tmp_path / "a" / files.FOLDER / files.step_name(4), wait=True)
+    assert names(tmp_path / "b") == [files.step_name(5), files.step_name(6)], "it is in want of one of its own"
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 6 steps")
 
 
@@ -598,7 +598,25 @@ def test_checkpoints_of_a_clock(tmp_path: Path) -> None:
     assert len(steps(tmp_path)) >= 3
 
 
-# -- members whose words are carried by hand -------------------------------------------------------------
+# -- members whose reports are carried by hand -----------------------------------------------------------
+
+
+class InSight(RunDirectory):
+    """A directory that is in sight of a worker, or not."""
+
+    def __init__(self, path: Path, is_seen: bool) -> None:
+        super().__init__(path)
+        self.is_seen = is_seen
+
+    def look(self) -> bool:
+        return self.is_seen
+
+
+def make_saver(worker_id: str, policy: unisono.Checkpoints | None, directory: RunDirectory) -> saving.Saver:
+    state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
+    saver = saving.Saver(policy, directory, torch.device("cpu"), lambda: state)
+    saver.join(worker_id, writer.Origin(), is_newcomer=False)
+    return saver
 
 
 class Members:
@@ -612,33 +630,36 @@ class Members:
         policy: unisono.Checkpoints | None = EVERY,
     ) -> None:
         self.directory = directory
-        state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
         self.ids = [f"w{rank}" for rank in range(len(reaches))]
         self.savers = [
-            saving.Saver(policy, directory, torch.device("cpu"), lambda: state, reaches=one) for one in reaches
+            make_saver(worker_id, policy, InSight(directory, one))
+            for worker_id, one in zip(self.ids, reaches, strict=True)
         ]
         self.generation, self.total = 1, 0
 
     @property
-    def place(self) -> Place:
-        return Place(phase=0, step=self.total, total=self.total, lines=self.total)
+    def moment(self) -> saving.Moment:
+        place = Place(phase=0, step=self.total, total=self.total, lines=self.total)
+        return saving.Moment(place, self.generation, self.ids, {})
+
+    def boundary(self) -> None:
+        for saver in self.savers:
+            saver.boundary(self.moment)
 
     def step(self, number: int = 1) -> None:
         """Combine, update, come to the boundary after it; the disk is fast."""
         for _ in range(number):
-            words = [saver.tell() for saver in self.savers]
+            reports = [saver.report() for saver in self.savers]
             self.total += 1
-            for rank, saver in enumerate(self.savers):
-                saver.hear(words, self.generation, self.ids)
-                saver.boundary(self.place, rank=rank, generation=self.generation, metrics={})
             for saver in self.savers:
-                for task in (saver._publish, saver._attempt.task if saver._attempt is not None else None):
-                    if task is not None:
-                        task.wait()
+                saver.on_reports(reports, self.generation, self.ids)
+            self.boundary()
+            for saver in self.savers:
+                saver._writer.drain()
 
     def save_last(self) -> None:
-        for rank, saver in enumerate(self.savers):
-            saver.save_last(self.place, rank=rank, generation=self.generation, worker_ids=self.ids, metrics={})
+        for saver in self.savers:
+            saver.save_last(self.moment)
         for saver in self.savers:
             saver.finish()
 
@@ -649,6 +670,7 @@ class Members:
 
     def lose_first(self) -> None:
         """In the middle of a step, which the others finish in the next generation."""
+        self.savers[0]._writer.close()
         del self.savers[0], self.ids[0]
         self.generation += 1
 
@@ -685,7 +707,7 @@ def test_a_checkpoint_that_is_lost_with_who_publishes_it_is_made_again(
         if name == at:
             raise Killed
 
-    monkeypatch.setattr(saving, "point", end)
+    monkeypatch.setattr(writer, "point", end)
     members = Members(tmp_path, policy=unisono.Checkpoints(every_steps=10, keep=10))
     members.step(11)
     assert steps(tmp_path) == there
@@ -698,9 +720,8 @@ def test_a_checkpoint_that_is_lost_with_who_publishes_it_is_made_again(
 def test_who_does_not_see_the_directory_does_not_ask_for_what_is_there(tmp_path: Path) -> None:
     members = Members(tmp_path, reaches=(False, True))
     members.total = members.savers[1].saved = 4
-    for rank, saver in enumerate(members.savers):  # before the first step of a resumed run
-        saver.boundary(members.place, rank=rank, generation=members.generation, metrics={})
-    assert [saver.tell().wants for saver in members.savers] == [0.0, 0.0]
+    members.boundary()  # before the first step of a resumed run
+    assert [saver.report().wants for saver in members.savers] == [False, False]
 
 
 def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: Path) -> None:
@@ -732,7 +753,7 @@ def test_a_checkpoint_that_was_asked_for_is_written_by_the_next_if_its_writer_is
     members.step(3)
     for saver in members.savers:
         saver.request()
-    monkeypatch.setattr(saving, "point", end)
+    monkeypatch.setattr(writer, "point", end)
     with contextlib.suppress(Killed):
         members.save_last()
     assert steps(tmp_path) == []
@@ -747,7 +768,7 @@ def test_a_checkpoint_that_was_asked_for_is_written_by_the_next_if_its_writer_is
     members.save_last()
     members.confirm()
     members.save_last()
-    assert [saver.tell().wants for saver in members.savers] == [0.0]
+    assert [saver.report().wants for saver in members.savers] == [False]
     assert len(steps(tmp_path)) == 1
 
 
@@ -797,7 +818,7 @@ def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> No
         members.save_last()  # once: the end of the run comes after the end of its loop
     assert steps(tmp_path) == []
     members.step()
-    members.savers[0].policy = unisono.Checkpoints(must_succeed=True)
+    members = Members(tmp_path, reaches=(False, False), policy=unisono.Checkpoints(must_succeed=True))
     with pytest.raises(CheckpointError, match=r"no worker that is left sees it.* The run ends because"):
         members.save_last()
 
@@ -831,19 +852,19 @@ def test_a_large_state_is_copied_while_the_next_step_computes(tmp_path: Path, mo
     """The copy begins only when nothing else is left to do, and the update waits for it."""
     computing, copied = threading.Event(), []
     when_blocked_in({"_wait_for_copy"}, computing.set)
-    do = saving._Move.do
+    do = snapshot.LateCopy.run
 
-    def late(move: saving._Move, go_on: Callable[[], bool]) -> None:
+    def late(copy: snapshot.LateCopy, goes_on: Callable[[], bool]) -> None:
         assert computing.wait(WAIT_S)
-        copied.append(move)
-        do(move, go_on)
+        copied.append(copy)
+        do(copy, goes_on)
 
     def after(run: unisono.Run, step: unisono.Step, model: nn.Module) -> None:
         assert step.number != 2 or not copied
         if step.number > 2:
             wait_for_disk(run)
 
-    monkeypatch.setattr(saving._Move, "do", late)
+    monkeypatch.setattr(snapshot.LateCopy, "run", late)
     train(tmp_path / "a", num_steps=7, width=WIDE, checkpoint=EVERY, at_head=after)
     assert len(copied) >= 3, "the layer, and its two moments"
     check_saved(tmp_path / "a", 2, tmp_path / "b")
@@ -866,7 +887,7 @@ def test_a_change_between_the_steps_is_seen(tmp_path: Path) -> None:
 
 
 def test_without_overlap_everything_is_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving._Move, "do", lambda move, go_on: pytest.fail("something was left for later"))
+    monkeypatch.setattr(snapshot.LateCopy, "run", lambda copy, goes_on: pytest.fail("something was left for later"))
     policy = unisono.Checkpoints(every_steps=2, keep=10, overlap=False)
     train(tmp_path / "a", num_steps=5, width=WIDE, checkpoint=policy, wait=True)
     check_saved(tmp_path / "a", 2, tmp_path / "b")
@@ -982,7 +1003,7 @@ def test_a_directory_that_is_moved_is_told_once_and_not_made_anew(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the workers would make has neither the description of the run, nor its lock, nor the first lines."""
-    monkeypatch.setattr("unisono.training.keeping.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("unisono.rundir.LOOK_EVERY_S", 0.0)
     run_dir, moved = tmp_path / "run", tmp_path / "moved"
 
     def move(run: unisono.Run, step: unisono.Step) -> None:
@@ -1017,17 +1038,21 @@ def test_a_directory_that_is_moved_is_told_once_and_not_made_anew(
         check_readable(moved)
 
 
-def test_what_another_run_writes_in_a_directory_of_the_same_name_stays(tmp_path: Path) -> None:
+def test_what_another_run_writes_in_a_directory_of_the_same_name_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What looks like the rest of a writer that was killed may be the work of one that is not of this run."""
-    state = {"objects": {"model": {"weight": torch.ones(3)}}}
-    saver = saving.Saver(EVERY, tmp_path, torch.device("cpu"), lambda: state, is_there=lambda: False)
-    theirs = saver.folder / ".step-0000000009-1.partial"
+    members = Members(tmp_path, reaches=(True,))
+    members.step()
+    theirs = tmp_path / files.FOLDER / ".step-0000000009-1.partial"
     theirs.mkdir(parents=True)
-    own = saver.folder / ".step-0000000010-1.partial" / "part"
-    task = saving._Task(lambda task: saver._write_part(task, own, memoryview(b"x"), True))
-    task.wait()
-    assert isinstance(task.error, CheckpointError)
-    assert list(saver.folder.iterdir()) == [theirs]
+    monkeypatch.setattr(InSight, "look", lambda directory: False)  # it was moved since, and theirs has its place
+    members.step()
+    with pytest.warns(UserWarning, match="the run's directory was removed or moved"):
+        members.step()
+    for saver in members.savers:
+        saver.close()
+    assert list((tmp_path / files.FOLDER).iterdir()) == [theirs]
 
 
 def test_a_directory_that_is_removed_in_the_last_step_is_told(tmp_path: Path) -> None:

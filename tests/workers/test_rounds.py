@@ -16,7 +16,7 @@ import torch
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import StaticTeam
-from unisono.decisions.cadence import Place, Word
+from unisono.decisions.cadence import CheckpointReport, Place
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
@@ -336,9 +336,9 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
             self.is_waiting = False
 
     class Keeping(Nothing):
-        def report(self) -> Word:
+        def report(self) -> CheckpointReport:
             waits.append(team.is_waiting)
-            return Word()
+            return CheckpointReport()
 
     team = Waiting(CPU)
     rounds = Rounds(team, Tracked(), reporter=Keeping())

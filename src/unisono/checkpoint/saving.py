@@ -1,449 +1,363 @@
-"""Checkpoints of a run that goes on: copied at a step boundary, written by a thread, agreed on in passing.
+"""One member's part in the checkpoints of a run that goes on: what it reports, and what it does about the reports.
 
-A member copies its part into memory of its own, which is made ready before it is needed. What is small, and all
-buffers, are copied at once. Large parameters and the states of optimizers do not change before the next update; a
-thread copies them while the next micro-batches are computed, and `Saver.tell`, with which every step's combine begins,
-waits for the rest. Everything else happens in the thread: checksums, writing, waiting for the disk, and on one member
-the manifest and the rename. What the members have to agree on travels with the combines (`unisono.decisions.cadence`).
-
-All members hold the same bits. So it does not matter who writes what, and at the end of a training one of them writes
-everything.
+`Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps. What the
+reports mean for all members is decided in `unisono.decisions.cadence`; whatever waits for a disk is done by the
+`Writer`. All members hold the same bits, so any of them can write any part, and at the end of a training one member
+writes everything.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
-import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
-from torch import Tensor
 
 from unisono.checkpoint import files
-from unisono.checkpoint.files import Entry, FileFacts, Manifest
+from unisono.checkpoint.snapshot import LateCopy, Layout, Memory, Snapshot, choose_late
+from unisono.checkpoint.writer import Origin, Work, Writer
 from unisono.decisions.cadence import (
-    NO_ATTEMPT,
+    CheckpointReport,
     Checkpoints,
     Place,
     Status,
     Verdict,
-    Word,
-    assign_parts,
-    choose_kept,
-    choose_writer,
     is_due,
     judge,
     may_begin,
 )
+from unisono.decisions.layout import EVERYTHING, replicated
 from unisono.errors import CheckpointError
-from unisono.faults import point
+from unisono.rundir import RunDirectory
 from unisono.state import Packed, pack
 
-__all__ = ["Layout", "Saver", "tensor_names"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which tensor lies where in which part."""
-
-    entries: list[Entry]
-    headers: list[bytes]
-    """By part."""
-    num_bytes: list[int]
-    """By part: header and tensors."""
-
-    @classmethod
-    def of(cls, packed: Packed, num_parts: int) -> Layout:
-        """Cut a state into parts. The same on all members."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in packed.tensors]
-        parts = assign_parts(sizes, num_parts)
-        names = tensor_names(packed.paths)
-        ends = [0] * num_parts
-        entries: list[Entry | None] = [None] * len(sizes)
-        # The widest first: every tensor is aligned then, without gaps, which the format does not allow.
-        for place in sorted(range(len(sizes)), key=lambda place: (-packed.tensors[place].element_size(), place)):
-            tensor, part = packed.tensors[place], parts[place]
-            kind = str(tensor.dtype).removeprefix("torch.")
-            entries[place] = Entry(names[place], kind, list(tensor.shape), part, ends[part], sizes[place])
-            ends[part] += sizes[place]
-        known = [entry for entry in entries if entry is not None]
-        headers = [files.encode_header(entry for entry in known if entry.part == part) for part in range(num_parts)]
-        return cls(known, headers, [len(header) + end for header, end in zip(headers, ends, strict=True)])
-
-
-def tensor_names(paths: Sequence[str]) -> list[str]:
-    """``tracked['objects']['model']['0.weight']`` as ``model.0.weight``, each once."""
-    names: list[str] = []
-    seen: set[str] = set()
-    for path in paths:
-        name = path.removeprefix("tracked").removeprefix("['objects']")
-        name = name.replace("']['", ".").replace("'][", ".").replace("]['", ".").replace("][", ".").strip("[]'")
-        unique = name
-        while unique in seen or unique in ("", "__metadata__"):
-            unique = f"{name}#{len(names)}"
-        seen.add(unique)
-        names.append(unique)
-    return names
-
+__all__ = ["Moment", "Saver"]
 
 SLOW_S = 1.0
-"""A checkpoint that is still being written after this time is worth a word when the next one is due."""
+"""A checkpoint that has been written for this time when the next one is due is worth a warning."""
 
 
-LATER_BYTES = 1 << 20
-"""Tensors from this size on are copied while the next step computes."""
-MOVE_BYTES = 1 << 24
+class Moment(NamedTuple):
+    """A boundary between two steps: the position of the run, and its members."""
 
-
-class _Move:
-    """One tensor that is still to be copied."""
-
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        self.target, self.source = target, source
-        self._version = source._version
-
-    def do(self, go_on: Callable[[], bool]) -> None:
-        # Not by torch: its number of threads is of the thread that calls it, and not to be meddled with in another one.
-        size = self.source.numel() * self.source.element_size()
-        for start in range(0, size, MOVE_BYTES):
-            if go_on():
-                place = self.source.data_ptr() + start
-                ctypes.memmove(self.target.data_ptr() + start, place, min(MOVE_BYTES, size - start))
-
-    @property
-    def was_changed(self) -> bool:
-        return self.source._version != self._version
-
-
-class _Buffer:
-    """Memory that a part is copied into: kept, and touched before it is needed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._memory: Tensor = torch.empty(0, dtype=torch.uint8)
-        self._filled: tuple[Layout, int] | None = None
-        self._views: list[Tensor] = []
-
-    def reserve(self, num_bytes: int) -> None:
-        if self._memory.numel() < num_bytes:
-            self._views, self._filled = [], None
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._memory.zero_()
-
-    def fill(
-        self, layout: Layout, part: int, tensors: Sequence[Tensor], later: Collection[int] = ()
-    ) -> tuple[memoryview, list[_Move]]:
-        """Copy a part of a state, but the tensors ``later``.
-
-        Returns:
-            The whole file, and what is still to be copied into it.
-        """
-        header, num_bytes = layout.headers[part], layout.num_bytes[part]
-        self.reserve(num_bytes)
-        mine = [place for place, entry in enumerate(layout.entries) if entry.part == part]
-        if self._filled is None or self._filled[0] is not layout or self._filled[1] != part:
-            self._filled = (layout, part)
-            self._views = [self._view(len(header), layout.entries[place], tensors[place]) for place in mine]
-            self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        with torch.no_grad():
-            for view, place in zip(self._views, mine, strict=True):
-                if place not in later:
-                    view.copy_(tensors[place], non_blocking=True)
-        if self._pinned:
-            torch.cuda.synchronize()
-        moves = [_Move(view, tensors[place]) for view, place in zip(self._views, mine, strict=True) if place in later]
-        return files.memory_at(self._memory.data_ptr(), num_bytes, self._memory), moves
-
-    def _view(self, offset: int, entry: Entry, tensor: Tensor) -> Tensor:
-        start = offset + entry.start
-        return self._memory[start : start + entry.num_bytes].view(tensor.dtype).view(tensor.shape)
-
-
-class _Task:
-    """Something that a thread does. Its error is kept for who asks."""
-
-    def __init__(self, work: Callable[[_Task], Any]) -> None:
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.abandoned = False
-        self.seconds = 0.0
-        self._thread = threading.Thread(target=self._run, args=(work,), name="unisono-checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[_Task], Any]) -> None:
-        began = time.monotonic()
-        try:
-            self.value = work(self)
-        except Exception as error:
-            self.error = error
-        self.seconds = time.monotonic() - began
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def go_on(self) -> bool:
-        return not self.abandoned
+    place: Place
+    generation: int
+    worker_ids: Sequence[str]
+    metrics: Mapping[str, float]
+    """What was logged last, by name."""
 
 
 @dataclass
-class _Attempt:
-    place: Place
-    generation: int
-    partial: Path
-    layout: Layout
-    skeleton: bytes
-    num_workers: int
-    is_committer: bool
-    began: float
-    task: _Task | None
-    """None: this member has nothing to write."""
-    metrics: dict[str, float]
-    part: Path | None = None
-    """The file that this member writes in an attempt of all."""
-    moves: list[_Move] = field(default_factory=list)
-    """What the task copies first."""
-    copied: threading.Event = field(default_factory=threading.Event)
-    """It has."""
-
-
-class _Elsewhere(NamedTuple):
-    """A checkpoint that another member publishes, and that is not known to be there yet."""
+class _UnderWay:
+    """A checkpoint that is not known to be complete."""
 
     step: int
     generation: int
-    asked: bool
-    """`Saver.request` asked for it: one of the same step may hold another state."""
+    publisher: int
+    """The rank in that generation of the member that publishes it."""
+    snapshot: Snapshot | None = None
+    """None: another member writes all of it."""
+    work: Work | None = None
+    """None: this member writes nothing."""
+    publication: Future[None] | None = None
+    """None: this member does not publish it, or not yet."""
+    asked: bool = False
+    """Another member replaces a checkpoint of this step, because `Saver.request` asked for it."""
+    copy_s: float = 0.0
+    waited_s: float | None = None
+    """How long the update waited for late copies; None: it has not waited yet."""
+    was_reported: bool = False
+    """The other members may know that the part of this one is on the disk, so it may be published at any time."""
+    is_ordered: bool = False
+    """All parts are on the disk, and the publisher knows."""
 
 
-@dataclass
 class Saver:
     """This member's part in the checkpoints of a run.
 
     Args:
-        policy: None writes one only when `request` was called.
-        directory: of the run; None never writes.
-        state: gives everything that the next step depends on.
-        stable: the memory addresses of tensors that only an optimizer changes.
-        recipe: what a checkpoint must agree with when it is loaded.
+        policy: None writes a checkpoint only when `request` was called.
+        directory: of the run; without a path nothing is written.
+        state: returns everything that the next step depends on.
+        stable: returns the memory addresses of tensors that only an optimizer changes.
     """
 
-    policy: Checkpoints | None
-    directory: Path | None
-    device: torch.device
-    state: Callable[[], dict[str, Any]]
-    stable: Callable[[], Collection[int]] = tuple
-    recipe: dict[str, Any] = field(default_factory=dict)
-    fingerprint: dict[str, str] = field(default_factory=dict)
-    journal: Path | None = None
-    reaches: bool = False
-    """Whether this member can write into the directory."""
-    reaching: frozenset[str] | None = None
-    """The ids of the workers that can, as all have heard; None: nothing was said yet."""
-    is_there: Callable[[], bool] = lambda: True
-    """Whether the directory is still that of the run."""
-    saved: int = -1
-    """The step of the newest checkpoint that this member knows to be complete."""
-
-    def __post_init__(self) -> None:
-        self._buffer = _Buffer(self.device)
+    def __init__(
+        self,
+        policy: Checkpoints | None,
+        directory: RunDirectory,
+        device: torch.device,
+        state: Callable[[], dict[str, Any]],
+        stable: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self.policy = policy
+        self.reaching: frozenset[str] | None = None
+        """The ids of the workers that see the directory, by the newest reports; None: there were no reports yet."""
+        self.saved = -1
+        """The step of the newest checkpoint that this member knows to be complete."""
+        self._directory = directory
+        self._device = device
+        self._state, self._stable = state, stable
+        self._writer = Writer(directory, policy)
+        self._memory = Memory(device)
         self._layouts: dict[object, Layout] = {}
-        self._attempt: _Attempt | None = None
-        self._others: _Elsewhere | None = None
-        self._publishing: _Attempt | None = None
-        self._publish: _Task | None = None
-        self._prepare: _Task | None = None
-        self._given_up: _Task | None = None
-        self._clearing: _Task | None = None
-        self._prepared_for = -1
+        self._worker_id, self._origin = "", Origin()
+        self._under_way: _UnderWay | None = None
+        self._failure: tuple[int, BaseException | None] | None = None
         self._wanted = self._asked = False
-        self._warned_of = -1
-        self._last_of = self._missed_of = -1
-        self._overlaps = True
-        self._is_anchored = False  # the way to the folder is on the disk
-        self._began_at = time.monotonic()
-        self._copy_s = self._waited_s = 0.0
-        self._words: list[Word] | None = None
-        self._heard_in = -1
+        self._overlaps = device.type == "cpu" and (policy is None or policy.overlap)
+        self._reports: Sequence[CheckpointReport] = ()
+        """Those that the next boundary decides by."""
+        self._generation = -1
+        """That of the newest reports."""
+        self._step = 0
+        self._taken_at = time.monotonic()
+        self._prepared_for = self._warned_of = self._last_step = self._missed_step = -1
         self._news: dict[str, Any] = {}
 
     @property
     def folder(self) -> Path:
-        assert self.directory is not None
-        return self.directory / files.FOLDER
+        assert self._directory.path is not None
+        return self._directory.path / files.FOLDER
+
+    def join(self, worker_id: str, origin: Origin, *, is_newcomer: bool) -> None:
+        """This member is in the run, and the directory is claimed.
+
+        Args:
+            is_newcomer: the others know who writes, and this member does not until it has their reports.
+        """
+        self._worker_id, self._origin = worker_id, origin
+        if is_newcomer:
+            self.reaching = frozenset()
+        if self._directory.is_seen:
+            found = files.complete(self.folder)
+            self.saved = files.step_of(found[-1]) if found else -1
 
     def request(self) -> None:
-        """Write a checkpoint soon, also where there is one of this step: the state may be another by now."""
+        """Take a snapshot soon, also if there is a checkpoint of this step: the state may have changed since."""
         self._wanted = self._asked = True
+
+    def choose_publisher(self, worker_ids: Sequence[str]) -> str | None:
+        """Return the member that writes whatever one member writes for all; None: nobody sees the directory."""
+        able = worker_ids if self.reaching is None else self.reaching
+        return replicated(worker_ids).publisher(able)
+
+    def news(self) -> dict[str, Any]:
+        """Return what became of a checkpoint since the last call, for the journal."""
+        news, self._news = self._news, {}
+        return news
 
     # -- with every combine --------------------------------------------------------------------------
 
-    def tell(self) -> Word:
-        """What to say with the next combine. From here on the state may change."""
+    def report(self) -> CheckpointReport:
+        """Return the report that goes with the next combine. When it returns, the update may change the state."""
         every_s = self.policy.every_seconds if self.policy is not None else None
-        if every_s is not None and time.monotonic() - self._began_at >= every_s:
+        if every_s is not None and time.monotonic() - self._taken_at >= every_s:
             self._wanted = True
-        self._wait_for_copy()
-        wants = float(self._wanted and self.directory is not None)
-        attempt, reaches = self._attempt, float(self.reaches)
-        if attempt is None:
-            busy = any(task is not None and not task.done for task in (self._publish, self._given_up))
-            return Word(wants, NO_ATTEMPT, Status.BUSY if busy else Status.IDLE, reaches)
-        status = Status.BUSY
-        if attempt.task is None:
-            status = Status.WRITTEN
-        elif attempt.task.done:
-            status = Status.WRITTEN if attempt.task.error is None else Status.FAILED
-        return Word(wants, float(attempt.place.total), status, reaches)
+        status = self._status()
+        wants = self._wanted and self._directory.path is not None
+        return CheckpointReport(wants, self._step, status, self._directory.is_seen)
 
-    def _wait_for_copy(self) -> None:
-        attempt = self._attempt
-        if attempt is None or not attempt.moves:
-            return
+    def _status(self) -> Status:
+        under_way = self._under_way
+        if under_way is None:
+            return Status.BUSY if self._writer.is_busy else Status.IDLE
+        if (publication := under_way.publication) is not None:
+            if not publication.done():
+                return Status.PUBLISHING
+            return Status.PUBLISHED if publication.exception() is None else Status.FAILED
+        if (work := under_way.work) is not None:
+            if self._was_changed(under_way, work):
+                return Status.CHANGED
+            if not work.future.done():
+                return Status.BUSY
+            if work.future.exception() is not None:
+                return Status.FAILED
+        under_way.was_reported = True
+        return Status.WRITTEN
+
+    def _was_changed(self, under_way: _UnderWay, work: Work) -> bool:
+        """Wait for the late copies of a snapshot; give it up if the script has changed what they copied."""
+        if under_way.waited_s is not None or under_way.snapshot is None:
+            return False
         began = time.monotonic()
-        attempt.copied.wait()
-        self._waited_s = time.monotonic() - began
-        changed = sum(move.was_changed for move in attempt.moves)
-        attempt.moves = []
+        self._wait_for_copy(work)
+        under_way.waited_s = time.monotonic() - began
+        changed = sum(copy.was_changed for copy in under_way.snapshot.late)
         if changed:
             self._overlaps = False
-            self._drop(again=True)
+            self._give_up(was_heard=True)
+            self._wanted = True
             warnings.warn(
                 f"{changed} parameters or optimizer states were changed between the beginning of step "
-                f"{attempt.place.total} and its update, while a checkpoint copied them; it is made again, and from "
+                f"{under_way.step} and its update, while a checkpoint copied them; it is made again, and from "
                 "now on they are copied before a step begins. "
                 "unisono.Checkpoints(overlap=False) does so from the start",
                 stacklevel=2,
             )
+        return changed > 0
 
-    def hear(self, words: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
-        """What all members said with a combine, by rank."""
-        self._words, self._heard_in = list(words), generation
-        self.reaching = frozenset(one for one, word in zip(worker_ids, words, strict=True) if word.reaches)
+    def _wait_for_copy(self, work: Work) -> None:
+        work.copied.wait()
 
-    def news(self) -> dict[str, Any]:
-        """What happened since it was asked last, for the journal."""
-        news, self._news = self._news, {}
-        return news
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
+        """Receive the reports of all members, by rank."""
+        self._reports, self._generation = reports, generation
+        self.reaching = frozenset(one for one, report in zip(worker_ids, reports, strict=True) if report.reaches)
+        under_way = self._under_way
+        if under_way is None:
+            return
+        same = under_way.generation == generation
+        verdict = judge(reports, publisher=under_way.publisher, same_generation=same)
+        if verdict is Verdict.PUBLISH:
+            under_way.is_ordered = True
+            if worker_ids[under_way.publisher] == self._worker_id:
+                self._publish(under_way)
+        elif verdict is Verdict.DONE:
+            self._under_way = None
+            self._conclude(under_way)
+        elif verdict is Verdict.FAIL:
+            self._give_up(was_heard=True)
+            self._failure = (under_way.step, _error_of(under_way))
+        elif verdict is Verdict.RETAKE:
+            self._give_up(was_heard=True)
+            self._wanted = True
+        elif verdict is Verdict.LOST:
+            self._retake_unless_published(under_way)
+
+    def _publish(self, under_way: _UnderWay) -> None:
+        assert under_way.snapshot is not None
+        assert under_way.work is not None
+        under_way.publication = self._writer.publish(under_way.snapshot, under_way.work, self._origin)
+
+    def _conclude(self, under_way: _UnderWay) -> None:
+        """The publisher has come to an end."""
+        if under_way.publication is not None and (error := _error_of(under_way)) is not None:
+            self._failure = (under_way.step, error)
+            return
+        self.saved = max(self.saved, under_way.step)
+        if under_way.publication is not None and under_way.snapshot is not None and under_way.work is not None:
+            self._news = {
+                "step": self.saved,
+                "bytes": sum(under_way.snapshot.layout.num_bytes),
+                "copy_s": round(under_way.copy_s, 6),
+                "waited_s": round(under_way.waited_s or 0.0, 6),
+                "write_s": round(under_way.work.seconds, 6),
+                "seconds": round(time.monotonic() - under_way.snapshot.began, 6),
+            }
+
+    def _retake_unless_published(self, under_way: _UnderWay) -> None:
+        """The members have changed, and nobody publishes the checkpoint now."""
+        self._give_up(was_heard=True)
+        if under_way.publication is not None:
+            self._conclude(under_way)
+        elif under_way.asked:
+            self._wanted = self._asked = True
+        elif self._directory.is_seen:
+            self._writer.submit(partial(self._look_for, under_way.step))
+
+    def _look_for(self, step: int) -> None:
+        if (self.folder / files.step_name(step)).exists():
+            self.saved = max(self.saved, step)
+        else:
+            self._wanted = True
+
+    def _give_up(self, *, was_heard: bool) -> None:
+        """Forget the checkpoint that is under way, and remove the part of this member unless it may be published yet.
+
+        Args:
+            was_heard: by the reports, nobody publishes it now or later.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None or under_way.publication is not None:
+            return  # who publishes leaves nothing where that fails
+        if under_way.work is not None and under_way.snapshot is not None:
+            under_way.work.abandon()
+            if was_heard or not under_way.was_reported:
+                self._writer.remove(under_way.snapshot)
 
     # -- between two steps ---------------------------------------------------------------------------
 
-    def boundary(self, place: Place, *, rank: int, generation: int, metrics: Mapping[str, float]) -> None:
-        """Do what the words of the last combine ask for. Local.
+    def boundary(self, moment: Moment) -> None:
+        """Take a snapshot if the newest reports ask for one. Local.
 
         Raises:
-            CheckpointError: one could not be written, and the policy asks to end the run then.
+            CheckpointError: a checkpoint could not be written, and the policy asks to end the run then.
         """
-        if self.directory is None:
+        if self._directory.path is None:
             return
-        self._look_after()
-        self._look_at_others(generation)
-        if self._attempt is not None and self._attempt.generation != generation:
-            self._drop(again=True)
-        if self._words is None or self._heard_in != generation:
-            every = self.policy.every_steps if self.policy is not None else None
-            if every and self.reaches and place.total % every == 0 and place.total not in (0, self.saved):
+        self._step = step = moment.place.total
+        self._raise_failure()
+        reports, self._reports = self._reports, ()
+        if not reports or self._generation != moment.generation:
+            is_known = step in (0, self.saved, self._last_step)
+            if self._directory.is_seen and not is_known and is_due(self.policy, step):
                 self._wanted = True
-            return
-        self._follow(judge(self._words))
-        # What was said before the end of a phase does not know of the checkpoint that was written there.
-        due = place.total != self._last_of and is_due(self.policy, place.total, self._words)
-        if due and self._attempt is None and may_begin(self._words):
-            self._begin(place, rank, generation, metrics)
-        elif due:
-            self._wanted = True
-            self._say_that_it_waits(place, rank)
-        elif self.policy is not None and self._prepared_for != generation:
-            self._get_ready(rank, generation)
-
-    def _follow(self, verdict: Verdict) -> None:
-        attempt = self._attempt
-        if attempt is None:
-            return
-        if verdict is Verdict.COMMIT:
-            self._attempt = None
-            if attempt.is_committer:
-                self._publishing, self._publish = attempt, _Task(lambda task: self._finish_or_remove(attempt))
+        elif is_due(self.policy, step, reports):
+            if self._under_way is None and may_begin(reports):
+                self._begin(moment)
             else:
-                self._others = _Elsewhere(attempt.place.total, attempt.generation, asked=False)
-        elif verdict is Verdict.DROP:
-            self._drop(again=True)
-        elif verdict is Verdict.FAIL:
-            error = attempt.task.error if attempt.task is not None else None
-            self._drop(again=False)
-            self._failed(attempt.place.total, error)
+                self._wanted = True
+                self._warn_of_delay(moment)
+        elif self.policy is not None and self._prepared_for != moment.generation:
+            self._prepared_for = moment.generation
+            self._prepare(moment.worker_ids)
 
-    def _begin(self, place: Place, rank: int, generation: int, metrics: Mapping[str, float]) -> None:
-        assert self._words is not None
+    def _begin(self, moment: Moment) -> None:
+        assert self.reaching is not None
         self._wanted = self._asked = False
-        self._waited_s = 0.0
-        self._began_at = began = time.monotonic()
-        writers = [peer for peer, word in enumerate(self._words) if word.reaches]
-        packed = pack(self.state(), "tracked")
+        self._taken_at = time.monotonic()
+        members = replicated(moment.worker_ids)
+        writers, publisher = members.writers(EVERYTHING, self.reaching), members.publisher(self.reaching)
+        assert publisher is not None
+        snapshot = self._take(moment, writers, is_last=False)
+        self._under_way = _UnderWay(
+            step=moment.place.total,
+            generation=moment.generation,
+            publisher=moment.worker_ids.index(publisher),
+            snapshot=snapshot,
+            work=self._writer.write(snapshot) if snapshot.part is not None else None,
+            copy_s=time.monotonic() - snapshot.began,
+        )
+
+    def _take(self, moment: Moment, writers: Sequence[str], *, is_last: bool) -> Snapshot:
+        """Copy the part of this member, except what can be copied while the next step computes."""
+        began = time.monotonic()
+        packed = pack(self._state(), "tracked")
         layout = self._layout(packed, len(writers))
-        partial = self.folder / files.partial_name(place.total, generation)
-        for earlier in (self._prepare, self._given_up):
-            if earlier is not None:
-                earlier.wait()  # one does what the copy would have to do, the other has ended
-        task, path, copied = None, None, threading.Event()
-        moves: list[_Move] = []
-        if rank in writers:
-            part = writers.index(rank)
-            data, moves = self._buffer.fill(layout, part, packed.tensors, self._choose_later(packed.tensors))
-            self._copy_s = time.monotonic() - began
-            mine = path = partial / files.part_name(part, len(writers))
+        self._writer.drain()  # it may still use the memory
+        part = writers.index(self._worker_id) if self._worker_id in writers else None
+        data, late = memoryview(b""), tuple[LateCopy, ...]()
+        if part is not None:
+            # After the last step of a loop, the script may change the state at once.
+            chosen = choose_late(packed.tensors, self._stable()) if self._overlaps and not is_last else set[int]()
+            data, late = self._memory.fill(layout, part, packed.tensors, chosen)
+        return Snapshot(
+            place=moment.place,
+            generation=moment.generation,
+            folder=self.folder / files.partial_name(moment.place.total, moment.generation, last=is_last),
+            layout=layout,
+            skeleton=packed.skeleton,
+            metrics=dict(moment.metrics),
+            num_workers=len(moment.worker_ids),
+            began=began,
+            part=part,
+            data=data,
+            late=late,
+        )
 
-            def work(task: _Task) -> FileFacts | None:
-                try:
-                    for move in moves:
-                        move.do(task.go_on)
-                finally:
-                    copied.set()
-                point("checkpoint_copied")
-                return self._write_part(task, mine, data, part == 0)
-
-            task = _Task(work)
-        self._attempt = _Attempt(
-            place, generation, partial, layout, packed.skeleton, len(self._words), rank == writers[0], began, task,
-            dict(metrics), path, moves, copied,
-        )  # fmt: skip
-
-    def _choose_later(self, tensors: Sequence[Tensor]) -> set[int]:
-        """The tensors that can be copied while the next step computes."""
-        if not self._overlaps or (self.policy is not None and not self.policy.overlap) or self.device.type != "cpu":
-            return set()
-        stable = set(self.stable())
-        return {
-            place
-            for place, tensor in enumerate(tensors)
-            if tensor.numel() * tensor.element_size() >= LATER_BYTES
-            and tensor.data_ptr() in stable
-            and tensor.is_contiguous()
-        }
-
-    def _get_ready(self, rank: int, generation: int) -> None:
-        """Make the memory for this member's part before it is needed."""
-        assert self._words is not None
-        self._prepared_for = generation
-        writers = [peer for peer, word in enumerate(self._words) if word.reaches]
-        tasks = (self._publish, self._given_up)
-        if rank in writers and self._attempt is None and all(task is None or task.done for task in tasks):
-            layout = self._layout(pack(self.state(), "tracked"), len(writers))
-            num_bytes = layout.num_bytes[writers.index(rank)]
-            self._prepare = _Task(lambda task: self._buffer.reserve(num_bytes))
+    def _prepare(self, worker_ids: Sequence[str]) -> None:
+        """Have the memory for this member's part made before it is needed."""
+        writers = replicated(worker_ids).writers(EVERYTHING, self.reaching or ())
+        if self._worker_id in writers:
+            layout = self._layout(pack(self._state(), "tracked"), len(writers))
+            self._writer.prepare(partial(self._memory.reserve, layout.num_bytes[writers.index(self._worker_id)]))
 
     def _layout(self, packed: Packed, num_parts: int) -> Layout:
         key = (num_parts, packed.skeleton, tuple((tensor.dtype, tensor.shape) for tensor in packed.tensors))
@@ -451,144 +365,84 @@ class Saver:
             self._layouts = {key: Layout.of(packed, num_parts)}
         return self._layouts[key]
 
-    # -- in the thread -------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------
 
-    def _write_part(self, task: _Task, path: Path, data: memoryview, is_first: bool) -> FileFacts | None:
-        partial = path.parent
-        if not self.is_there():
-            raise CheckpointError("the run's directory was removed or moved")
-        if is_first:
-            files.remove_partials(self.folder, but=partial.name)
-        for folder in (self.folder, partial):  # and not the run's: without its other files it would not be one
-            folder.mkdir(exist_ok=True)
-        facts = files.write_file(path, data, task.go_on)
-        if facts is not None:
-            # Not synchronized: it is read in a moment, and its content goes into the manifest.
-            path.with_suffix(".facts").write_bytes(msgspec.json.encode(facts))
-            point("checkpoint_part_written")
-        return facts
+    def save_last(self, moment: Moment) -> None:
+        """Have one member write the whole state, because no step follows at once. Local; `finish` waits for the disk.
 
-    def _finish_or_remove(self, attempt: _Attempt, write: Callable[[], object] = tuple) -> None:
-        """``write`` what is missing, if anything, and make it a checkpoint; leave nothing of it where that fails."""
-        try:
-            if write() is not None:
-                self._complete(attempt)
-        except BaseException:
-            shutil.rmtree(attempt.partial, ignore_errors=True)
-            raise
+        The other members remember that it was asked for, in case that the writer is lost, until they `confirm` it.
 
-    def _complete(self, attempt: _Attempt) -> None:
-        """All parts are on the disk: make it a checkpoint."""
-        partial, num_parts = attempt.partial, len(attempt.layout.headers)
-        found = {files.SKELETON: files.write_file(partial / files.SKELETON, memoryview(attempt.skeleton))}
-        for part in range(num_parts):
-            name = files.part_name(part, num_parts)
-            side = (partial / name).with_suffix(".facts")
-            found[name] = msgspec.json.decode(side.read_bytes(), type=FileFacts)
-            if (partial / name).stat().st_size != found[name].num_bytes:  # type: ignore[union-attr]
-                raise CheckpointError(f"{name} has not the {attempt.layout.num_bytes[part]} bytes that were written")
-        files.leave_only(partial, found)
-        if self.journal is not None and self.journal.exists():
-            files.synchronize(self.journal)
-        place = attempt.place
-        point("checkpoint_before_manifest")
-        files.write_manifest(
-            partial,
-            Manifest(
-                step=place.total,
-                phase=place.phase,
-                phase_step=place.step,
-                lines=place.lines,
-                recipe=self.recipe,
-                fingerprint=self.fingerprint,
-                metrics={name: value for name, value in attempt.metrics.items() if math.isfinite(value)},
-                num_workers=attempt.num_workers,
-                saved=time.time(),
-                seconds=time.monotonic() - attempt.began,
-                tensors=attempt.layout.entries,
-                files={name: facts for name, facts in found.items() if facts is not None},
-            ),
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        if self._directory.path is None:
+            return
+        if self._under_way is not None and self._under_way.publication is not None:
+            self.finish()
+        if not self._needs_last(moment.generation):
+            return
+        asked = self._asked or (self._under_way is not None and self._under_way.asked)
+        self._give_up(was_heard=False)
+        self._wanted = self._asked = False
+        self._reports = ()  # they do not know of this checkpoint
+        step = self._last_step = moment.place.total
+        publisher = moment.worker_ids.index(self.choose_publisher(moment.worker_ids) or moment.worker_ids[0])
+        if moment.worker_ids[publisher] != self._worker_id:
+            self._under_way = _UnderWay(step, moment.generation, publisher, asked=asked)
+        elif self._directory.is_seen:
+            self.finish()
+            if self.saved != step or asked:
+                self._write_last(moment, publisher)
+        elif self._missed_step != step:  # the end of the run tries again what the end of its loop has tried
+            self._missed_step = step
+            self._failure = (step, CheckpointError("no worker that is left sees it, all machines must share it"))
+            self._raise_failure()
+
+    def _needs_last(self, generation: int) -> bool:
+        under_way = self._under_way
+        if self.policy is not None or self._wanted:
+            return True
+        return under_way is not None and not (under_way.is_ordered and under_way.generation == generation)
+
+    def _write_last(self, moment: Moment, publisher: int) -> None:
+        snapshot = self._take(moment, [self._worker_id], is_last=True)
+        copy_s = time.monotonic() - snapshot.began
+        self._under_way = under_way = _UnderWay(
+            moment.place.total, moment.generation, publisher, snapshot, self._writer.write(snapshot), copy_s=copy_s
         )
-        if not self._is_anchored:
-            files.synchronize_above(self.folder)
-            self._is_anchored = True
-        files.publish(partial, self.folder / files.step_name(place.total))
-        point("checkpoint_renamed")
-        files.remove_abandoned(self.folder)
-        self._prune(place.total)
+        self._publish(under_way)
 
-    def _prune(self, published: int) -> None:
-        if self.policy is None:
+    def confirm(self) -> None:
+        """All members have waited for the last checkpoint: whoever wrote it has come to an end with it."""
+        self._under_way = None
+
+    def finish(self) -> None:
+        """Wait until all that this member writes is on the disk.
+
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        self._writer.drain()
+        under_way = self._under_way
+        if under_way is not None and under_way.publication is not None:
+            self._under_way = None
+            self._conclude(under_way)
+        self._raise_failure()
+
+    def close(self) -> None:
+        """End the thread, and remove what is not complete."""
+        self._give_up(was_heard=False)
+        self._writer.close()
+
+    # -- what goes wrong -----------------------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        """Say that a checkpoint was not written, if one was not."""
+        if self._failure is None:
             return
-        found: dict[int, Mapping[str, float]] = {}
-        for path in files.complete(self.folder):
-            with suppress(CheckpointError):  # a broken one is left for its owner to look at
-                found[files.step_of(path)] = files.read_manifest(path).metrics
-        for step in found.keys() - choose_kept(found, self.policy, published=published):
-            with suppress(OSError):
-                files.remove(self.folder / files.step_name(step))
-
-    # -- what became of it ---------------------------------------------------------------------------
-
-    def _look_after(self) -> None:
-        """See whether what this member published is in its place."""
-        if self._prepare is not None and self._prepare.done:
-            self._prepare = None
-        if self._publish is None or not self._publish.done:
-            return
-        attempt, error = self._publishing, self._publish.error
-        assert attempt is not None
-        self._publishing = self._publish = None
-        if error is not None:
-            self._failed(attempt.place.total, error)
-            return
-        self.saved = attempt.place.total
-        self._news = {
-            "step": self.saved,
-            "bytes": sum(attempt.layout.num_bytes),
-            "copy_s": round(self._copy_s, 6),
-            "waited_s": round(self._waited_s, 6),
-            "write_s": round(attempt.task.seconds, 6) if attempt.task is not None else None,
-            "seconds": round(time.monotonic() - attempt.began, 6),
-        }
-
-    def _look_at_others(self, generation: int) -> None:
-        """See whether what another member published was lost with it: then it is wanted again."""
-        if self._others is None or self._words is None or self._heard_in != generation:
-            return
-        if any(word.attempt == NO_ATTEMPT and word.status == Status.BUSY for word in self._words):
-            return  # it, or somebody, is at it still
-        other, self._others = self._others, None
-        if other.generation == generation or not self.reaches:
-            return  # nobody was lost, and who publishes says what goes wrong
-        if not other.asked and (self.folder / files.step_name(other.step)).exists():
-            self.saved = max(self.saved, other.step)
-        else:
-            self._wanted = True
-
-    def _drop(self, *, again: bool) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None and attempt.task is not None:
-            attempt.task.abandoned = True
-            self._given_up = attempt.task  # it may wait for the disk: until it has ended, its memory is not used again
-            self._clear(attempt)
-        self._wanted = self._wanted or again
-
-    def _clear(self, attempt: _Attempt) -> None:
-        """Remove what this member has written of an attempt, when its thread is done with it."""
-        earlier = [task for task in (attempt.task, self._clearing) if task is not None]
-
-        def clear(task: _Task) -> None:
-            for each in earlier:
-                each.wait()
-            if attempt.part is not None:
-                files.remove_part(attempt.part)
-
-        self._clearing = _Task(clear)
-
-    def _failed(self, step: int, error: BaseException | None) -> None:
+        (step, error), self._failure = self._failure, None
         if error is None:
-            why = f"the checkpoint of step {step} was not written: another worker could not write its part"
+            why = f"the checkpoint of step {step} was not written: another worker could not write it"
         else:
             known = error.strerror if isinstance(error, OSError) else None
             shown = known or str(error) or type(error).__name__
@@ -598,81 +452,25 @@ class Saver:
         if error is not None:
             warnings.warn(f"{why}; the training goes on, and the next one is tried when it is due", stacklevel=2)
 
-    def _say_that_it_waits(self, place: Place, rank: int) -> None:
-        busy = self._attempt or self._publishing
-        if rank != 0 or busy is None or self._warned_of == busy.place.total or time.monotonic() - busy.began < SLOW_S:
+    def _warn_of_delay(self, moment: Moment) -> None:
+        busy = self._under_way.snapshot if self._under_way is not None else None
+        is_first = moment.worker_ids[0] == self._worker_id
+        if not is_first or busy is None or self._warned_of == busy.place.total:
             return
-        self._warned_of = busy.place.total
-        warnings.warn(
-            f"the checkpoint of step {place.total} waits: that of step {busy.place.total} has been written for "
-            f"{time.monotonic() - busy.began:.1f} s ({sum(busy.layout.num_bytes) / 1e6:.0f} MB) and is not done. "
-            "The disk is slower than checkpoints are asked for; write them less often",
-            stacklevel=2,
-        )
+        seconds = time.monotonic() - busy.began
+        if seconds >= SLOW_S:
+            self._warned_of = busy.place.total
+            warnings.warn(
+                f"the checkpoint of step {moment.place.total} waits: that of step {busy.place.total} has been written "
+                f"for {seconds:.1f} s ({sum(busy.layout.num_bytes) / 1e6:.0f} MB) and is not done. "
+                "The disk is slower than checkpoints are asked for; write them less often",
+                stacklevel=2,
+            )
 
-    # -- the end -------------------------------------------------------------------------------------
 
-    def save_last(
-        self, place: Place, *, rank: int, generation: int, worker_ids: Sequence[str], metrics: Mapping[str, float]
-    ) -> None:
-        """No step follows at once: one member writes the whole state. Local; `finish` waits for it.
-
-        The others keep in mind that it was asked for, in case that the writer is lost, until all `confirm` it.
-        """
-        others = self._others
-        if self.directory is None or (self.policy is None and not self._wanted and others is None):
-            return
-        self._drop(again=False)
-        asked = self._asked or (others is not None and others.asked)
-        self._wanted = self._asked = False
-        self._last_of = place.total
-        if rank != (choose_writer(worker_ids, self.reaching) or 0):
-            self._others = _Elsewhere(place.total, generation, asked)
-            return
-        self._others = None
-        if not self.reaches:
-            if self._missed_of != place.total:  # the end of the run tries again what the end of its loop has tried
-                self._missed_of = place.total
-                self._failed(place.total, CheckpointError("no worker that is left sees it, all machines must share it"))
-            return
-        self.finish()
-        if self.saved == place.total and not asked:
-            return
-        began = time.monotonic()
-        packed = pack(self.state(), "tracked")
-        layout = self._layout(packed, 1)
-        data, _ = self._buffer.fill(layout, 0, packed.tensors)
-        self._copy_s = time.monotonic() - began
-        point("checkpoint_copied")
-        partial = self.folder / files.partial_name(place.total, generation, last=True)
-        attempt = _Attempt(
-            place, generation, partial, layout, packed.skeleton, len(worker_ids), True, began, None, dict(metrics)
-        )
-
-        def write(task: _Task) -> FileFacts | None:
-            return self._write_part(task, partial / files.part_name(0, 1), data, True)
-
-        self._publishing = attempt
-        self._publish = _Task(lambda task: self._finish_or_remove(attempt, lambda: write(task)))
-
-    def confirm(self) -> None:
-        """All members have waited for the last checkpoint: whoever wrote it has come to an end with it."""
-        self._others = None
-
-    def finish(self) -> None:
-        """Wait until what was copied for the last checkpoint is on the disk.
-
-        Raises:
-            CheckpointError: see `boundary`.
-        """
-        for task in (self._prepare, self._given_up, self._clearing, self._publish):
-            if task is not None:
-                task.wait()
-        self._look_after()
-
-    def close(self) -> None:
-        """End the threads, and remove what is not complete."""
-        self._drop(again=False)
-        for task in (self._prepare, self._given_up, self._clearing, self._publish):
-            if task is not None:
-                task.wait()
+def _error_of(under_way: _UnderWay) -> BaseException | None:
+    """Return why this member could not do its part, which is over."""
+    for future in (under_way.work.future if under_way.work is not None else None, under_way.publication):
+        if future is not None and future.done() and (error := future.exception()) is not None:
+            return error
+    return None

@@ -1,57 +1,57 @@
-"""When checkpoints are written, by whom, and which are kept: decisions without I/O.
+"""When checkpoints are written and which are kept: decisions without I/O.
 
-A checkpoint is an **attempt** of all members: at the same step boundary each of them copies its part of the state, and
-writes it while training goes on. They never wait for each other about it. With every combine each member says one
-`Word`: whether it wants a checkpoint, which attempt it is at, and how far it is. All hear the same words at the same
-step, so all decide the same:
+Every member sends a `CheckpointReport` with every combine. All members of a generation receive the same reports with
+the same combine, so all of them decide the same, and no member ever waits for another:
 
-====================================  ==========================================================
-the words of all members say          at the next boundary
-====================================  ==========================================================
-nobody is at an attempt, one is due   all begin one
-all are at the same, one still writes training goes on
-all are at the same, all have written the committer publishes it; the others forget it
-one has failed                        all drop it, and say so; the next one comes when it is due
-they are not at the same              all drop it, and want it again
-====================================  ==========================================================
+1. A checkpoint is due, or one report wants one. If all members are at the same step and idle, all of them take a
+   **snapshot** of the state at the next boundary.
+2. The writer thread of each member writes its part of the snapshot while training goes on.
+3. When all reports say WRITTEN, the publisher (the first member that sees the run's directory) writes the manifest and
+   renames the directory. When its report says PUBLISHED, all members are idle again.
 
-The last row, and a change of the members, is what a loss leaves behind: a member that is ahead by a step has not
-begun what the others have. Of what was dropped each member removes its part.
+`judge` says what becomes of a snapshot that is under way:
 
-The words also say who sees the run's directory, and how far the journal is written: the first that sees it writes it.
+=============================================  =====================================================================
+the reports say                                what all members do
+=============================================  =====================================================================
+all WRITTEN                                    PUBLISH: the publisher publishes the checkpoint
+one FAILED                                     FAIL: remove their parts; the next checkpoint is tried when it is due
+one CHANGED (tensors, while they were copied)  RETAKE: remove their parts, and take another snapshot
+the publisher PUBLISHED                        DONE: forget the snapshot
+a new generation, and no member PUBLISHING     LOST: take another snapshot, unless the directory has its final name
+anything else                                  WAIT
+=============================================  =====================================================================
 
-The others forget a checkpoint only when nobody says any more that it is publishing one. When the members have changed
-by then, those who see the directory look whether it is there, and want it again if it is not.
+A member that was one step ahead when another was lost takes part in the first combine of the new generation twice, so
+to speak: it has passed the boundary that the others are still to reach. The reports show that, because their steps
+differ, and no snapshot is taken at that boundary.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from unisono.errors import UsageError
 
 __all__ = [
+    "CheckpointReport",
     "Checkpoints",
     "Place",
     "Status",
     "Verdict",
-    "Word",
     "assign_parts",
     "choose_kept",
-    "choose_writer",
     "differences",
     "is_due",
     "judge",
     "may_begin",
     "table",
 ]
-
-NO_ATTEMPT: Final = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +99,10 @@ class Checkpoints:
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run stands, between two steps."""
+    """The position of a run between two steps."""
 
     phase: int
-    """Which call of ``run.steps``, from 0."""
+    """The number of the call of ``run.steps``, from 0."""
     step: int
     """Steps of the phase that are done."""
     total: int
@@ -112,91 +112,96 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(enum.IntEnum):
-    """How far a member is with its attempt. BUSY without an attempt: it publishes the one before."""
+    """What a member is doing about checkpoints."""
 
     IDLE = 0
     BUSY = 1
+    """Its writer thread has work to do, for the snapshot that is under way or for an earlier one."""
     WRITTEN = 2
-    FAILED = 3
+    """Its part of the snapshot that is under way is on the disk, or it has none to write."""
+    PUBLISHING = 3
+    PUBLISHED = 4
+    FAILED = 5
+    """It could not write its part, or could not publish the checkpoint."""
+    CHANGED = 6
+    """The script changed tensors while they were copied, so the snapshot is useless."""
 
 
-class Word(NamedTuple):
-    """What a member tells the others about checkpoints with every combine: numbers, in this order."""
+class CheckpointReport(NamedTuple):
+    """What a member tells all others about checkpoints, with every combine."""
 
-    wants: float = 0.0
-    """1: begin a checkpoint at the next boundary."""
-    attempt: float = NO_ATTEMPT
-    """The step of the attempt that it is at."""
-    status: float = Status.IDLE
-    reaches: float = 0.0
-    """1: it can write into the run's directory."""
-    lines: float = 0.0
-    """How many lines of the journal it knows to be in the file; 0 of who does not write it."""
+    wants: bool = False
+    """Take a snapshot at the next boundary."""
+    step: int = 0
+    """The steps of the run that were done at the last boundary of this member."""
+    status: int = Status.IDLE
+    reaches: bool = False
+    """The member sees the run's directory, and can write into it."""
+    lines: int = 0
+    """How many lines of the journal are in the file, as far as its writer knows; 0 from all other members."""
 
 
 class Verdict(enum.Enum):
-    NOTHING = "nobody is at an attempt"
-    WAIT = "not all have written"
-    COMMIT = "all have written"
-    FAIL = "one could not write"
-    DROP = "not all are at the same attempt"
+    """What becomes of the snapshot that is under way."""
+
+    WAIT = enum.auto()
+    PUBLISH = enum.auto()
+    DONE = enum.auto()
+    FAIL = enum.auto()
+    RETAKE = enum.auto()
+    LOST = enum.auto()
 
 
-def judge(words: Sequence[Word]) -> Verdict:
-    """What becomes of the attempt that the members are at."""
-    attempts = {word.attempt for word in words}
-    if attempts == {NO_ATTEMPT}:
-        return Verdict.NOTHING
-    if len(attempts) > 1:
-        return Verdict.DROP
-    if any(word.status == Status.FAILED for word in words):
-        return Verdict.FAIL
-    return Verdict.COMMIT if all(word.status == Status.WRITTEN for word in words) else Verdict.WAIT
-
-
-def may_begin(words: Sequence[Word]) -> bool:
-    """Whether nobody is busy with an earlier checkpoint, and somebody can write."""
-    return all(word.attempt == NO_ATTEMPT and word.status == Status.IDLE for word in words) and any(
-        word.reaches for word in words
-    )
-
-
-def choose_writer(worker_ids: Sequence[str], reaching: Collection[str] | None) -> int | None:
-    """The rank of the member that writes what one writes for all: the first that can. None: nobody can.
+def judge(reports: Sequence[CheckpointReport], *, publisher: int, same_generation: bool) -> Verdict:
+    """Decide what becomes of the snapshot that is under way.
 
     Args:
-        worker_ids: the members, by rank.
-        reaching: those that can, by what all have said last; None where nothing was said yet: the first member has
-            claimed the directory.
+        reports: of all members, by rank.
+        publisher: the rank of the member that publishes it.
+        same_generation: whether the snapshot was taken in the generation of the reports.
     """
-    if reaching is None:
-        return 0
-    return next((rank for rank, worker_id in enumerate(worker_ids) if worker_id in reaching), None)
+    statuses = [report.status for report in reports]
+    if not same_generation:
+        return Verdict.WAIT if Status.PUBLISHING in statuses else Verdict.LOST
+    if Status.FAILED in statuses:
+        return Verdict.FAIL
+    if Status.CHANGED in statuses:
+        return Verdict.RETAKE
+    if statuses[publisher] in (Status.PUBLISHED, Status.IDLE):
+        return Verdict.DONE
+    return Verdict.PUBLISH if all(status == Status.WRITTEN for status in statuses) else Verdict.WAIT
 
 
-def is_due(policy: Checkpoints | None, step: int, words: Iterable[Word]) -> bool:
-    """Whether a checkpoint shall begin before step ``step``: the same on all who heard the same words."""
+def may_begin(reports: Sequence[CheckpointReport]) -> bool:
+    """Return whether all members can take a snapshot at the boundary that follows these reports."""
+    is_free = all(report.status in (Status.IDLE, Status.PUBLISHED, Status.CHANGED) for report in reports)
+    is_level = len({report.step for report in reports}) == 1
+    return is_free and is_level and any(report.reaches for report in reports)
+
+
+def is_due(policy: Checkpoints | None, step: int, reports: Iterable[CheckpointReport] = ()) -> bool:
+    """Return whether a snapshot is to be taken before step ``step``: the same on all who have the same reports."""
     every = policy.every_steps if policy is not None else None
-    return bool(every and step % every == 0) or any(word.wants for word in words)
+    return bool(every and step % every == 0) or any(report.wants for report in reports)
 
 
 def assign_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Which part each tensor goes into, so that the parts are about as large as each other."""
+    """Return the number of the part that each tensor goes into, so that all parts are about equally large."""
     loads = [0] * num_parts
     parts = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         part = min(range(num_parts), key=lambda part: (loads[part], part))
-        parts[place] = part
-        loads[part] += sizes[place]
+        parts[index] = part
+        loads[part] += sizes[index]
     return parts
 
 
 def choose_kept(saved: Mapping[int, Mapping[str, float]], policy: Checkpoints, *, published: int) -> set[int]:
-    """Which checkpoints to keep.
+    """Return the steps of the checkpoints to keep.
 
     Args:
-        saved: by step, the metrics of each checkpoint that is complete.
-        published: the step of the one that was written last. It is kept, whatever else is there.
+        saved: step -> metrics of each complete checkpoint.
+        published: the step of the checkpoint that was written last; it is always kept.
     """
     kept = {published, *sorted(saved)[-policy.keep :]}
     if policy.keep_every is not None:
@@ -211,7 +216,7 @@ def choose_kept(saved: Mapping[int, Mapping[str, float]], policy: Checkpoints, *
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Where two recipes differ: (what, in the first, in the second)."""
+    """Return the differences of two recipes: (name, value in the first, value in the second)."""
     found = []
     for name in dict.fromkeys((*saved, *now)):
         mine, theirs = saved.get(name, "-"), now.get(name, "-")
@@ -225,7 +230,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
 def table(
     rows: Sequence[tuple[str, str, str]], *, whose: tuple[str, str] = ("checkpoint", "script"), most: int = 12
 ) -> str:
-    """Differences as text, one a line."""
+    """Return differences as text, one per line."""
     shown = [("", *whose), *rows[:most]]
     widths = [max(len(row[column]) for row in shown) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]

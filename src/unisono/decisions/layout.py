@@ -40,15 +40,34 @@ class StateLayout:
         return not self.lost(survivors)
 
     def source(self, part: str, able: Collection[str]) -> str | None:
-        """Return the worker that gives a part to newcomers and writes it into checkpoints.
+        """Return the worker that gives a part to newcomers.
 
         Args:
-            able: workers that have the part now (and, for a checkpoint, see the run's directory).
+            able: workers that have the part now.
 
         Returns:
             The first holder in the order of ranks that is able; None if there is none.
         """
-        return next((one for one in self.holders[part] if one in able), None)
+        return next(iter(self.writers(part, able)), None)
+
+    def writers(self, part: str, able: Collection[str]) -> tuple[str, ...]:
+        """Return the workers that share the work of writing a part into a checkpoint, in the order of ranks.
+
+        Args:
+            able: workers that see the run's directory.
+        """
+        return tuple(one for one in self.holders[part] if one in able)
+
+    def publisher(self, able: Collection[str]) -> str | None:
+        """Return the worker that publishes a checkpoint, and writes whatever one worker writes for all.
+
+        Args:
+            able: workers that see the run's directory.
+
+        Returns:
+            The first worker that is able; None if there is none.
+        """
+        return next((one for part in self.holders for one in self.writers(part, able)), None)
 
     def copies(self, part: str) -> tuple[str, ...]:
         """Return the workers whose copies of a part must be equal to the bit."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-from unisono.decisions.cadence import Word
+from unisono.decisions.cadence import CheckpointReport
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
 from unisono.exchange.flat import FlatLayout
@@ -90,11 +90,11 @@ class Round(Protocol):
 class Reporter(Protocol):
     """Takes part in every combine with a report of its own: the one that writes checkpoints and the journal."""
 
-    def report(self) -> Word:
+    def report(self) -> CheckpointReport:
         """Return this member's report; may wait for a copy in memory. Called before every combine."""
         ...
 
-    def on_reports(self, reports: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         """Take note of the reports of all members, by rank. Called after every combine."""
         ...
 
@@ -111,10 +111,10 @@ class Nothing:
     def stand_by(self, plan: Plan) -> None:
         raise AssertionError("no round is finished yet, so no member can be a round behind")
 
-    def report(self) -> Word:
-        return Word()
+    def report(self) -> CheckpointReport:
+        return CheckpointReport()
 
-    def on_reports(self, reports: Sequence[Word], generation: int, worker_ids: Sequence[str]) -> None:
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         pass
 
     def unwritten_lines(self) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from unisono.decisions.cadence import Word
+from unisono.decisions.cadence import CheckpointReport
 from unisono.decisions.plan import Plan
 from unisono.exchange import NUM_FACTS, Exchange, Share
 from unisono.exchange.flat import FlatLayout, Slot
@@ -103,7 +103,14 @@ class Members:
             telemetry = telemetry.saying(self._reporter.report())  # may wait for a disk
             combined = exchange.combine(share, [*telemetry, *(0.0,) * (NUM_FACTS - len(telemetry))])
         told = [Facts(*each[: len(telemetry)]) for each in combined.facts]
-        self._reporter.on_reports([Word(*each.word) for each in told], generation, self.worker_ids)
+        self._reporter.on_reports(
+            [
+                CheckpointReport(bool(a), int(b), int(c), bool(d), int(e))
+                for a, b, c, d, e in (one.word for one in told)
+            ],
+            generation,
+            self.worker_ids,
+        )
         self.agreed_generation = int(min(each.notice for each in told))
         self.balancing.observe(told, share)
         return Summed(combined.slot, combined.digest, told, combined.waiting_s)

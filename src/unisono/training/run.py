@@ -364,7 +364,7 @@ class Run:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
         if self._rounds is None or not self._joined:
             raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
-        self._keeper.saver.request()
+        self._keeper.request()
         if self._loop is None or not self._loop.is_open:
             self._keeper.save_together(self._rounds)
 
@@ -503,7 +503,7 @@ class Run:
         self._num_steps = rounds.place.total
         self._keeper.joined(cursor, rounds, self._admission.lines)
         # All who see it: the first may be lost before, or be on a machine where that path is nothing.
-        if self._keeper.saver.reaches and self.directory is not None and (member := members.current()) is not None:
+        if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy
             on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
             member.send(RunDirectory(path=str(self.directory.resolve()), on_signal=on_signal))
@@ -545,8 +545,8 @@ class Run:
             "workers": workers,
             "logs": step.logs,
         }
-        self._keeper.metrics |= {"loss": line["loss"], **step.logs}
-        if news := self._keeper.saver.news():
+        self._keeper.note({"loss": line["loss"], **step.logs})
+        if news := self._keeper.news():
             line["checkpoint"] = news
         # Not a line of its own: who finishes this step after a loss knows of no change, and lines are numbered alike.
         if step.gradient.news:

@@ -1,0 +1,181 @@
+"""A snapshot: what one member writes of a checkpoint, copied at a step boundary.
+
+Small tensors and all buffers are copied at once. Large parameters and optimizer states do not change before the next
+update, so the writer thread copies them while the next micro-batches are computed (`LateCopy`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint import files
+from unisono.checkpoint.files import Entry
+from unisono.decisions.cadence import Place, assign_parts
+from unisono.state import Packed
+
+__all__ = ["LateCopy", "Layout", "Memory", "Snapshot", "choose_late", "tensor_names"]
+
+LATE_BYTES = 1 << 20
+"""Tensors from this size on are copied while the next step computes."""
+COPY_BYTES = 1 << 24
+"""A late copy can be abandoned after each block of this size."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of a checkpoint: which tensor lies where in which part."""
+
+    entries: list[Entry]
+    headers: list[bytes]
+    """By part."""
+    num_bytes: list[int]
+    """By part: header and tensors."""
+
+    @classmethod
+    def of(cls, packed: Packed, num_parts: int) -> Layout:
+        """Spread the tensors of a state over parts. The same on all members."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in packed.tensors]
+        parts = assign_parts(sizes, num_parts)
+        names = tensor_names(packed.paths)
+        ends = [0] * num_parts
+        entries: list[Entry | None] = [None] * len(sizes)
+        # The widest dtype first aligns every tensor without gaps, which the format does not allow.
+        for index in sorted(range(len(sizes)), key=lambda index: (-packed.tensors[index].element_size(), index)):
+            tensor, part = packed.tensors[index], parts[index]
+            kind = str(tensor.dtype).removeprefix("torch.")
+            entries[index] = Entry(names[index], kind, list(tensor.shape), part, ends[part], sizes[index])
+            ends[part] += sizes[index]
+        known = [entry for entry in entries if entry is not None]
+        headers = [files.encode_header(entry for entry in known if entry.part == part) for part in range(num_parts)]
+        return cls(known, headers, [len(header) + end for header, end in zip(headers, ends, strict=True)])
+
+
+def tensor_names(paths: Sequence[str]) -> list[str]:
+    """Turn ``tracked['objects']['model']['0.weight']`` into ``model.0.weight``; every name is unique."""
+    names: list[str] = []
+    seen: set[str] = set()
+    for path in paths:
+        name = path.removeprefix("tracked").removeprefix("['objects']")
+        name = name.replace("']['", ".").replace("'][", ".").replace("]['", ".").replace("][", ".").strip("[]'")
+        unique = name
+        while unique in seen or unique in ("", "__metadata__"):
+            unique = f"{name}#{len(names)}"
+        seen.add(unique)
+        names.append(unique)
+    return names
+
+
+class LateCopy:
+    """The copy of one tensor, to be made while the next step computes."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self._target, self._source = target, source
+        self._version = source._version
+
+    def run(self, goes_on: Callable[[], bool]) -> None:
+        """Copy the tensor, as long as ``goes_on()`` is true."""
+        # Not by torch, whose number of threads belongs to the thread that trains.
+        size = self._source.numel() * self._source.element_size()
+        for start in range(0, size, COPY_BYTES):
+            if goes_on():
+                source = self._source.data_ptr() + start
+                ctypes.memmove(self._target.data_ptr() + start, source, min(COPY_BYTES, size - start))
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the tensor has changed since the boundary, so that the copy may be spoiled."""
+        return self._source._version != self._version
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at a boundary, as one member writes it."""
+
+    place: Place
+    generation: int
+    folder: Path
+    """The directory of the checkpoint before it gets its final name."""
+    layout: Layout
+    skeleton: bytes
+    metrics: dict[str, float]
+    num_workers: int
+    began: float
+    """`time.monotonic` of the moment before the copy."""
+    part: int | None
+    """The part that this member writes; None: this member writes nothing."""
+    data: memoryview
+    """The bytes of that part."""
+    late: tuple[LateCopy, ...]
+    """The copies that are still to be made into ``data``."""
+
+    @property
+    def path(self) -> Path | None:
+        """The file that this member writes."""
+        return None if self.part is None else self.folder / files.part_name(self.part, len(self.layout.headers))
+
+
+def choose_late(tensors: Sequence[Tensor], stable: Collection[int]) -> set[int]:
+    """Return the indices of the tensors that can be copied while the next step computes.
+
+    Args:
+        stable: the memory addresses of tensors that nothing but an optimizer changes.
+    """
+    return {
+        index
+        for index, tensor in enumerate(tensors)
+        if tensor.numel() * tensor.element_size() >= LATE_BYTES
+        and tensor.data_ptr() in stable
+        and tensor.is_contiguous()
+    }
+
+
+class Memory:
+    """Memory that parts are copied into: kept from one snapshot to the next, and touched before it is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._memory: Tensor = torch.empty(0, dtype=torch.uint8)
+        self._filled: tuple[Layout, int] | None = None
+        self._views: list[Tensor] = []
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make sure that there is enough memory."""
+        if self._memory.numel() < num_bytes:
+            self._views, self._filled = [], None
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory.zero_()
+
+    def fill(
+        self, layout: Layout, part: int, tensors: Sequence[Tensor], late: Collection[int] = ()
+    ) -> tuple[memoryview, tuple[LateCopy, ...]]:
+        """Copy one part of a state, except the tensors ``late``.
+
+        Returns:
+            The bytes of the whole file, and the copies that are still to be made into them.
+        """
+        header, num_bytes = layout.headers[part], layout.num_bytes[part]
+        self.reserve(num_bytes)
+        mine = [index for index, entry in enumerate(layout.entries) if entry.part == part]
+        if self._filled is None or self._filled[0] is not layout or self._filled[1] != part:
+            self._filled = (layout, part)
+            self._views = [self._view(len(header), layout.entries[index], tensors[index]) for index in mine]
+            self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        with torch.no_grad():
+            for view, index in zip(self._views, mine, strict=True):
+                if index not in late:
+                    view.copy_(tensors[index], non_blocking=True)
+        if self._pinned:
+            torch.cuda.synchronize()
+        copies = [LateCopy(view, tensors[i]) for view, i in zip(self._views, mine, strict=True) if i in late]
+        return files.memory_at(self._memory.data_ptr(), num_bytes, self._memory), tuple(copies)
+
+    def _view(self, offset: int, entry: Entry, tensor: Tensor) -> Tensor:
+        start = offset + entry.start
+        return self._memory[start : start + entry.num_bytes].view(tensor.dtype).view(tensor.shape)

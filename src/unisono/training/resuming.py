@@ -1,0 +1,230 @@
+"""Where a run begins: its directory is claimed, and what it goes on from is found, checked and loaded."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import time
+import warnings
+from collections.abc import Collection
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from unisono.checkpoint import files
+from unisono.checkpoint.loading import Loaded, newest
+from unisono.checkpoint.writer import Origin
+from unisono.decisions.cadence import Place, differences, table
+from unisono.decisions.cursor import Cursor
+from unisono.errors import CheckpointError, RecipeError, UsageError
+from unisono.fingerprint import fingerprint
+from unisono.journal import JOURNAL, has_steps, truncate
+from unisono.rundir import RunDirectory, describe, holder, read_facts
+from unisono.training.process import tell
+from unisono.training.tracked import Tracked
+from unisono.words import count
+
+__all__ = ["Resumption"]
+
+RECIPE: Final = {*(part.name for part in fields(Cursor)), "threads"}
+"""The parts of a recipe that ``resume_anyway`` can name; the bits change with them."""
+FIXED: Final = "parameters"
+"""The part of a recipe that must be equal: the state would not fit."""
+
+
+class Resumption:
+    """How the run of a directory begins or goes on.
+
+    Args:
+        resume: "auto": go on with the run that the directory holds, if any; a path: with what is there; "": begin.
+        may_differ: parts of the recipe that may differ from the checkpoint's.
+        command: how ``unisono run`` was called (JSON); "": it was not.
+        overwrite: replace another run that the directory holds.
+
+    Raises:
+        UsageError: ``may_differ`` names something else.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        tracked: Tracked,
+        *,
+        resume: str,
+        may_differ: Collection[str],
+        command: str,
+        overwrite: bool,
+        device: torch.device,
+        threads: int,
+    ) -> None:
+        if FIXED in may_differ:
+            raise UsageError("resume_anyway cannot hold 'parameters': a state does not fit into another model")
+        if unknown := sorted(set(may_differ) - RECIPE):
+            raise UsageError(
+                f"resume_anyway names parts of the recipe ({', '.join(sorted(RECIPE))}); {unknown[0]!r} is none"
+            )
+        self.metrics: dict[str, float] = {}
+        """Of the checkpoint that the run goes on from."""
+        self._directory = directory
+        self._tracked = tracked
+        self._resume = resume
+        self._may_differ = may_differ
+        self._command = command
+        self._overwrite = overwrite
+        self._device = device
+        self._threads = threads
+        self._loaded: Loaded | None = None
+        self._began: Place | None = None
+
+    def claim(self, run_id: str) -> None:
+        """Make the directory that of this run.
+
+        Raises:
+            RunDirectoryError: it holds another run, or cannot be written.
+        """
+        self._directory.claim(run_id, overwrite=self._overwrite, resume=bool(self._resume))
+
+    # -- the recipe ----------------------------------------------------------------------------------
+
+    def recipe(self, cursor: Cursor) -> dict[str, int | bool]:
+        """Return what the scripts of all workers must agree on."""
+        return {**asdict(cursor), "threads": self._threads}
+
+    def origin(self, cursor: Cursor) -> Origin:
+        """Return what a checkpoint of this run says about the run."""
+        return Origin(self._whole_recipe(cursor), fingerprint(str(self._device)))
+
+    def _whole_recipe(self, cursor: Cursor) -> dict[str, Any]:
+        shapes = {
+            name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            for name, parameter in self._tracked.parameters()
+        }
+        return {**self.recipe(cursor), FIXED: shapes}
+
+    # -- the beginning -------------------------------------------------------------------------------
+
+    def begin(self, run_id: str, phase: int, cursor: Cursor, *, is_restart: bool) -> Place | None:
+        """Claim the directory, and load what the run goes on from. For the one member that begins a run.
+
+        Called again, because the others had not waited for as long as that took, it finds everything done.
+
+        Args:
+            is_restart: the directory may hold steps of this very run, whose workers were all lost.
+
+        Returns:
+            The place in the run to go on at; None: at the beginning. If that is in a later phase, only the models were
+            loaded.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none can be used; or this very run has done steps already.
+            RecipeError: the checkpoint was made with another recipe; names the differences.
+        """
+        path = self._directory.path
+        if path is None or self._began is not None:
+            return self._began
+        has_begun = is_restart and holder(path) == run_id
+        self.claim(run_id)
+        facts = self._facts(path, run_id, cursor)
+        if self._loaded is None and self._resume:
+            self._loaded = self._find(path)
+        loaded = self._loaded
+        if loaded is None:
+            if has_begun and has_steps(path):
+                raise CheckpointError(
+                    f"all workers of the run were lost, and its journal in {path} has steps already, so it "
+                    f"does not begin again; to go on with it: unisono run --resume {shlex.quote(str(path))}"
+                )
+            if self._resume:
+                truncate(path / JOURNAL, 0)
+            describe(path, facts)
+            return None
+        manifest = loaded.manifest
+        place = Place(phase=manifest.phase, step=manifest.phase_step, total=manifest.step, lines=manifest.lines)
+        if place.phase != phase:
+            self._tracked.load_models(loaded.state)
+            return place
+        self._check(loaded, self._whole_recipe(cursor))
+        self._tracked.load(loaded.state)
+        self._loaded = None
+        moved = self._set_aside(loaded, path)  # first: the journal would not reach as far as these
+        self._go_on_with_journal(loaded, path)
+        self.metrics = dict(manifest.metrics)
+        again = {"step": place.total, "at": time.time(), "from": str(loaded.path)}
+        describe(path, {**facts, "resumed": [*facts.get("resumed", []), again]})
+        tell(f"unisono: goes on at step {place.total}, from {loaded.path}{moved}")
+        self._began = place
+        return place
+
+    def _facts(self, path: Path, run_id: str, cursor: Cursor) -> dict[str, Any]:
+        """Return what the run's description is to say."""
+        before = read_facts(path)
+        facts: dict[str, Any] = {"run_id": run_id, "started": time.time()}
+        if command := json.loads(self._command) if self._command else before.get("command"):
+            facts["command"] = command
+        if self._resume:
+            facts["resumed"] = before.get("resumed", [])
+        return {**facts, "recipe": self.recipe(cursor), "fingerprint": fingerprint(str(self._device))}
+
+    def _find(self, directory: Path) -> Loaded | None:
+        files.take_over(directory / files.FOLDER)
+        source = directory if self._resume == "auto" else Path(self._resume)
+        if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
+            return None  # it was killed before its first checkpoint
+        loaded = newest(source)
+        if loaded is None:
+            raise CheckpointError(f"{source} holds no checkpoint yet")
+        for problem in loaded.broken:
+            warnings.warn(f"{problem}; {loaded.path.name} is used instead", stacklevel=2)
+        return loaded
+
+    def _set_aside(self, loaded: Loaded, directory: Path) -> str:
+        """Take out of the way what the directory holds of another course of the run; says so.
+
+        Raises:
+            CheckpointError: that cannot be done.
+        """
+        folder = directory / files.FOLDER
+        is_ours = loaded.path.resolve().parent == folder.resolve()
+        others = [path for path in files.complete(folder) if not is_ours or files.step_of(path) > loaded.manifest.step]
+        try:
+            moved = files.set_aside(others, broken=is_ours and bool(loaded.broken))
+        except OSError as error:
+            shown = ", ".join(path.name for path in others)
+            raise CheckpointError(
+                f"{shown} cannot be set aside in {folder}, which the run needs that goes on from {loaded.path}: "
+                f"{error.strerror or error}"
+            ) from error
+        if not moved:
+            return ""
+        if is_ours and loaded.broken:
+            return f"; what is broken can be looked at: {', '.join(path.name for path in moved)}"
+        return f"; {count(len(moved), 'other checkpoint')} of {folder} will be removed when the run has written one"
+
+    def _check(self, loaded: Loaded, recipe: dict[str, Any]) -> None:
+        found = differences(loaded.manifest.recipe, recipe)
+        refused = [row for row in found if row[0].partition(":")[0] not in self._may_differ]
+        if refused:
+            names = sorted({row[0].partition(":")[0] for row in refused} - {FIXED})
+            help_ = f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, names))}}}" if names else ""
+            if help_ and self._command:
+                help_ += f" or {' '.join(f'--resume-anyway {name}' for name in names)}"
+            raise RecipeError(
+                f"{loaded.path} was made with another recipe:\n{table(refused)}\n"
+                f"Change the script back, which gives the same bits as a run that was never stopped{help_}"
+            )
+        if found:
+            warnings.warn(f"the run goes on with another recipe, as asked for:\n{table(found)}", stacklevel=2)
+        others = differences(loaded.manifest.fingerprint, fingerprint(str(self._device)))
+        if others:
+            warnings.warn(
+                f"{loaded.path} was made where arithmetic may differ, so the bits may:\n{table(others)}", stacklevel=2
+            )
+
+    def _go_on_with_journal(self, loaded: Loaded, directory: Path) -> None:
+        theirs = loaded.path.resolve().parent.parent / JOURNAL
+        if theirs.exists() and theirs != directory.resolve() / JOURNAL:
+            shutil.copyfile(theirs, directory / JOURNAL)
+        truncate(directory / JOURNAL, loaded.manifest.lines)
