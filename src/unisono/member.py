@@ -2,8 +2,8 @@
 
 The thread sends heartbeats with the loop's progress, receives notices and wakes whoever waits for one. When the
 connection breaks, it connects again for `Door.head_away_s`, while training goes on in the generation that it has. What
-the head may have missed meanwhile is said again: the last `Ready`, `Holding`, `StepDone`, `Leaving` or `Finished`, and
-a `Suspect` without an answer.
+the head may have missed meanwhile is said again: the last `Ready`, `Holding`, `StepDone`, `Leaving` or `Finished`, the
+last event of each kind, and a `Suspect` without an answer.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from unisono.messages import (
     Ended,
     Failed,
     Finished,
+    Happened,
     Hello,
     Holding,
     Leaving,
@@ -70,6 +71,7 @@ FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 LATE_S = 1.0  # a heartbeat that goes out so much late says that this whole process stood still
 LONG_S = 0.1  # after so long at a micro-batch, a heartbeat says which samples it has
+MAX_EVENT_BYTES = 1 << 20
 NUM_SHOWN = 9  # samples that a heartbeat names: one more than a message shows
 STORE_GRACE_S = 2.0  # beyond the call's own timeout, for the answer to arrive
 
@@ -290,6 +292,11 @@ class Member:
         """A step is committed, and this worker is the one that says so."""
         self._say(done)
 
+    def happened(self, message: Happened) -> None:
+        """Tell the head an event, for the sinks of all machines; one that is too large for that stays here."""
+        if len(encode(message)) <= MAX_EVENT_BYTES:
+            self._say(message, type(message.event).__name__)
+
     def finished(self) -> None:
         """The script has returned."""
         if self._loop is None:
@@ -430,9 +437,11 @@ class Member:
 
     # -- the thread ----------------------------------------------------------------------------------
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: Message, kind: str = "") -> None:
         """Send something that is true until the next of its kind: a head that comes back hears it again."""
-        self._standing[type(message).__name__] = message
+        kind = kind or type(message).__name__
+        self._standing.pop(kind, None)
+        self._standing[kind] = message
         self.send(message)
 
     def _wake(self) -> None:

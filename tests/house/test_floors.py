@@ -18,6 +18,7 @@ WINGS = -1
 FLOORS = {
     # 0, words: what things are called. The standard library and msgspec.
     "errors": 0,
+    "events": 0,
     "messages": 0,
     "facts": 0,
     "words": 0,
@@ -57,6 +58,7 @@ FLOORS = {
     "training.gradients": 3,
     "training.tracked": 3,
     "training.guards": 3,
+    "training.recording": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
@@ -85,7 +87,7 @@ FLOORS = {
 
 NEIGHBOURS = {
     # Rooms of one floor do not know each other, except:
-    "messages": {"errors"},
+    "messages": {"errors", "events"},
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
@@ -108,6 +110,7 @@ NEIGHBOURS = {
     "rundir": {"journal"},
     "training.tracked": {"training.gradients"},
     "training.guards": {"training.tracked"},
+    "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "machine.agent": {"machine.children", "machine.headprocess", "watch"},  # what its workers say goes to the screen
@@ -128,6 +131,7 @@ NEIGHBOURS = {
         "training.rounds",
         "training.step",
         "training.team",
+        "watch",  # the sinks that a script gives it
     },
 }
 

@@ -25,10 +25,12 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from unisono import events
 from unisono.decisions.likeness import differences
 from unisono.decisions.membership import Event, Hangup, Send, Tick, agent_name, next_deadline, step
 from unisono.decisions.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
+from unisono.events import StepFinished
 from unisono.head.keys import Keys
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
@@ -36,6 +38,7 @@ from unisono.messages import (
     Beat,
     Ended,
     Failed,
+    Happened,
     Hello,
     Holding,
     Lost,
@@ -50,6 +53,7 @@ from unisono.messages import (
     Told,
     Welcome,
     WorkerExit,
+    WorkerLate,
     decode,
     encode,
 )
@@ -144,7 +148,7 @@ class Head:
         self._keys = Keys()
         self._reason = memory.reason
         self._started = memory.started
-        self._last: StepDone | None = None
+        self._last: StepFinished | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None
         self._remembering: asyncio.TimerHandle | None = None
@@ -291,8 +295,8 @@ class Head:
                     if self._run_dir in ("", message.path):
                         self._write_address(message.path)
                         self._remember()
-                elif isinstance(message, Told):
-                    self._tell_agents(message)
+                elif isinstance(message, Happened):
+                    self._pass_on(message)
                 else:
                     self._happens(name, message)
         except ProtocolError as error:
@@ -391,11 +395,6 @@ class Head:
             self._note_place(self._state.workers[source])
         elif isinstance(message, WorkerExit):
             self._here.pop(message.worker_id, None)
-        elif isinstance(message, StepDone):
-            # A worker that comes back says its last one again.
-            if self._last is None or message.step >= self._last.step:
-                self._last = message
-            self._tell_agents(message)
         if reason:
             self._reason = reason
         # Before anybody acts on it: whoever follows this head must not decide otherwise.
@@ -419,9 +418,19 @@ class Head:
                 line.put(encode(action.message))
                 if isinstance(action.message, Ended):
                     self._informed.add(action.to)
+                elif isinstance(action.message, WorkerLate):
+                    self._pass_on(Happened(event=events.WorkerLate(**msgspec.structs.asdict(action.message))))
         if reason and self._state.ended is None:
             self._tell_agents(Told(text=reason))
         self._set_timer()
+
+    def _pass_on(self, message: Happened) -> None:
+        """Give an event to the sinks of all machines."""
+        event = message.event
+        # A worker that comes back says its last step again.
+        if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
+            self._last = event
+        self._tell_agents(message)
 
     def _note_place(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
@@ -454,7 +463,7 @@ class Head:
         for agent_id in self._state.agents:
             line = self._lines.get(agent_id)
             # An agent that is stopped for a while (Ctrl-Z) can do without the steps that were done meanwhile.
-            if line is not None and not (isinstance(message, StepDone) and line.queue.qsize() > MAX_STEPS_QUEUED):
+            if line is not None and not (isinstance(message, Happened) and line.queue.qsize() > MAX_STEPS_QUEUED):
                 line.put(data)
 
     def _set_timer(self) -> None:

@@ -33,6 +33,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from unisono.checkpoint import files
 from unisono.door import Door
 from unisono.errors import UsageError
+from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.fingerprint import script_checksum
 from unisono.journal import conclude
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_when_silent, fill_standard_streams
@@ -43,11 +44,11 @@ from unisono.messages import (
     Drain,
     Ended,
     Evict,
+    Happened,
     Message,
     RunDirectory,
     Snapshot,
     Start,
-    StepDone,
     Stop,
     Told,
     Welcome,
@@ -57,7 +58,7 @@ from unisono.messages import (
     is_refusal,
 )
 from unisono.rundir import forget_head, holder
-from unisono.watch.terminal import Terminal, terminal
+from unisono.watch import Stream, make
 from unisono.words import exit_words
 
 __all__ = ["Job", "join", "machine_label", "run"]
@@ -141,7 +142,7 @@ async def _run(job: Job, service: Service, listener: socket.socket, secret: Memo
         "job": job.told(),
     }
     head = HeadProcess(settings, listener, secret)
-    agent = _Agent(job, url, token, secret, terminal(), head)
+    agent = _Agent(job, url, token, secret, Stream([make("terminal")]), head)
     try:
         return await agent.run()
     finally:
@@ -157,7 +158,7 @@ def join(job: Job, url: str, token: str) -> int:
     secret = Memory("unisono-token", token.encode())
 
     async def work() -> int:
-        return await _Agent(job, url, token, secret, terminal(), None).run()
+        return await _Agent(job, url, token, secret, Stream([make("terminal")]), None).run()
 
     try:
         return asyncio.run(work())
@@ -182,13 +183,14 @@ class _Agent:
     """
 
     def __init__(
-        self, job: Job, url: str, token: str, secret: Memory, screen: Terminal, head: HeadProcess | None
+        self, job: Job, url: str, token: str, secret: Memory, stream: Stream, head: HeadProcess | None
     ) -> None:
         self._job = job
         self._url = url
         self._token = token
         self._secret = secret
-        self._screen = screen
+        self._stream = stream
+        self._digests: dict[str, str] = {}
         self._head = head
         self._host = machine_label()
         self._workers: dict[str, Child] = {}
@@ -259,7 +261,7 @@ class _Agent:
         if self._job.start == "fork":
             standing = os.environ.get("UNISONO_NURSERY", "")
             self._nursery = Nursery(self._environment(), self._secret, standing)
-            self._nursery.on_end = self._screen.say
+            self._nursery.on_end = self._say
             if self._nursery.child is not None:
                 self._nursery.child.output.on_line = self._printer("nursery")
 
@@ -282,7 +284,7 @@ class _Agent:
             if self._away_since is None:
                 self._away_since = now
                 if not self._over.done() and self._head is None:
-                    self._screen.say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
+                    self._say(f"{why}; the workers go on for {self._job.head_away_s:.0f} s")
             if now - self._away_since > self._job.head_away_s or (not self._agent_id and self._head is None):
                 self._finish(Ended(ok=False, reason=why, exit_code=1))
             await asyncio.sleep(RETRY_S)
@@ -348,10 +350,12 @@ class _Agent:
                         self._late[worker_id] = loop.call_later(message.delay_s, self._start, worker_id)
                     else:
                         self._start(worker_id)
-            case StepDone():
-                self._screen.step(message)
+            case Happened(event=RunEnded() as event):
+                self._digests = event.digests  # the run ends for this machine when the head says so
+            case Happened():
+                self._stream.emit(message.event, number=message.number)
             case Told():
-                self._screen.say(message.text)
+                self._say(message.text)
             case Evict():
                 self._evict(message.worker_id)
             case Ended():
@@ -398,10 +402,13 @@ class _Agent:
         except OSError as error:
             self._finish(Ended(ok=False, reason=f"{reason}; another one {NOT_STARTED.format(error)}", exit_code=1))
         else:
-            self._screen.say(f"{reason}; another one takes over, the workers go on")
+            self._say(f"{reason}; another one takes over, the workers go on")
 
     def _printer(self, name: str) -> Callable[[str, bool], None]:
-        return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
+        return lambda text, is_error: self._stream.emit(WorkerOutput(source=name, text=text, is_error=is_error))
+
+    def _say(self, text: str) -> None:
+        self._stream.emit(Announcement(text=text))
 
     # -- workers -------------------------------------------------------------------------------------
 
@@ -519,7 +526,7 @@ class _Agent:
             for child in self._workers.values():
                 child.kill()
         elif self._head is None and number is not signal.SIGHUP and self._workers:
-            self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
+            self._say("the workers of this machine leave at the end of the step (again: end them now)")
             self._outbox.put_nowait(Drain(reason=f"{self._host} leaves"))
             self._leave_when_alone()
         else:
@@ -529,7 +536,7 @@ class _Agent:
                 return
             self._stops_for = f"{word}, with a checkpoint"
             self._stop_code = self._on_signal if number == signal.SIGTERM else code
-            self._screen.say(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
+            self._say(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
             self._outbox.put_nowait(Stop(reason=self._stops_for))
 
     def _end_now(self, reason: str, exit_code: int) -> None:
@@ -561,7 +568,7 @@ class _Agent:
         if not await self._all_ended(patience_s):
             if ended is not None and ended.ok:
                 late = ", ".join(name for name, child in self._workers.items() if child.exit_code is None)
-                self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
+                self._say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
             for child in self._workers.values():
                 child.signal_group(signal.SIGTERM)
             if not await self._all_ended(TERMINATE_S):
@@ -577,8 +584,13 @@ class _Agent:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
             Path(self._job.outcome).write_text(json.dumps(known))
         elif hint := self._how_to_go_on(ended):
-            self._screen.say(hint)
-        self._screen.close(ended, with_traceback=not self._job.outcome)
+            self._say(hint)
+        traceback = "" if self._job.outcome else ended.traceback
+        digests = self._digests if ended.ok else {}
+        self._stream.emit(
+            RunEnded(ok=ended.ok, reason=ended.reason, digests=digests, step=ended.step, traceback=traceback)
+        )
+        self._stream.close()
 
     def _conclude(self, ended: Ended) -> None:
         """Write into the journal why the run failed, where no worker is left to do so."""

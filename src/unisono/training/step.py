@@ -16,6 +16,7 @@ from unisono.decisions.checks import Rehearsal
 from unisono.decisions.cursor import Cursor, StepPosition
 from unisono.decisions.plan import Plan
 from unisono.errors import LossError, StepError
+from unisono.events import StepResult
 from unisono.exchange import Combined, Share
 from unisono.exchange.flat import Slot
 from unisono.facts import PARTS, Facts
@@ -421,19 +422,17 @@ class Step:
             )
         return float(loss.detach())
 
-    @property
-    def line(self) -> dict[str, Any]:
-        """What the journal says about this step, except for times. After the inner loop."""
+    def result(self) -> StepResult:
+        """Return what all members agree on about this step. After the inner loop."""
         assert self._combined is not None
-        return {
-            "kind": "step",
-            "step": self.place,
-            "epoch": self.epoch,
-            "loss": self._loss,
-            "weight": self._weight_total,
-            "samples": self.num_samples,
-            "digest": f"{self._combined.digest:016x}",
-        }
+        return StepResult(
+            step=self.place,
+            epoch=self.epoch,
+            loss=self._loss,
+            weight=self._weight_total,
+            samples=self.num_samples,
+            digest=f"{self._combined.digest:016x}",
+        )
 
     @property
     def logs(self) -> dict[str, float]:
