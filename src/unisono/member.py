@@ -294,7 +294,11 @@ class Member:
 
     def happened(self, message: Happened) -> None:
         """Tell the head an event, for the sinks of all machines; one that is too large for that stays here."""
-        if len(encode(message)) <= MAX_EVENT_BYTES:
+        if len(encode(message)) > MAX_EVENT_BYTES:
+            return
+        if message.number < 0:  # whoever gets it twice cannot know that
+            self.send(message)
+        else:
             self._say(message, type(message.event).__name__)
 
     def finished(self) -> None:

@@ -144,7 +144,7 @@ PURE = {
 WITHOUT_TORCH = (
     *("cli", "head", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.roster", "decisions.membership", "decisions.cadence"),
-    *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
+    *("events", "messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files", "training.recording"),
 )
 
 

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from unisono.events import Event, LinesLost
 from unisono.journal.file import tail
-from unisono.journal.lines import Line, LineEvent, from_line, is_line, text_of, to_line
+from unisono.journal.lines import LineEvent, from_line, is_line, text_of, to_line
 
 __all__ = ["MOST_KEPT_LINES", "Journal"]
 
@@ -22,6 +23,16 @@ MOST_KEPT_LINES = 1000
 """So many are kept of the lines that are not known to be in the file."""
 LINES_AT_ONCE = 32
 """While the disk is full, each step tries to write so many lines, and not all that are kept."""
+
+
+class _Numbered(NamedTuple):
+    """An event, and the number of its line."""
+
+    number: int
+    event: LineEvent
+
+    def text(self) -> str:
+        return text_of({"line": self.number, **to_line(self.event)})
 
 
 class Journal:
@@ -36,7 +47,7 @@ class Journal:
         self._path = path
         self._is_there = is_there
         self._is_writer = False
-        self._recent: deque[Line] = deque()
+        self._recent: deque[_Numbered] = deque()
         self._number = 0
         self._in_file = 0  # all lines before this one, as far as this member has heard
         self._last: int | None = None  # the last line of the file; None: not known yet
@@ -53,16 +64,15 @@ class Journal:
         """
         self._is_writer = writer
         self._last = self._failed_at = None
-        missing = self._write() if writer else []
-        return [event for line in missing if (event := from_line(line)) is not None]
+        return [event for _, event in self._write()] if writer else []
 
     def go_on_at(self, number: int, lines: Iterable[str] = ()) -> None:
         """Tell a newcomer that the run has ``number`` lines already, of which ``lines`` may not be in the file."""
         if number == 0:
             return  # the run begins, and all members have emitted the same events until here
         self._number = number
-        self._recent = deque(json.loads(line) for line in lines)
-        self._in_file = self._recent[0]["line"] if self._recent else number
+        self._recent = deque(_numbered(line) for line in lines)
+        self._in_file = self._recent[0].number if self._recent else number
 
     @property
     def number(self) -> int:
@@ -81,7 +91,7 @@ class Journal:
 
     def unwritten(self) -> list[str]:
         """Return the lines that are not known to be in the file, as text."""
-        return [text_of(line) for line in self._recent if line["line"] >= self._in_file]
+        return [each.text() for each in self._recent if each.number >= self._in_file]
 
     def emit(self, event: Event) -> None:
         """Add the line of an event, if it has one. Every member emits the same; only the writer writes."""
@@ -90,7 +100,7 @@ class Journal:
         number, self._number = self._number, self._number + 1
         if self._path is None:
             return
-        self._recent.append({"line": number, **to_line(event)})
+        self._recent.append(_Numbered(number, event))
         if self._is_writer:
             self._write()
         self._forget()
@@ -100,46 +110,45 @@ class Journal:
 
     def _forget(self) -> None:
         recent = self._recent
-        while recent and len(recent) > (KEPT_LINES if recent[0]["line"] < self._in_file else MOST_KEPT_LINES):
+        while recent and len(recent) > (KEPT_LINES if recent[0].number < self._in_file else MOST_KEPT_LINES):
             recent.popleft()
 
-    def _write(self) -> list[Line]:
+    def _write(self) -> list[_Numbered]:
         """Write the kept lines that the file lacks: the newest, and those that there was no room for.
 
         Returns:
             These lines, whether there was room or not.
         """
-        lines: list[Line] = []
+        missing: list[_Numbered] = []
         if self._path is None:
-            return lines
+            return missing
         try:
             if not self._is_there():
                 self._last = None  # it may come back
-                return lines
+                return missing
             if self._last is None:
                 self._last = _take_over(self._path)
-            lines = [line for line in self._recent if line["line"] > self._last]
-            if not lines:
-                return lines
-            gap = []
-            if (first := lines[0]["line"]) > self._last + 1:
-                gap = [{"line": first - 1, **to_line(LinesLost(first=self._last + 1, last=first - 1))}]
+            missing = [each for each in self._recent if each.number > self._last]
+            if not missing:
+                return missing
+            lines = missing
+            if (first := missing[0].number) > self._last + 1:
+                lines = [_Numbered(first - 1, LinesLost(first=self._last + 1, last=first - 1)), *missing]
             with self._path.open("ab", buffering=0) as file:
-                to_write = gap + lines
-                for start in range(0, len(to_write), LINES_AT_ONCE):
-                    self._put(file, to_write[start : start + LINES_AT_ONCE])
+                for start in range(0, len(lines), LINES_AT_ONCE):
+                    self._put(file, lines[start : start + LINES_AT_ONCE])
         except OSError as error:
             self._warn(error)  # training is worth more than its journal
-        return lines
+        return missing
 
-    def _put(self, file: FileIO, lines: list[Line]) -> None:
+    def _put(self, file: FileIO, lines: list[_Numbered]) -> None:
         if self._failed_at is not None:  # half a line: what follows would not be a line either
             file.truncate(self._failed_at)
         self._failed_at = os.fstat(file.fileno()).st_size
-        data = memoryview("".join(f"{text_of(line)}\n" for line in lines).encode())
+        data = memoryview("".join(f"{each.text()}\n" for each in lines).encode())
         while data:
             data = data[file.write(data) :]
-        self._last, self._failed_at = lines[-1]["line"], None
+        self._last, self._failed_at = lines[-1].number, None
         self._in_file = self._last + 1
 
     def _warn(self, error: OSError) -> None:
@@ -150,6 +159,13 @@ class Journal:
                 f"{MOST_KEPT_LINES:,} lines are kept until it can be written again",
                 stacklevel=3,
             )
+
+
+def _numbered(text: str) -> _Numbered:
+    line = json.loads(text)
+    event = from_line(line)
+    assert event is not None, "a member of this run has written it"
+    return _Numbered(line["line"], event)
 
 
 def _take_over(path: Path) -> int:

@@ -98,9 +98,9 @@ class Recorder:
             is_newcomer: the run has begun before, and the other workers have said so.
         """
         self._started = started
-        self._take(role)
         if self._to_head is not None and not is_newcomer:
-            self._to_head.tell(Happened(event=started), role)
+            self._to_head.start(started, role)
+        self._take(role)
 
     def step_finished(
         self,
@@ -192,6 +192,11 @@ class _ToHead:
         self._head = head
         self._is_first = False
         self._recent: deque[Happened] = deque(maxlen=NUM_TOLD_AGAIN)
+
+    def start(self, started: RunStarted, role: Role) -> None:
+        """Tell the beginning of the run, which comes first: also before what was evaluated until then."""
+        if role.rank == 0:
+            self._head.happened(Happened(event=started))
 
     def tell(self, message: Happened | None, role: Role) -> None:
         """Tell an event (None: nothing has happened); before it, where this worker has become rank 0, its last ones."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, cast, runtime_checkable
 
-from unisono.events import Event
+from unisono.events import Event, RunStarted
 
 __all__ = ["SINKS", "Sink", "Stream", "make"]
 
@@ -65,10 +65,11 @@ class Stream:
             number: of the event's line in the journal; -1: it has none. An event that comes again, because the worker
                 that told it was lost, has the number that it had, and is not given twice.
         """
-        if number >= 0:
-            if number <= self._number:
-                return
-            self._number = number
+        if isinstance(event, RunStarted):
+            self._number = -1
+        if 0 <= number <= self._number:
+            return
+        self._number = max(self._number, number)
         for sink in self._sinks.copy():
             try:
                 sink.emit(event)
