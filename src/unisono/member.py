@@ -3,7 +3,7 @@
 The thread sends heartbeats, receives notices, and wakes the threads that wait for one. When the connection breaks, the
 thread tries to connect again for `RunSpec.head_away_s`, while training goes on in the current generation. The head may
 have missed messages meanwhile, so the thread repeats the last `Ready`, `Holding`, `StepDone`, `Leaving` and
-`Finished`, and a `Suspect` that has no answer yet.
+`Finished`, the last event of each kind, and a `Suspect` that has no answer yet.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from unisono.messages import (
     Ended,
     Failed,
     Finished,
+    Happened,
     Hello,
     Holding,
     Leaving,
@@ -58,6 +59,7 @@ __all__ = ["Member", "current", "spec"]
 FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 LATE_S = 1.0  # when a heartbeat goes out so much too late, this whole process stood still
+MAX_EVENT_BYTES = 1 << 20
 
 _current: Member | None = None
 
@@ -235,6 +237,15 @@ class Member:
         """Report a committed step. One worker does this for all."""
         self._send_repeatedly(done)
 
+    def happened(self, message: Happened) -> None:
+        """Tell the head an event, for the sinks of all machines; one that is too large for that stays here."""
+        if len(encode(message)) > MAX_EVENT_BYTES:
+            return
+        if message.number < 0:  # whoever gets it twice cannot know that
+            self.send(message)
+        else:
+            self._send_repeatedly(message, type(message.event).__name__)
+
     def finished(self) -> None:
         """Report that the script has returned."""
         if self._loop is None:
@@ -281,9 +292,11 @@ class Member:
         self._outbox.append(encode(message))
         self._wake()
 
-    def _send_repeatedly(self, message: Message) -> None:
+    def _send_repeatedly(self, message: Message, kind: str = "") -> None:
         """Send a message that holds until the next of its kind, and send it again whenever the connection is new."""
-        self._repeated[type(message).__name__] = message
+        kind = kind or type(message).__name__
+        self._repeated.pop(kind, None)  # the order is that of sending
+        self._repeated[kind] = message
         self.send(message)
 
     # -- messages from the head ----------------------------------------------------------------------

@@ -10,7 +10,8 @@ one. Members and agents speak to the head only. A `Notice` is the head's decisio
               <-------------------  Notice (a generation, with its reason)
       Holding ------------------->  "I have the run's state"
       Beat    ------------------->  every heartbeat_s, with progress
-      StepDone (rank 0) --------->  StepDone  ------------------>  terminal
+      StepDone (rank 0) --------->
+      Happened (rank 0) --------->  Happened  ------------------>  terminal and other sinks
       Failed / Finished --------->          <-------------------  WorkerExit
                                  Announcement ----------------->  "what was decided, and why"
               <-------------------  Ended    ------------------->
@@ -26,6 +27,7 @@ from typing import Any
 import msgspec
 
 from unisono.errors import ProtocolError
+from unisono.events import Event
 
 __all__ = [
     "AgentHello",
@@ -36,6 +38,7 @@ __all__ = [
     "Evict",
     "Failed",
     "Finished",
+    "Happened",
     "Hello",
     "Holding",
     "Kept",
@@ -155,19 +158,19 @@ class Suspect(Message):
 
 
 class StepDone(Message):
-    """One line of the journal, from rank 0 (and from the head to the agents)."""
+    """A step is finished, from rank 0: what the membership table needs of it."""
 
     step: int
     """Counted over the whole run, however often the script calls ``run.steps``."""
-    epoch: int
-    num_steps: int
-    loss: float
-    samples: int
     seconds: float
-    digest: str
-    generation: int
-    num_workers: int
-    logs: dict[str, float] = {}
+
+
+class Happened(Message):
+    """An event, from rank 0 or the head, on its way to the sinks of every machine."""
+
+    event: Event
+    number: int = -1
+    """Of the event's line in the journal; -1: it has none. The same event has the same number, whoever tells it."""
 
 
 class Failed(Message):
@@ -392,8 +395,8 @@ class Lost(Message):
 
 
 _ALL = (
-    Hello | Ready | Holding | Beat | Suspect | StepDone | Failed | Leaving | Finished | Left | RunDirectory | StoreCall
-    | Welcome | Notice | StoreAnswer | Ended
+    Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
+    | StoreCall | Welcome | Notice | StoreAnswer | Ended
     | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot | Kept
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

@@ -18,6 +18,7 @@ WINGS = -1
 FLOORS = {
     # 0, words: what things are called. The standard library and msgspec.
     "errors": 0,
+    "events": 0,
     "messages": 0,
     "facts": 0,
     "words": 0,
@@ -61,6 +62,7 @@ FLOORS = {
     "training.guards": 3,
     "checkpoint.snapshot": 3,
     "checkpoint.writer": 3,
+    "training.recording": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
@@ -93,7 +95,7 @@ FLOORS = {
 
 NEIGHBOURS = {
     # Rooms of one floor do not know each other, except:
-    "messages": {"errors"},
+    "messages": {"errors", "events"},
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
@@ -108,6 +110,7 @@ NEIGHBOURS = {
     "training.folding": {"training.buffers", "training.untouched"},
     "training.microbatch": {"training.folding"},
     "training.guards": {"training.tracked"},
+    "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"launchers"},
@@ -128,7 +131,14 @@ NEIGHBOURS = {
     "training.step": {"rounds"},
     "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
-    "training.run": {"rounds", "training.connect", "training.keeping", "training.loop", "training.step"},
+    "training.run": {
+        "rounds",
+        "training.connect",
+        "training.keeping",
+        "training.loop",
+        "training.step",
+        "watch",
+    },  # the sinks of a script
     "checkpoint.writer": {"checkpoint.snapshot"},
     "checkpoint.saving": {"checkpoint.snapshot", "checkpoint.writer"},
 }
@@ -142,7 +152,7 @@ PURE = {
 WITHOUT_TORCH = (
     *("cli", "head", "launchers", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.membership", "decisions.cadence"),
-    *("messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files"),
+    *("events", "messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files", "training.recording"),
 )
 
 

@@ -14,46 +14,54 @@ from typing import Any
 
 import pytest
 
+from unisono.events import Announcement, EvaluationFinished, RunEnded, Seconds, StepFinished, WorkerTimes
 from unisono.journal import (
-    BLOCK_BYTES,
     JOURNAL,
-    KEPT_LINES,
-    LINES_AT_ONCE,
     Difference,
     Journal,
+    Line,
     compare,
     conclude,
+    events,
+    from_line,
     read,
     summary,
+    to_line,
     truncate,
 )
+from unisono.journal.file import BLOCK_BYTES
+from unisono.journal.lines import LineEvent
+from unisono.journal.writing import KEPT_LINES, LINES_AT_ONCE
 
-Line = dict[str, Any]
 
-
-def step(number: int, **changes: Any) -> Line:
-    line = {
-        "kind": "step", "step": number, "epoch": number // 3, "loss": 0.5 / (number + 1), "weight": 24.0, "samples": 24,
-        "digest": f"{number:016x}", "num_steps": 9, "generation": 1, "seconds": {"compute": 0.1},
+def step(number: int, **changes: Any) -> StepFinished:
+    values: dict[str, Any] = {
+        "step": number, "epoch": number // 3, "loss": 0.5 / (number + 1), "weight": 24.0, "samples": 24,
+        "digest": f"{number:016x}", "num_steps": 9, "generation": 1, "seconds": Seconds(compute=0.1),
         "workers": {}, "logs": {},
     }  # fmt: skip
-    return {**line, **changes}
+    return StepFinished(**{**values, **changes})
 
 
-def end(ok: bool = True, **changes: Any) -> Line:
-    return {"kind": "end", "ok": ok, "reason": "", "digests": {"model": "5f3a"} if ok else {}, **changes}
+def end(ok: bool = True, **changes: Any) -> RunEnded:
+    return RunEnded(**{"ok": ok, "reason": "", "digests": {"model": "5f3a"} if ok else {}, **changes})
 
 
-def evaluation(number: int, **totals: Any) -> Line:
-    return {"kind": "evaluation", "step": number, "totals": totals}
+def evaluation(number: int, **totals: Any) -> EvaluationFinished:
+    return EvaluationFinished(step=number, totals=totals)
 
 
-def run_with(folder: Path, *lines: Line) -> Path:
-    folder.mkdir()
+def journal_of(folder: Path, *, writer: bool) -> Journal:
     journal = Journal(folder / JOURNAL)
-    journal.start(writer=True)
-    for line in lines:
-        journal.append(line, writer=True)
+    journal.start(writer=writer)
+    return journal
+
+
+def run_with(folder: Path, *said: LineEvent) -> Path:
+    folder.mkdir()
+    journal = journal_of(folder, writer=True)
+    for event in said:
+        journal.emit(event)
     return folder
 
 
@@ -65,11 +73,60 @@ def numbers(folder: Path) -> list[int]:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    folder = run_with(tmp_path / "run", step(0), evaluation(1, correct=93), end())
-    assert list(read(folder)) == [
-        {"line": n, **line} for n, line in enumerate([step(0), evaluation(1, correct=93), end()])
-    ]
+    said = [step(0), evaluation(1, correct=93), end()]
+    folder = run_with(tmp_path / "run", *said)
+    assert list(read(folder)) == [{"line": n, **to_line(event)} for n, event in enumerate(said)]
     assert list(read(folder / JOURNAL)) == list(read(folder))
+    assert list(events(folder)) == said
+
+
+def test_the_line_of_a_step_has_these_keys_in_this_order(tmp_path: Path) -> None:
+    """They are read by whatever people have written for their journals."""
+    times = WorkerTimes(leaves=4, data=0.1, compute=0.2, last=Seconds(exchange=0.5))
+    found = step(7, workers={"w0": times}, logs={"lr": 0.1}, balance="w0 gets 5", warnings=["w1 differs"])
+    folder = run_with(tmp_path / "run", found, end(ok=False, reason="KeyError: 3"))
+    line, last = (folder / JOURNAL).read_text().splitlines()
+    assert line == (
+        '{"line": 0, "kind": "step", "step": 7, "epoch": 2, "loss": 0.0625, "weight": 24.0, "samples": 24, '
+        '"digest": "0000000000000007", "num_steps": 9, "generation": 1, '
+        '"seconds": {"data": 0.0, "compute": 0.1, "exchange": 0.0, "waiting": 0.0, "other": 0.0}, '
+        '"workers": {"w0": {"leaves": 4, "data": 0.1, "compute": 0.2, '
+        '"last": {"data": 0.0, "compute": 0.0, "exchange": 0.5, "waiting": 0.0, "other": 0.0}}}, '
+        '"logs": {"lr": 0.1}, "balance": "w0 gets 5", "warnings": ["w1 differs"]}'
+    )
+    assert last == '{"line": 1, "kind": "end", "ok": false, "reason": "KeyError: 3", "digests": {}}'
+
+
+def test_the_lines_of_older_and_newer_versions_are_read() -> None:
+    """A key that a line lacks has a plain value, one that nobody knows is left out, and so is a kind."""
+    found = from_line({"line": 3, "kind": "step", "step": 3, "loss": "nan", "colour": "red"})
+    assert isinstance(found, StepFinished)
+    assert (found.step, found.num_steps, found.workers) == (3, 0, {})
+    assert math.isnan(found.loss)
+    assert from_line({"kind": "end", "ok": True}) == RunEnded(ok=True, reason="", digests={})
+    assert from_line({"line": 4, "kind": "dance"}) is None
+    with pytest.raises(ValueError, match=r"the journal's line 5 is none of a step: .*loss"):
+        from_line({"line": 5, "kind": "step", "loss": [3]})
+
+
+def test_what_is_no_line_has_no_number(tmp_path: Path) -> None:
+    """An announcement is heard by some workers only, and lines are numbered alike on all."""
+    journal = journal_of(tmp_path, writer=True)
+    journal.emit(Announcement(text="w3 joins"))
+    assert journal.number == 0
+    journal.emit(step(0))
+    assert numbers(tmp_path) == [0]
+
+
+def test_a_new_writer_says_which_events_the_file_lacked(tmp_path: Path) -> None:
+    first, second = journal_of(tmp_path, writer=True), journal_of(tmp_path, writer=False)
+    for number in range(4):
+        second.emit(step(number))
+        if number < 2:
+            first.emit(step(number))
+    assert second.start(writer=True) == [step(2), step(3)]
+    assert second.start(writer=True) == []
+    assert numbers(tmp_path) == [0, 1, 2, 3]
 
 
 def test_numbers_that_json_has_not_stay_readable(tmp_path: Path) -> None:
@@ -94,7 +151,7 @@ def test_every_float_comes_back_to_the_bit(tmp_path: Path) -> None:
 def test_a_journal_without_a_path_keeps_nothing(tmp_path: Path) -> None:
     journal = Journal(None)
     journal.start(writer=True)
-    journal.append(step(0), writer=True)
+    journal.emit(step(0))
     assert journal.number == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -114,8 +171,8 @@ def test_only_the_writer_writes(tmp_path: Path) -> None:
     folder = run_with(tmp_path / "run", step(0))
     other = Journal(folder / JOURNAL)
     other.start(writer=False)
-    other.append(step(0), writer=False)
-    other.append(step(1), writer=False)
+    other.emit(step(0))
+    other.emit(step(1))
     assert numbers(folder) == [0]
 
 
@@ -128,15 +185,15 @@ def test_the_next_writer_writes_what_the_last_one_did_not(missing: int, torn: bo
     second.start(writer=False)
     total = 6
     for number in range(total):
-        second.append(step(number), writer=False)
+        second.emit(step(number))
         if number < total - missing:
-            first.append(step(number), writer=True)
+            first.emit(step(number))
     if torn and missing:
         with (tmp_path / JOURNAL).open("a") as file:
             file.write('{"line": 5, "kind": "st')
 
     second.start(writer=True)
-    second.append(step(total), writer=True)
+    second.emit(step(total))
     assert numbers(tmp_path) == list(range(total + 1))
     assert [line["step"] for line in read(tmp_path)] == list(range(total + 1))
 
@@ -158,12 +215,12 @@ def write_without_room(folder: Path, num_failed: int, fits: int) -> Journal:
     """One line, then so many for which there is no room."""
     journal = Journal(folder / JOURNAL)
     journal.start(writer=True)
-    journal.append(step(0), writer=True)
+    journal.emit(step(0))
     with no_room_after((folder / JOURNAL).stat().st_size + fits), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(1, 1 + num_failed):
-            journal.append(step(number), writer=True)
-    assert len(said) == (num_failed * len(json.dumps(step(1))) > fits)
+            journal.emit(step(number))
+    assert len(said) == (num_failed * len(json.dumps(to_line(step(1)))) > fits)
     return journal
 
 
@@ -173,12 +230,12 @@ def test_a_full_disk_costs_no_line(num_failed: int, fits: int, tmp_path: Path) -
     """The half line that it leaves is gone when there is room again, and nothing is twice."""
     journal = write_without_room(tmp_path, num_failed, fits)
     total = 1 + num_failed + 1
-    journal.append(step(total - 1), writer=True)
+    journal.emit(step(total - 1))
     assert numbers(tmp_path) == list(range(total))
     other = Journal(tmp_path / JOURNAL)
     other.go_on_at(total)
     other.start(writer=True)
-    other.append(step(total), writer=True)
+    other.emit(step(total))
     assert numbers(tmp_path) == list(range(total + 1))
 
 
@@ -189,7 +246,7 @@ def test_a_step_does_not_pay_for_all_lines_that_are_kept(tmp_path: Path, monkeyp
         texts.append(line["line"])
         return json.dumps(line)
 
-    monkeypatch.setattr("unisono.journal._text", note)
+    monkeypatch.setattr("unisono.journal.writing.text_of", note)
     write_without_room(tmp_path, num_failed=200, fits=20)
     assert len(texts) <= 1 + 200 * LINES_AT_ONCE
     assert max(texts) <= LINES_AT_ONCE, "those that come next, again and again"
@@ -197,10 +254,10 @@ def test_a_step_does_not_pay_for_all_lines_that_are_kept(tmp_path: Path, monkeyp
 
 def test_what_a_disk_had_no_room_for_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the journal, and by who compares: what is there is equal."""
-    monkeypatch.setattr("unisono.journal.MOST_KEPT_LINES", 3)
+    monkeypatch.setattr("unisono.journal.writing.MOST_KEPT_LINES", 3)
     journal = write_without_room(tmp_path, num_failed=9, fits=20)
     for line in (step(10), end()):
-        journal.append(line, writer=True)
+        journal.emit(line)
     kinds = [(line["line"], line["kind"]) for line in read(tmp_path)]
     assert kinds == [(0, "step"), (6, "gap"), *((number, "step") for number in range(7, 11)), (11, "end")]
     assert list(read(tmp_path))[1] == {"line": 6, "kind": "gap", "first": 1, "last": 6}
@@ -231,7 +288,8 @@ def test_the_next_writer_has_what_was_written_nowhere(heard: int, tmp_path: Path
         journal.start(writer=journal is first)
     for number in range(40):
         for journal in (first, other):
-            journal.append(step(number), writer=journal is first and number < 7)
+            if journal is other or number < 7:
+                journal.emit(step(number))
     assert first.num_written == 7
     assert other.num_written == 0
     other.hear(heard)
@@ -239,7 +297,7 @@ def test_the_next_writer_has_what_was_written_nowhere(heard: int, tmp_path: Path
     newcomer = Journal(tmp_path / JOURNAL)
     newcomer.go_on_at(other.number, other.unwritten())
     newcomer.start(writer=True)
-    newcomer.append(step(40), writer=True)
+    newcomer.emit(step(40))
     assert numbers(tmp_path) == list(range(41))
     other.hear(newcomer.num_written)
     assert other.unwritten() == []
@@ -250,7 +308,7 @@ def test_only_a_few_lines_are_kept_of_those_that_are_written(tmp_path: Path) -> 
     writer.start(writer=True)
     for number in range(50):
         for journal in (writer, other):
-            journal.append(step(number), writer=journal is writer)
+            journal.emit(step(number))
         other.hear(writer.num_written)
     assert len(writer._recent) == len(other._recent) == KEPT_LINES
 
@@ -260,14 +318,14 @@ def test_a_directory_that_is_gone_for_a_while_costs_no_line(tmp_path: Path) -> N
     is_there = True
     journal = Journal(tmp_path / JOURNAL, lambda: is_there)
     journal.start(writer=True)
-    journal.append(step(0), writer=True)
+    journal.emit(step(0))
     (tmp_path / JOURNAL).rename(tmp_path / "moved")
     is_there = False
-    journal.append(step(1), writer=True)
+    journal.emit(step(1))
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]
     (tmp_path / "moved").rename(tmp_path / JOURNAL)
     is_there = True
-    journal.append(step(2), writer=True)
+    journal.emit(step(2))
     assert numbers(tmp_path) == [0, 1, 2]
 
 
@@ -281,7 +339,7 @@ def num_bytes_read() -> int:
 def test_a_long_journal_is_not_read_by_who_goes_on_with_it(torn: str, tmp_path: Path) -> None:
     """Only its end is: its next writer is in the middle of a training, and all wait for it."""
     run = run_with(tmp_path / "run")
-    line = json.dumps({"line": 0, **step(0, logs={"text": "x" * 1000})})
+    line = json.dumps({"line": 0, **to_line(step(0, logs={"text": "x" * 1000}))})
     with (run / JOURNAL).open("w") as file:
         file.writelines(line.replace('"line": 0', f'"line": {number}') + "\n" for number in range(6000))
         file.write(torn)
@@ -291,7 +349,7 @@ def test_a_long_journal_is_not_read_by_who_goes_on_with_it(torn: str, tmp_path: 
     journal = Journal(run / JOURNAL)
     journal.go_on_at(5990)
     journal.start(writer=True)
-    journal.append(step(5990), writer=True)
+    journal.emit(step(5990))
     conclude(run, "all are gone")
     assert num_bytes_read() - before < 1_000_000
     assert numbers(run) == list(range(5992))
@@ -318,12 +376,12 @@ def test_a_broken_line_at_the_end_does_not_end_a_training(tmp_path: Path) -> Non
     (folder / JOURNAL).write_bytes(first + second + third[:30] + b"\n" + second[:9])
     journal = Journal(folder / JOURNAL)
     for number in range(3):
-        journal.append(step(number), writer=False)
+        journal.emit(step(number))
     with pytest.warns(
         UserWarning, match=r"a line of .* is not one of a journal: .*; the run goes on after its last whole line"
     ):
         journal.start(writer=True)
-    journal.append(step(3), writer=True)
+    journal.emit(step(3))
     after = (folder / JOURNAL).read_bytes()
     assert after == first + second + third[:30] + b"\n" + third + after.splitlines(keepends=True)[-1]
     assert json.loads(after.splitlines()[-1])["line"] == 3
@@ -334,7 +392,7 @@ def test_a_journal_that_cannot_be_read_does_not_end_a_training(tmp_path: Path) -
     journal = Journal(tmp_path / JOURNAL)
     with pytest.warns(UserWarning, match="cannot be written: .*; training goes on"):
         journal.start(writer=True)
-    journal.append(step(0), writer=True)
+    journal.emit(step(0))
     assert journal.number == 1
 
 
@@ -345,7 +403,7 @@ def test_a_writer_that_is_none_any_more_and_is_again(tmp_path: Path) -> None:
             journal.start(writer=journal is writer)
         for _ in range(3):
             for journal in (one, other):
-                journal.append(step(journal.number), writer=journal is writer)
+                journal.emit(step(journal.number))
     assert numbers(tmp_path) == list(range(9))
 
 
@@ -353,10 +411,10 @@ def test_a_newcomer_goes_on_at_the_line_of_the_others(tmp_path: Path) -> None:
     """What it had said before it joined (an evaluation of the start) was theirs long ago."""
     run_with(tmp_path / "run", *[step(number) for number in range(7)])
     newcomer = Journal(tmp_path / "run" / JOURNAL)
-    newcomer.append(evaluation(0, correct=1), writer=False)
+    newcomer.emit(evaluation(0, correct=1))
     newcomer.go_on_at(7)
     newcomer.start(writer=True)
-    newcomer.append(step(7), writer=True)
+    newcomer.emit(step(7))
     assert numbers(tmp_path / "run") == list(range(8))
     assert {line["kind"] for line in read(tmp_path / "run")} == {"step"}
 
@@ -369,7 +427,7 @@ def test_equal_runs_are_called_identical(tmp_path: Path) -> None:
     a = run_with(tmp_path / "a", step(0), evaluation(1, correct=3), step(1), end())
     b = run_with(
         tmp_path / "b",
-        step(0, generation=4, seconds={"compute": 9.0}, workers={"w0": [1.0, 2.0]}),
+        step(0, generation=4, seconds=Seconds(compute=9.0), workers={"w0": WorkerTimes(leaves=3)}),
         evaluation(1, correct=3),
         step(1, logs={"lr": 1.0}),
         end(reason="finished"),
@@ -417,7 +475,7 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_first_difference_is_named(theirs: list[Line], said: str, tmp_path: Path) -> None:
+def test_the_first_difference_is_named(theirs: list[LineEvent], said: str, tmp_path: Path) -> None:
     a, b = run_with(tmp_path / "a", step(0), step(1), step(2), end()), run_with(tmp_path / "b", *theirs)
     with pytest.raises(Difference) as caught:
         compare(a, b)

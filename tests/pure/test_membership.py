@@ -65,17 +65,7 @@ def info(worker_id: str, host: str = "lab") -> MemberInfo:
 
 
 def step_done(number: int, seconds: float = 0.1) -> StepDone:
-    return StepDone(
-        step=number,
-        epoch=0,
-        num_steps=100,
-        loss=1.0,
-        samples=8,
-        seconds=seconds,
-        digest="",
-        generation=1,
-        num_workers=1,
-    )
+    return StepDone(step=number, seconds=seconds)
 
 
 class Story:

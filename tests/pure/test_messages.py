@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from unisono import messages
 from unisono.errors import ProtocolError
+from unisono.events import Announcement, Event
 from unisono.messages import Beat, Hello, Lost, MemberInfo, Message, Notice, Start, StoreCall, decode, encode
 
 INFO = MemberInfo(worker_id="w0", host="lab", pid=7, device="cpu", board="/proc/7/fd/3", address="10.0.0.1")
@@ -19,7 +20,8 @@ EVERY = [cls for cls in Message.__subclasses__() if cls not in (MemberInfo, Lost
 
 def example(cls: type[Message]) -> Message:
     """A message of this class with its optional fields left out."""
-    samples = {int: 3, str: "text", bytes: b"bits", float: 1.5, bool: True, MemberInfo: INFO}
+    said = Announcement(text="a sentence")
+    samples = {int: 3, str: "text", bytes: b"bits", float: 1.5, bool: True, MemberInfo: INFO, Event: said}
     hints = typing.get_type_hints(cls)
     fields = {
         field.name: samples.get(hints[field.name], {} if "dict" in str(hints[field.name]) else [])

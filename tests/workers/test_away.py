@@ -15,6 +15,7 @@ from unisono.machine import agent, following
 from unisono.machine.following import Following
 from unisono.messages import Ended, Message, Welcome, encode
 from unisono.spec import MachineSpec, RunSpec
+from unisono.watch import Stream
 from unisono.watch.terminal import Plain
 
 WELCOME = Welcome(run_id="x", heartbeat_s=0.5, agent_id="agent1")
@@ -61,7 +62,7 @@ def outcome(attempts: Iterator[tuple[float, Sequence[Message] | None]], monkeypa
     async def work() -> Ended:
         spec = MachineSpec(run=RunSpec(arguments=("train.py",), head_away_s=HEAD_AWAY_S), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
-            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Plain(), None)
+            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Stream([Plain()]), None)
         talk = asyncio.create_task(guest._following.run())
         ended = await asyncio.wait_for(guest._over, 60)
         talk.cancel()

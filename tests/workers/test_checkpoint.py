@@ -32,6 +32,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+from tests.pure.test_journal import evaluation
+from tests.pure.test_journal import step as finished
 from tests.waiting import PATIENT, SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from tests.workers.disk import wait_for_disk
@@ -500,7 +502,7 @@ def test_a_run_that_has_lost_all_its_workers_does_not_begin_again_after_a_step(k
     assert begin() is None
     journal = Journal(tmp_path / JOURNAL)
     journal.start(writer=True)
-    journal.append({"kind": kind, "step": 0}, writer=True)
+    journal.emit(finished(0) if kind == "step" else evaluation(0))
     if kind == "evaluation":
         assert begin() is None
     else:

@@ -27,16 +27,17 @@ from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
 from unisono.cli.run import count_workers, parse_workers
 from unisono.errors import CheckpointError, UsageError
+from unisono.events import RunEnded, Seconds, StepFinished, WorkerTimes
 from unisono.journal import JOURNAL
-from unisono.messages import Ended, StepDone
-from unisono.watch.terminal import PLAIN_EVERY_S, Plain
+from unisono.watch.terminal import BALANCE_EVERY_S, PLAIN_EVERY_S, Plain
 
 Script = Callable[..., str]
 
 BEGIN = """
     import sys
     from unisono import member
-    from unisono.messages import StepDone
+    from unisono.events import Seconds, StepFinished, WorkerTimes
+    from unisono.messages import Happened
 
     me = member.current()
     me.ready(0)
@@ -360,8 +361,9 @@ def test_steps_are_shown_and_summed_up(unisono: Unisono, script: Script) -> None
         + """
     for step in range(3):
         if rank == 0:
-            me.send(StepDone(step=step, epoch=0, num_steps=3, loss=1 / (step + 1), samples=8, seconds=0.5, digest="",
-                             generation=1, num_workers=2))
+            me.happened(Happened(number=step, event=StepFinished(
+                step=step, epoch=0, num_steps=3, loss=1 / (step + 1), weight=8.0, samples=8, digest="", generation=1,
+                seconds=Seconds(compute=0.5), workers={"w0": WorkerTimes(), "w1": WorkerTimes()}, logs={})))
     """
     )
     command = unisono("run", name, "--workers", 2)
@@ -387,8 +389,9 @@ def test_a_terminal_gets_a_progress_line(script: Script, tmp_path: Path) -> None
         BEGIN
         + """
     print("a line of its own")
-    me.send(StepDone(step=0, epoch=0, num_steps=1, loss=0.5, samples=8, seconds=0.5, digest="", generation=1,
-                     num_workers=1))
+    me.happened(Happened(number=0, event=StepFinished(
+        step=0, epoch=0, num_steps=1, loss=0.5, weight=8.0, samples=8, digest="", generation=1,
+        seconds=Seconds(compute=0.5), workers={"w0": WorkerTimes()}, logs={})))
     """
     )
     ours, theirs = pty.openpty()
@@ -416,17 +419,20 @@ def test_a_terminal_gets_a_progress_line(script: Script, tmp_path: Path) -> None
     assert "finished: 1 step in" in text
 
 
-def done(step: int) -> StepDone:
-    return StepDone(
+def finished(step: int, balance: str = "") -> StepFinished:
+    return StepFinished(
         step=step,
         epoch=0,
-        num_steps=100,
         loss=2.0,
+        weight=10.0,
         samples=10,
-        seconds=1.0,
         digest="",
+        num_steps=100,
         generation=1,
-        num_workers=4,
+        seconds=Seconds(compute=0.75, other=0.25),
+        workers={f"w{number}": WorkerTimes() for number in range(4)},
+        logs={},
+        balance=balance,
     )
 
 
@@ -435,13 +441,25 @@ def test_plain_lines_come_at_most_every_two_seconds_and_the_last_always() -> Non
     out, err = io.StringIO(), io.StringIO()
     screen = Plain(out, err, clock=lambda: now[0])
     for step in range(10):
-        screen.step(done(step))
+        screen.emit(finished(step))
         now[0] += PLAIN_EVERY_S / 4
-    screen.close(Ended(ok=True, reason="finished"))
+    screen.emit(RunEnded(ok=True, reason="finished", digests={}))
+    screen.close()
     lines = out.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1", "5", "9", "10"]
     assert lines[0] == "unisono: 1 of 100 steps  loss 2.0000  10 samples/s  1:39 left  4 workers"
     assert lines[-1] == "unisono: finished: 10 steps in 5.0 s on 4 workers"
+
+
+def test_news_of_the_balance_come_at_most_every_five_seconds() -> None:
+    """The journal has all of them; on a screen, steps of milliseconds would show nothing else."""
+    now = [100.0]
+    err = io.StringIO()
+    screen = Plain(io.StringIO(), err, clock=lambda: now[0])
+    for step in range(3):
+        screen.emit(finished(step, balance=f"w0 gets {step} of 8 now"))
+        now[0] += 0.6 * BALANCE_EVERY_S
+    assert err.getvalue().splitlines() == ["unisono: w0 gets 0 of 8 now", "unisono: w0 gets 2 of 8 now"]
 
 
 @pytest.mark.parametrize(
@@ -454,8 +472,9 @@ def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int]
     out = io.StringIO()
     screen = Plain(out, io.StringIO(), clock=lambda: 0.0)
     for step in told:
-        screen.step(done(step))
-    screen.close(Ended(ok=True, reason="finished", step=last))
+        screen.emit(finished(step))
+    screen.emit(RunEnded(ok=True, reason="finished", digests={}, step=last))
+    screen.close()
     assert out.getvalue().splitlines()[-1] == f"unisono: finished: {steps} steps in 0.0 s on 4 workers"
 
 

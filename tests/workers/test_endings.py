@@ -36,6 +36,7 @@ from unisono.machine.placement import PLACEMENTS, Fork, Nursery
 from unisono.machine.workers import Workers, _Delayed, _Started
 from unisono.messages import AgentHello, Ended, RunDirectory, Welcome, WorkerExit, decode, encode
 from unisono.spec import MachineSpec, RunSpec, WorkerSpec
+from unisono.watch import Stream
 from unisono.watch.terminal import Plain
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -104,9 +105,9 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
         with contextlib.closing(Memory("unisono-token")) as secret:
             async with serve(stand_still, "127.0.0.1", 0) as server:
                 url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-                own = agent._Agent(spec, url, "token", secret, Plain(), head)
+                own = agent._Agent(spec, url, "token", secret, Stream([Plain()]), head)
                 running = asyncio.create_task(own.run())
-                while not own._agent_id:
+                while not own._following.agent_id:
                     await asyncio.sleep(0)
                 os.kill(os.getpid(), signal.SIGINT)
                 await reached.wait()
@@ -497,10 +498,10 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
         spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
             own = agent._Agent(
-                spec, "ws://127.0.0.1:1", "token", secret, Plain(), cast(headprocess.HeadProcess, object())
+                spec, "ws://127.0.0.1:1", "token", secret, Stream([Plain()]), cast(headprocess.HeadProcess, object())
             )
-        own._hear(Welcome(run_id="this run", heartbeat_s=0.5, agent_id="agent0"))
-        own._hear(RunDirectory(path=str(tmp_path)))
+        own._following._take(Welcome(run_id="this run", heartbeat_s=0.5, agent_id="agent0"))
+        own.hear(RunDirectory(path=str(tmp_path)))
         own._conclude(ended)
         return own._how_to_go_on(ended)
 

@@ -20,9 +20,11 @@ from typing import Any, TypeVar, cast
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
+from tests.pure.test_journal import step
 from tests.pure.test_membership import step_done, training
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
+from unisono import events
 from unisono.cli.reach import ask_status, find
 from unisono.decisions.membership.roster import Agent, Policy, State
 from unisono.head.memory import Memory
@@ -33,13 +35,13 @@ from unisono.messages import (
     AgentHello,
     Announcement,
     Ended,
+    Happened,
     Hello,
     MemberInfo,
     Message,
     Ready,
     RunDirectory,
     Snapshot,
-    StepDone,
     Stop,
     decode,
     encode,
@@ -203,13 +205,11 @@ def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: 
             await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=0, primary=True)))
             info = MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu")
             await worker.send(encode(Hello(info=info, fingerprint={})))
-            for message in (Ready(phase=0), *map(step_done, range(3)), Announcement(text="the last")):
+            last = Happened(event=events.Announcement(text="the last"))
+            for message in (Ready(phase=0), *map(step_done, range(3)), last):
                 await worker.send(encode(message))
             committed = []
-            while (
-                not isinstance(heard := decode(await agent.recv(decode=False)), Announcement)
-                or heard.text != "the last"
-            ):
+            while (heard := decode(await agent.recv(decode=False))) != last:
                 if isinstance(heard, Snapshot):
                     committed.append(Memory.decode(heard.state).state.committed)
             assert committed[-1] == 0
@@ -318,10 +318,10 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     waiting = asyncio.Queue[bytes]()
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
-        head._tell_agents(step_done(number))
+        head._pass_on(Happened(event=step(number), number=number))
     head._tell_agents(Announcement(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
-    assert kinds == [StepDone] * (MAX_STEPS_QUEUED + 1) + [Announcement]
+    assert kinds == [Happened] * (MAX_STEPS_QUEUED + 1) + [Announcement]
 
 
 def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
@@ -330,8 +330,8 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
     async def story() -> Any:
         state = training(2).state
         head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=Memory(state, 0.0, "").encode())
-        head._happens("w0", step_done(7))
-        head._happens("w1", step_done(6))
+        head._pass_on(Happened(event=step(7), number=7))
+        head._pass_on(Happened(event=step(6), number=6))
         return head.status()["step"]
 
     assert asyncio.run(story()) == 7

@@ -24,6 +24,7 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from unisono import events
 from unisono.decisions.following import HEIR_ANSWERS_S, Undelivered
 from unisono.decisions.membership import (
     Action,
@@ -42,6 +43,7 @@ from unisono.decisions.membership import (
 from unisono.decisions.membership.likeness import differences
 from unisono.decisions.membership.roster import ALIVE, Policy, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError
+from unisono.events import StepFinished
 from unisono.head.address import AddressFiles
 from unisono.head.keys import Keys
 from unisono.head.line import Line
@@ -52,6 +54,7 @@ from unisono.messages import (
     Announcement,
     Beat,
     Ended,
+    Happened,
     Hello,
     Holding,
     Kept,
@@ -66,6 +69,7 @@ from unisono.messages import (
     StoreCall,
     Welcome,
     WorkerExit,
+    WorkerLate,
     decode,
     encode,
 )
@@ -117,7 +121,7 @@ class Head:
         self._keys = Keys()
         self._reason = memory.reason
         self._started = memory.started
-        self._last: StepDone | None = None
+        self._last: StepFinished | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None
         self._remembering: asyncio.TimerHandle | None = None
@@ -272,8 +276,8 @@ class Head:
                     if self._run_dir in ("", message.path):
                         self._write_address(message.path)
                         self._remember()
-                elif isinstance(message, Announcement):
-                    self._tell_agents(message)
+                elif isinstance(message, Happened):
+                    self._pass_on(message)
                 elif isinstance(message, Kept):
                     self._kept(name, message)
                 else:
@@ -382,11 +386,6 @@ class Head:
             self._note_place(self._state.workers[source])
         elif isinstance(message, WorkerExit):
             self._here.pop(message.worker_id, None)
-        elif isinstance(message, StepDone):
-            # A worker that comes back says its last one again.
-            if self._last is None or message.step >= self._last.step:
-                self._last = message
-            self._tell_agents(message)
         if reason:
             self._reason = reason
         # Of the steps the first is remembered at once: from then on there is something to lose.
@@ -477,6 +476,16 @@ class Head:
             line.put(encode(message.message))
             if isinstance(message.message, Ended):
                 self._informed.add(message.to)
+            elif isinstance(message.message, WorkerLate):
+                self._pass_on(Happened(event=events.WorkerLate(**msgspec.structs.asdict(message.message))))
+
+    def _pass_on(self, message: Happened) -> None:
+        """Give an event to the sinks of all machines."""
+        event = message.event
+        # A worker that comes back says its last step again.
+        if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
+            self._last = event
+        self._tell_agents(message)
 
     def _note_place(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
@@ -488,7 +497,7 @@ class Head:
         for agent_id in self._state.agents:
             line = self._lines.get(agent_id)
             # An agent that is stopped for a while (Ctrl-Z) can do without the steps that were done meanwhile.
-            if line is not None and not (isinstance(message, StepDone) and line.queue.qsize() > MAX_STEPS_QUEUED):
+            if line is not None and not (isinstance(message, Happened) and line.queue.qsize() > MAX_STEPS_QUEUED):
                 line.put(data)
 
     def _set_timer(self) -> None:

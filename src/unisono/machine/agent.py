@@ -26,8 +26,10 @@ from typing import Final, Protocol
 
 import msgspec
 
+from unisono import messages
 from unisono.checkpoint import files
 from unisono.errors import UsageError
+from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.journal import conclude
 from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
 from unisono.machine.children import NOT_STARTED, TERMINATE_S
@@ -36,21 +38,19 @@ from unisono.machine.headprocess import HeadProcess, Service, address, listen, r
 from unisono.machine.workers import Workers
 from unisono.messages import (
     AgentHello,
-    Announcement,
     Drain,
     Ended,
     Evict,
+    Happened,
     Message,
     RunDirectory,
     Start,
-    StepDone,
     Stop,
     WorkerExit,
 )
 from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
-from unisono.watch.relay import Relay
-from unisono.watch.terminal import Terminal, terminal
+from unisono.watch import Stream, make
 
 __all__ = ["Machines", "MachinesObserver", "join", "machine_label", "run"]
 
@@ -124,7 +124,7 @@ async def _run(
         "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret)
-    agent = _Agent(spec, url, token, secret, terminal(), head, machines)
+    agent = _Agent(spec, url, token, secret, Stream([make("terminal")]), head, machines)
     try:
         return await agent.run()
     finally:
@@ -140,7 +140,8 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
     secret = Memory("unisono-token", token.encode())
 
     async def work() -> int:
-        return await _Agent(spec, url, token, secret, Relay() if spec.launched else terminal(), None).run()
+        stream = Stream([make("relay" if spec.launched else "terminal")])
+        return await _Agent(spec, url, token, secret, stream, None).run()
 
     try:
         return asyncio.run(work())
@@ -171,12 +172,13 @@ class _Agent:
         url: str,
         token: str,
         secret: Memory,
-        screen: Terminal,
+        stream: Stream,
         head: HeadProcess | None,
         machines: Machines | None = None,
     ) -> None:
         self._spec = spec
-        self._screen = screen
+        self._stream = stream
+        self._digests: dict[str, str] = {}
         self._is_primary = head is not None
         self._machines = machines
         self._host = machine_label()
@@ -236,10 +238,12 @@ class _Agent:
         match message:
             case Start():
                 self._workers.start(message.worker_ids, message.delay_s)
-            case StepDone():
-                self._screen.step(message)
-            case Announcement():
-                self._screen.say(message.text)
+            case Happened(event=RunEnded() as event):
+                self._digests = event.digests  # the run ends for this machine when the head says so
+            case Happened():
+                self._stream.emit(message.event, number=message.number)
+            case messages.Announcement():
+                self.announce(message.text)
             case Evict():
                 self._workers.evict(message.worker_id)
             case Ended():
@@ -249,10 +253,10 @@ class _Agent:
                 self.run_dir = message.path
 
     def announce(self, text: str) -> None:
-        self._screen.say(text)
+        self._stream.emit(Announcement(text=text))
 
     def show_head_line(self, text: str, is_error: bool) -> None:
-        self._screen.worker_line("head", text, is_error=is_error)
+        self.on_line("head", text, is_error)
 
     def end(self, ended: Ended) -> None:
         """The run is over for this machine."""
@@ -263,10 +267,10 @@ class _Agent:
     # -- workers (`workers.Observer`) -----------------------------------------------------------------
 
     def on_line(self, name: str, text: str, is_error: bool) -> None:
-        self._screen.worker_line(name, text, is_error=is_error)
+        self._stream.emit(WorkerOutput(source=name, text=text, is_error=is_error))
 
     def on_notice(self, text: str) -> None:
-        self._screen.say(text)
+        self.announce(text)
 
     def on_machines_lost(self, reason: str) -> None:
         if not self._workers.running():
@@ -289,7 +293,7 @@ class _Agent:
             self._end_now("ended by a second signal", code)
             self._workers.kill()
         elif not self._is_primary and number is not signal.SIGHUP and self._workers.have_started():
-            self._screen.say("the workers of this machine leave at the end of the step (again: end them now)")
+            self.announce("the workers of this machine leave at the end of the step (again: end them now)")
             self._following.say(Drain(reason=f"{self._host} leaves"))
             self._leave_when_alone()
         else:
@@ -299,7 +303,7 @@ class _Agent:
                 return
             self._stops_for = f"{word}, with a checkpoint"
             self._stop_code = self._on_signal if number == signal.SIGTERM else code
-            self._screen.say(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
+            self.announce(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
             self._following.say(Stop(reason=self._stops_for))
 
     def _on_input(self) -> None:
@@ -346,7 +350,7 @@ class _Agent:
         patience_s = self._patience_s(ended)
         if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
             late = ", ".join(self._workers.running())
-            self._screen.say(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
+            self.announce(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
         await self._workers.close()
 
     def _show(self, ended: Ended) -> None:
@@ -354,8 +358,13 @@ class _Agent:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
             Path(self._spec.outcome).write_text(json.dumps(known))
         elif hint := self._how_to_go_on(ended):
-            self._screen.say(hint)
-        self._screen.close(ended, with_traceback=not self._spec.outcome)
+            self.announce(hint)
+        traceback = "" if self._spec.outcome else ended.traceback
+        digests = self._digests if ended.ok else {}
+        self._stream.emit(
+            RunEnded(ok=ended.ok, reason=ended.reason, digests=digests, step=ended.step, traceback=traceback)
+        )
+        self._stream.close()
 
     def _conclude(self, ended: Ended) -> None:
         """Write into the journal why the run failed, where no worker is left to do so."""

@@ -44,8 +44,6 @@ class Team(Protocol):
     worker_ids: tuple[str, ...]
     arithmetic: int
     """A fingerprint of what this worker's arithmetic depends on."""
-    warnings: dict[str, None]
-    """Of members that were admitted and may compute differently; who has noted them clears them."""
 
     @property
     def exchange(self) -> Exchange:
@@ -123,6 +121,10 @@ class Team(Protocol):
         """While in it, this worker waits for others: that it makes no progress is not its fault, and may be theirs."""
         ...
 
+    def take_warnings(self) -> list[str]:
+        """Return, once, the warnings about members that were admitted and may compute differently."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -137,7 +139,6 @@ class AloneTeam:
 
     def __init__(self, device: torch.device) -> None:
         self.exchange: Exchange = Alone(device)
-        self.warnings: dict[str, None] = {}
 
     def join(self, phase: int, report: Report) -> list[Report]:
         return [report]
@@ -189,6 +190,9 @@ class AloneTeam:
     def waiting(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def take_warnings(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         self.exchange.close()
 
@@ -214,7 +218,7 @@ class HeadTeam:
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
         self.arithmetic = member.arithmetic
-        self.warnings: dict[str, None] = {}
+        self._warnings: dict[str, None] = {}
         self._said_ready = False
         self._num_waits = 0
         member.on_notice(self._heard)
@@ -356,6 +360,10 @@ class HeadTeam:
             self._num_waits -= 1
             self._member.waiting(self._num_waits > 0)
 
+    def take_warnings(self) -> list[str]:
+        warnings, self._warnings = self._warnings, {}
+        return list(warnings)
+
     def close(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -390,7 +398,7 @@ class HeadTeam:
             self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
             self.rank, self.size = self._rank_in(notice), len(notice.members)
             self.worker_ids = tuple(info.worker_id for info in notice.members)
-            self.warnings |= dict.fromkeys(notice.warnings)
+            self._warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):
                 later = [held for held in self._notices.values() if held.immediate]
                 self._alarm = PeerLost(later[-1].reason) if later else None

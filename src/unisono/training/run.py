@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +24,8 @@ from unisono.decisions.checks import is_rehearsed, rehearsal
 from unisono.decisions.cursor import Cursor
 from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, UnisonoError, UsageError
-from unisono.journal import end_line
-from unisono.messages import Announcement, RunDirectory, StepDone
+from unisono.events import RunStarted
+from unisono.messages import RunDirectory
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.agreement import Digests, check_digests
@@ -41,14 +40,14 @@ from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
 from unisono.training.process import Process, tell
 from unisono.training.randomness import seed_place
+from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.tracked import Tracked
+from unisono.watch import Sink
 from unisono.words import progress
 
 __all__ = ["Run"]
-
-TELL_EVERY_S = 5.0
 
 
 class Run:
@@ -80,6 +79,8 @@ class Run:
         resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. It changes the
             bits.
         overwrite: replace another run that the directory holds.
+        sinks: objects with ``emit(event)`` and ``close()`` (`unisono.watch.Sink`) that get the run's events. One worker
+            at a time gives events to its sinks: the one that writes the journal. A sink that raises is dropped.
 
     Under ``unisono run`` a script makes one of these; `steps` can be called as often as there are phases.
 
@@ -100,6 +101,7 @@ class Run:
         resume: str | os.PathLike[str] | None = None,
         resume_anyway: Collection[str] = (),
         overwrite: bool = False,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         worker = members.spec()
         spec = worker.run
@@ -124,13 +126,10 @@ class Run:
         )
         self._journal = self._keeper.journal
         self._process = Process()
-        self._writes = False
+        self._recorder = Recorder(self._journal, sinks, members.current())
         self._phases = 0
         self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
-        self._told_at = 0.0
-        self._tells = False
-        self._done: StepDone | None = None
         self._loop: TrainingLoop | None = None  # the one that has begun last
         self._training: Generator[Step, None, None] | None = None
         self._team: Team | None = None
@@ -175,7 +174,7 @@ class Run:
                 except UnisonoError as failure:
                     self._append_failure(failure)
                     raise
-                self._append(end_line(ok=True, digests=digests))
+                self._recorder.run_ended(self._role(), ok=True, digests=digests)
             else:
                 self._note_place(error)
                 loop = self._loop
@@ -188,6 +187,7 @@ class Run:
             if self._training is not None:
                 self._training.close()
             assert self._team is not None
+            self._recorder.close()
             self._team.close()
             self._keeper.close()
             self._arithmetic.leave()
@@ -207,7 +207,7 @@ class Run:
         told = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
         check_digests(dict(zip(self._team.worker_ids, told, strict=False)))  # before anything of it is kept
         self._keeper.save_together(rounds)
-        self._tell_done(None)
+        self._recorder.tell_again(self._role())
         self._team.in_loop(None)
 
     def _make_team(self, member: members.Member | None) -> Team:
@@ -435,7 +435,7 @@ class Run:
             fetcher.close()
             before.restore_modes()
         shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
-        self._append({"kind": "evaluation", "step": self._num_steps, "totals": shown})
+        self._recorder.evaluation_finished(self._num_steps, shown, self._role())
         # Every member has evaluated other batches, and what comes next may draw random numbers.
         seed_place(self.seed, "after", self._journal.number)
         return totals
@@ -514,103 +514,44 @@ class Run:
                 "have nothing to compute; use more micro-batches or fewer workers",
                 stacklevel=4,
             )
+        started = RunStarted(
+            run_id=self._run_id, directory=str(self.directory or ""), step=rounds.place.total, recipe=recipe
+        )
+        self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
         return rounds.place.step
 
     def _finish(self, step: Step, seconds: dict[str, float], num_steps: int) -> None:
-        """A step is over: write its line into the journal, and tell those who watch the run."""
-        assert self._team is not None
+        """Record a step that the script has left."""
+        _, team = self._in_rounds()
         self._num_steps += 1
-        result = step.gradient.result
-        assert result is not None
-        workers = {
-            worker_id: {
-                "leaves": int(facts.leaves),
-                "data": round(facts.data, 6),
-                "compute": round(facts.compute, 6),
-                "last": {part: round(value, 6) for part, value in facts.last.items()},
-            }
-            for worker_id, facts in zip(self._team.worker_ids, result.telemetry, strict=False)
-        }
-        line: dict[str, Any] = {
-            "kind": "step",
-            "step": step.place,
-            "epoch": step.epoch,
-            "loss": step.loss,
-            "weight": step.gradient.weight,
-            "samples": step.num_samples,
-            "digest": f"{result.digest:016x}",
-            "num_steps": num_steps,
-            "generation": self._team.generation,
-            "seconds": {name: round(value, 6) for name, value in seconds.items()},
-            "workers": workers,
-            "logs": step.logs,
-        }
-        self._keeper.note({"loss": line["loss"], **step.logs})
-        if news := self._keeper.news():
-            line["checkpoint"] = news
-        # Not a line of its own: who finishes this step after a loss knows of no change, and lines are numbered alike.
-        if step.gradient.news:
-            line["balance"] = step.gradient.news
-        if self._team.warnings:
-            line["warnings"] = list(self._team.warnings)
-            self._team.warnings.clear()
-        self._append(line)
-        member = members.current()
-        # The journal has all of them; on a screen, steps of milliseconds would say nothing else.
-        if (
-            step.gradient.news
-            and member is not None
-            and self._team.rank == 0
-            and time.monotonic() - self._told_at > TELL_EVERY_S
-        ):
-            self._told_at = time.monotonic()
-            member.send(Announcement(text=step.gradient.news))
-        if member is not None:
-            self._tell_done(
-                StepDone(
-                    step=line["step"],
-                    epoch=line["epoch"],
-                    num_steps=num_steps,
-                    loss=line["loss"],
-                    samples=line["samples"],
-                    seconds=sum(seconds.values()),
-                    digest=line["digest"],
-                    generation=self._team.generation,
-                    num_workers=self._team.size,
-                    logs=step.logs,
-                )
-            )
-
-    def _tell_done(self, done: StepDone | None) -> None:
-        """Rank 0 tells the head of each step that is done.
-
-        A worker that has become rank 0 tells of its last step first: the rank 0 before it may have been lost between
-        that step and telling of it.
-
-        Args:
-            done: the step that has just been done; None: there is none.
-        """
-        assert self._team is not None
-        member, is_first = members.current(), self._team.rank == 0
-        if member is not None and is_first:
-            for each in (None if self._tells else self._done, done):
-                if each is not None:
-                    member.step_done(each)
-        self._tells, self._done = is_first, done or self._done
-
-    def _append(self, line: dict[str, Any]) -> None:
-        # In a team nobody has a rank before it has joined; the first writer writes what was said until then.
-        # Who was left behind is not the writer any more, whatever its rank was.
-        writes = (
-            self._team is not None
-            and self._keeper.writes(self._team)
-            and (self._joined or members.current() is None)
-            and not self._team.is_evicted()
+        result, gradient = step.result(), step.gradient
+        assert gradient.result is not None
+        self._keeper.note({"loss": result.loss, **step.logs})
+        self._recorder.step_finished(
+            result,
+            self._role(),
+            num_steps=num_steps,
+            seconds=seconds,
+            telemetry=gradient.result.telemetry,
+            logs=step.logs,
+            checkpoint=self._keeper.news(),
+            balance=gradient.news,
+            warnings=team.take_warnings(),
         )
-        if writes != self._writes:
-            self._writes = writes
-            self._journal.start(writer=writes)
-        self._journal.append(line, writer=writes)
+
+    def _role(self) -> Role:
+        team, is_alone = self._team, members.current() is None
+        # In a team nobody has a rank before it has joined; the first writer writes what was said until then.
+        # A worker that was left behind is not the writer any more, whatever its rank was.
+        if team is None or not (self._joined or is_alone):
+            return OUTSIDE
+        writes = self._keeper.writes(team) if self.directory is not None else team.rank == 0
+        return Role(
+            rank=team.rank,
+            generation=team.generation,
+            worker_ids=team.worker_ids,
+            is_writer=writes and not team.is_evicted(),
+        )
 
     def _is_others_affair(self, error: BaseException) -> bool:
         """This worker ends, and the run perhaps does not: it was asked to leave, or another tries the same again."""
@@ -619,7 +560,7 @@ class Run:
         return isinstance(error, (SystemExit, RunStopped)) or is_tried_again
 
     def _append_failure(self, error: BaseException) -> None:
-        self._append(end_line(ok=False, reason=f"{type(error).__name__}: {error}"))
+        self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
 
     def _note_place(self, error: BaseException) -> None:
         """Say where in the data an error of the user's code came from."""

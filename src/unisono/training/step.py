@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.decisions.cursor import StepPosition
 from unisono.errors import StepError
+from unisono.events import StepResult
 from unisono.rounds.gradient import GradientRound, StepContext
 from unisono.training.guards import UnusedGradients
 from unisono.training.process import Process
@@ -164,6 +165,19 @@ class Step:
         """The round that has summed this step's gradient. After the inner loop."""
         assert self._round is not None
         return self._round
+
+    def result(self) -> StepResult:
+        """Return what all members agree on about this step. After the inner loop."""
+        summed = self.gradient.result
+        assert summed is not None
+        return StepResult(
+            step=self.place,
+            epoch=self.epoch,
+            loss=self.loss,
+            weight=self.gradient.weight,
+            samples=self.num_samples,
+            digest=f"{summed.digest:016x}",
+        )
 
     def close(self) -> None:
         """The outer loop goes on.

@@ -1,1 +1,98 @@
-"""What shows a run to people. Nothing here is asked by the training."""
+"""Sinks: what shows, stores or forwards the events of a run. The training never asks a sink anything.
+
+A new sink is one file in this folder, with a class that satisfies `Sink`, and one row in `SINKS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol, cast, runtime_checkable
+
+from unisono.events import Event, RunStarted
+
+__all__ = ["SINKS", "Sink", "Stream", "make"]
+
+SINKS: Final = {
+    "relay": "unisono.watch.relay:Relay",
+    "terminal": "unisono.watch.terminal:terminal",
+}
+"""Name of a sink -> module and function that makes it, imported when it is asked for."""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where events go. Events that a sink does not know are to be ignored: later versions have more of them."""
+
+    def emit(self, event: Event) -> None:
+        """Take an event. In a worker this is called by the training loop, so it returns at once (a sink that has to
+        wait for something does so in a thread of its own) and leaves the global random generators alone.
+        """
+
+    def close(self) -> None:
+        """No event follows. Called once."""
+
+
+def make(name: str) -> Sink:
+    """Make the sink of that name in `SINKS`."""
+    module, _, function = SINKS[name].partition(":")
+    return cast("Sink", getattr(importlib.import_module(module), function)())
+
+
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a script may have closed it
+        print(f"unisono: {text}", file=sys.stderr, flush=True)
+
+
+class Stream:
+    """Gives each event to several sinks, in their order. A sink that raises is reported once, closed and dropped: it
+    never ends a run.
+
+    Args:
+        report: gets the sentence about a sink that raised.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], report: Callable[[str], None] = _print_error) -> None:
+        self._sinks = list(sinks)
+        self._report = report
+        self._number = -1
+
+    def emit(self, event: Event, *, number: int = -1) -> None:
+        """Give an event to all sinks.
+
+        Args:
+            number: of the event's line in the journal; -1: it has none. An event that comes again, because the worker
+                that told it was lost, has the number that it had, and is not given twice.
+        """
+        if isinstance(event, RunStarted):
+            self._number = -1
+        if 0 <= number <= self._number:
+            return
+        self._number = max(self._number, number)
+        for sink in self._sinks.copy():
+            try:
+                sink.emit(event)
+            except Exception as error:
+                self._sinks.remove(sink)
+                self._say(sink, f"emit({type(event).__name__})", error)
+                self._close(sink)
+
+    def close(self) -> None:
+        """Close all sinks, each once."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            self._close(sink)
+
+    def _close(self, sink: Sink) -> None:
+        try:
+            sink.close()
+        except Exception as error:
+            self._say(sink, "close()", error)
+
+    def _say(self, sink: Sink, call: str, error: Exception) -> None:
+        self._report(
+            f"the sink {type(sink).__qualname__} gets no more events: its {call} raised {type(error).__name__}: "
+            f"{error}; the run goes on"
+        )

@@ -1,37 +1,25 @@
-"""The run on the screen: one progress line, the workers' output told apart, and decisions with their reasons."""
+"""The terminal: one progress line, every line of a worker's output with the worker's name, and announcements."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, TextIO
 
-from unisono.messages import Ended, StepDone
+from unisono.events import Announcement, Event, RunEnded, StepFinished, WorkerOutput
 from unisono.words import count, progress
 
 __all__ = ["Plain", "Rich", "Terminal", "summary", "terminal"]
 
 PLAIN_EVERY_S: Final = 2.0
+BALANCE_EVERY_S: Final = 5.0
+"""Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen."""
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
-
-
-class Terminal(Protocol):
-    """Where an agent shows what happens. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
-
-    def worker_line(self, worker_id: str, text: str, *, is_error: bool) -> None:
-        """One line of a worker's output."""
-
-    def say(self, text: str) -> None:
-        """A decision, with its reason."""
-
-    def step(self, done: StepDone) -> None:
-        """A step is committed."""
-
-    def close(self, ended: Ended, *, with_traceback: bool = True) -> None:
-        """The last thing that is shown."""
 
 
 class _Pace:
@@ -41,23 +29,23 @@ class _Pace:
         self._clock = clock
         self._seconds = self._samples = 0.0  # of a step; smoothed alike, so that a short last batch shows no slump
         self.started = clock()
-        self.last: StepDone | None = None
+        self.last: StepFinished | None = None
         self._first = 0
 
-    def add(self, done: StepDone) -> bool:
-        """Whether it is a new one: after a loss, a step may be told twice."""
+    def add(self, step: StepFinished) -> bool:
+        """Count a step. Return False if it was counted before: after a loss, a step may be told twice."""
         if self.last is None:
-            self._first = done.step
-        elif done.step <= self.last.step:
+            self._first = step.step
+        elif step.step <= self.last.step:
             return False
         weight = 1.0 if self.last is None else 0.1
-        self._seconds += weight * (done.seconds - self._seconds)
-        self._samples += weight * (done.samples - self._samples)
-        self.last = done
+        self._seconds += weight * (step.seconds.total() - self._seconds)
+        self._samples += weight * (step.samples - self._samples)
+        self.last = step
         return True
 
     def num_steps(self, last: int) -> int:
-        """How many steps were done, by their numbers: not all of them may have been told here.
+        """Return how many steps were finished, by their numbers: some may not have been told here.
 
         Args:
             last: the number of the last one, where that is known; else -1.
@@ -85,8 +73,8 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def summary(pace: _Pace, ended: Ended) -> str:
-    """The run in one line."""
+def summary(pace: _Pace, ended: RunEnded) -> str:
+    """Return the run in one line."""
     if not ended.ok:
         return f"failed: {ended.reason}"
     last = pace.last
@@ -94,10 +82,53 @@ def summary(pace: _Pace, ended: Ended) -> str:
         return f"{ended.reason} in {pace.elapsed_s:.1f} s"
     done = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
     steps = count(pace.num_steps(ended.step), "step")
-    return f"{done}: {steps} in {pace.elapsed_s:.1f} s on {count(last.num_workers, 'worker')}"
+    return f"{done}: {steps} in {pace.elapsed_s:.1f} s on {count(len(last.workers), 'worker')}"
 
 
-class Plain:
+class Terminal(ABC):
+    """A sink that shows what an agent's stream has. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pace = _Pace(clock)
+        self._balance_at = -math.inf
+
+    def emit(self, event: Event) -> None:
+        match event:
+            case WorkerOutput():
+                self._output(event)
+            case Announcement():
+                self._say(event.text)
+            case StepFinished():
+                if self._pace.add(event):
+                    self._say_balance(event.balance)
+                    self._step(event)
+            case RunEnded():
+                self._end(event)
+
+    def _say_balance(self, text: str) -> None:
+        now = self._clock()
+        if text and now - self._balance_at > BALANCE_EVERY_S:
+            self._balance_at = now
+            self._say(text)
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def _output(self, line: WorkerOutput) -> None: ...
+
+    @abstractmethod
+    def _say(self, text: str) -> None: ...
+
+    @abstractmethod
+    def _step(self, step: StepFinished) -> None: ...
+
+    @abstractmethod
+    def _end(self, ended: RunEnded) -> None: ...
+
+
+class Plain(Terminal):
     """Lines, for files and pipes: a step at most every `PLAIN_EVERY_S`, and the last one."""
 
     def __init__(
@@ -106,37 +137,36 @@ class Plain:
         err: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
-        self._clock = clock
-        self._pace = _Pace(clock)
         self._shown_at = -PLAIN_EVERY_S
         self._is_shown = True
         self._failing: list[TextIO] = []
         """Streams whose last line could not be written."""
 
-    def worker_line(self, worker_id: str, text: str, *, is_error: bool) -> None:
-        self._write(self._err if is_error else self._out, f"[{worker_id}] {text}")
+    def close(self) -> None:
+        for stream in self._failing:
+            _turn_off(stream)
 
-    def say(self, text: str) -> None:
+    def _output(self, line: WorkerOutput) -> None:
+        self._write(self._err if line.is_error else self._out, f"[{line.source}] {line.text}")
+
+    def _say(self, text: str) -> None:
         for line in text.splitlines():
             self._write(self._err, f"unisono: {line}")
 
-    def step(self, done: StepDone) -> None:
-        if not self._pace.add(done):
-            return
+    def _step(self, step: StepFinished) -> None:
         self._is_shown = False
         if self._clock() - self._shown_at >= PLAIN_EVERY_S:
             self._show()
 
-    def close(self, ended: Ended, *, with_traceback: bool = True) -> None:
+    def _end(self, ended: RunEnded) -> None:
         if not self._is_shown:
             self._show()
         self._write(self._out if ended.ok else self._err, f"unisono: {summary(self._pace, ended)}")
-        if ended.traceback and with_traceback:
+        if ended.traceback:
             self._write(self._err, ended.traceback.rstrip("\n"))
-        for stream in self._failing:
-            _turn_off(stream)
 
     def _show(self) -> None:
         last = self._pace.last
@@ -149,7 +179,7 @@ class Plain:
             f"loss {last.loss:.4f}",
             f"{self._pace.samples_per_second:,.0f} samples/s",
             f"{_duration(self._pace.left_s)} left",
-            count(last.num_workers, "worker"),
+            count(len(last.workers), "worker"),
         )
         self._write(self._out, f"unisono: {'  '.join(parts)}")
 
@@ -176,69 +206,72 @@ def _turn_off(stream: TextIO) -> None:
     os.close(null)
 
 
-class Rich:
+class Rich(Terminal):
     """A progress line at the bottom of a terminal, everything else above it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        super().__init__(clock)
         self._console = Console(highlight=False, soft_wrap=True)
-        self._pace = _Pace(clock)
         self._is_error_shared = sys.stderr.isatty()
         self._progress = Progress(
             TextColumn("{task.fields[done]}"),
             BarColumn(bar_width=30),
             TextColumn(
-                "loss {task.fields[loss]}  {task.fields[rate]} samples/s  {task.fields[left]} left  {task.fields[who]}"
+                "loss {task.fields[loss]}  {task.fields[rate]} samples/s  {task.fields[left]} left  "
+                "{task.fields[workers]}"
             ),
             console=self._console,
             refresh_per_second=8,
         )
         self._task: Any = None
 
-    def worker_line(self, worker_id: str, text: str, *, is_error: bool) -> None:
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._progress.stop()
+
+    def _output(self, line: WorkerOutput) -> None:
         from rich.text import Text
 
-        if is_error and not self._is_error_shared:
+        if line.is_error and not self._is_error_shared:
             with contextlib.suppress(OSError):
-                print(f"[{worker_id}] {text}", file=sys.stderr, flush=True)
+                print(f"[{line.source}] {line.text}", file=sys.stderr, flush=True)
             return
-        digits = worker_id.removeprefix("w")
+        digits = line.source.removeprefix("w")
         colour = _COLOURS[int(digits) % len(_COLOURS)] if digits.isdecimal() else "white"
-        self._print(Text.assemble((f"[{worker_id}] ", colour), Text.from_ansi(text)))
+        self._print(Text.assemble((f"[{line.source}] ", colour), Text.from_ansi(line.text)))
 
-    def say(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         from rich.text import Text
 
         for line in text.splitlines():
             self._print(Text(f"unisono: {line}", style="dim"))
 
-    def step(self, done: StepDone) -> None:
-        if not self._pace.add(done):
-            return
+    def _step(self, step: StepFinished) -> None:
         fields: dict[str, Any] = {
-            "done": progress(done.step + 1, done.num_steps),
-            "loss": f"{done.loss:.4f}",
+            "done": progress(step.step + 1, step.num_steps),
+            "loss": f"{step.loss:.4f}",
             "rate": f"{self._pace.samples_per_second:,.0f}",
             "left": _duration(self._pace.left_s),
-            "who": count(done.num_workers, "worker"),
+            "workers": count(len(step.workers), "worker"),
         }
-        total = done.num_steps or None
+        total = step.num_steps or None
         with contextlib.suppress(OSError):  # the terminal is gone
             if self._task is None:
-                self._task = self._progress.add_task("", total=total, completed=done.step + 1, **fields)
+                self._task = self._progress.add_task("", total=total, completed=step.step + 1, **fields)
                 self._progress.start()
             else:
-                self._progress.update(self._task, total=total, completed=done.step + 1, **fields)
+                self._progress.update(self._task, total=total, completed=step.step + 1, **fields)
 
-    def close(self, ended: Ended, *, with_traceback: bool = True) -> None:
+    def _end(self, ended: RunEnded) -> None:
         from rich.text import Text
 
         with contextlib.suppress(OSError):
             self._progress.stop()
         self._print(Text(summary(self._pace, ended), style="green" if ended.ok else "bold red"))
-        if ended.traceback and with_traceback:
+        if ended.traceback:
             with contextlib.suppress(OSError):
                 print(ended.traceback.rstrip("\n"), file=sys.stderr, flush=True)
 
@@ -248,5 +281,5 @@ class Rich:
 
 
 def terminal() -> Terminal:
-    """What suits where standard output goes."""
+    """Make the terminal that suits where standard output goes."""
     return Rich() if sys.stdout.isatty() else Plain()

@@ -1,0 +1,191 @@
+"""Events: what happens in a run, as frozen values. Every sink of every process gets the same ones.
+
+An event is made once and never changed. The worker that finishes a step makes its `StepFinished`; that value is the
+step's line in the journal (`unisono.journal.to_line`), travels to the head and from there to the sinks of every
+machine. ``kind`` is the tag of an event in JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "Announcement",
+    "EvaluationFinished",
+    "Event",
+    "LinesLost",
+    "MembershipChanged",
+    "RunEnded",
+    "RunStarted",
+    "Seconds",
+    "StepFinished",
+    "StepResult",
+    "WorkerLate",
+    "WorkerOutput",
+    "WorkerTimes",
+]
+
+
+class _Value(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the values that events are made of."""
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """Base of all events. A field with its default value is left out of the event's JSON."""
+
+
+class Seconds(_Value):
+    """Wall time of one step on one worker, by what it was spent on. The parts add up to the whole."""
+
+    data: float = 0.0
+    compute: float = 0.0
+    exchange: float = 0.0
+    waiting: float = 0.0
+    """For other workers."""
+    other: float = 0.0
+
+    def total(self) -> float:
+        return self.data + self.compute + self.exchange + self.waiting + self.other
+
+
+class WorkerTimes(_Value):
+    """How long one worker computed for a step."""
+
+    leaves: int = 0
+    """Micro-batches that it computed for this step."""
+    data: float = 0.0
+    compute: float = 0.0
+    last: Seconds = Seconds()
+    """The whole step **before**: the time of an exchange is known only after it."""
+
+
+# -- the run -----------------------------------------------------------------------------------------
+
+
+class RunStarted(_Event, tag="start"):
+    """The workers begin to train, at the beginning or where an earlier run of the directory has ended."""
+
+    run_id: str
+    directory: str
+    """Empty where the run keeps nothing on a disk."""
+    step: int
+    """Steps of the run that are done already."""
+    recipe: dict[str, int | bool]
+    """What the bits depend on: batch size, micro-batches, seed ..."""
+
+
+class MembershipChanged(_Event, tag="membership"):
+    """Another generation has begun; its members compute from here on."""
+
+    generation: int
+    worker_ids: tuple[str, ...]
+    """By rank."""
+
+
+class RunEnded(_Event, tag="end"):
+    """The run is over. The last event of a stream."""
+
+    ok: bool
+    reason: str
+    """Why, in words; in a worker that has finished: empty."""
+    digests: dict[str, str]
+    """Of every tracked object, by name; empty where the run failed."""
+    step: int = -1
+    """The last step that was finished, where that is known; else -1."""
+    traceback: str = ""
+    """Of the worker whose failure has ended the run."""
+
+
+# -- what its workers agree on: the lines of the journal ---------------------------------------------
+
+
+class StepResult(_Event):
+    """What all members agree on after a step: the same bits for any number of workers."""
+
+    step: int
+    """Counted over the whole run from 0, however often the script calls ``run.steps``."""
+    epoch: int
+    loss: float
+    weight: float
+    samples: int
+    digest: str
+    """Of the sums, 16 hexadecimal digits."""
+
+
+class StepFinished(StepResult, tag="step"):
+    """A step is finished: all members have its gradient, and the script has left its update."""
+
+    num_steps: int
+    """Steps of the run up to the end of this ``run.steps``."""
+    generation: int
+    seconds: Seconds
+    """Wall time of the step on the worker that wrote the line."""
+    workers: dict[str, WorkerTimes]
+    """By worker id."""
+    logs: dict[str, float]
+    """From ``step.log``."""
+    checkpoint: dict[str, Any] = {}
+    """What became of checkpoints since the step before."""
+    balance: str = ""
+    """Why this step's plan is another than that of the step before."""
+    warnings: list[str] = []
+    """About members that may compute differently, in the first step that they took part in."""
+
+
+class EvaluationFinished(_Event, tag="evaluation"):
+    """An evaluation is finished."""
+
+    step: int
+    """Steps of the run that were done before it."""
+    totals: dict[str, Any]
+    """By name: numbers, or lists of numbers."""
+
+
+class LinesLost(_Event, tag="gap"):
+    """Lines of the journal that could not be written for too long, e.g. because the disk was full."""
+
+    first: int
+    last: int
+
+
+# -- on the way, for people --------------------------------------------------------------------------
+
+
+class Announcement(_Event, tag="announcement"):
+    """A sentence for the user: what the head or an agent decided, and why."""
+
+    text: str
+
+
+class WorkerLate(_Event, tag="late"):
+    """A worker makes no progress while others wait for it."""
+
+    worker_id: str
+    step: int
+    microbatch: int
+    seconds: float
+
+
+class WorkerOutput(_Event, tag="output"):
+    """One line of the output of a process that an agent has started."""
+
+    source: str
+    """The worker's id, "head" or "nursery"."""
+    text: str
+    is_error: bool
+    """It came from standard error."""
+
+
+Event = (
+    RunStarted
+    | MembershipChanged
+    | RunEnded
+    | StepFinished
+    | EvaluationFinished
+    | LinesLost
+    | Announcement
+    | WorkerLate
+    | WorkerOutput
+)

@@ -1,0 +1,33 @@
+"""The journal of a run: one line of JSON a step, only ever appended.
+
+A line is an event (`unisono.events`) that all members agree on: the result of a step (step, loss, weight, digest), and
+how long each of them took; the totals of an evaluation; the end of the run, with a digest of every tracked object.
+Lines by ``kind``: ``step``, ``evaluation``, ``end``, and ``gap``: all lines from ``first`` to ``last`` are lost.
+
+One member writes: the first that sees the run's directory. Every member keeps the lines that it does not know to be in
+the file, so the next writer, or a writer that finds room again on a disk that was full, leaves none out.
+"""
+
+from __future__ import annotations
+
+from unisono.journal.comparing import Difference, compare
+from unisono.journal.file import JOURNAL, conclude, events, has_steps, read, summary, truncate
+from unisono.journal.lines import Line, from_line, to_line
+from unisono.journal.writing import MOST_KEPT_LINES, Journal
+
+__all__ = [
+    "JOURNAL",
+    "MOST_KEPT_LINES",
+    "Difference",
+    "Journal",
+    "Line",
+    "compare",
+    "conclude",
+    "events",
+    "from_line",
+    "has_steps",
+    "read",
+    "summary",
+    "to_line",
+    "truncate",
+]

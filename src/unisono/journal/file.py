@@ -1,0 +1,144 @@
+"""The journal's file: read it from its beginning or its end, cut it off, and end it for members that are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from unisono.events import RunEnded, StepFinished
+from unisono.journal.lines import Line, LineEvent, from_line, parse, plain, text_of, to_line
+
+__all__ = ["BLOCK_BYTES", "JOURNAL", "conclude", "events", "has_steps", "read", "summary", "tail", "truncate"]
+
+JOURNAL: Final = "journal.jsonl"
+BLOCK_BYTES: Final = 1 << 16
+
+
+def read(path: Path) -> Iterator[Line]:
+    """Yield the lines of a journal (a file, or the directory of its run). A torn last line is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is broken.
+    """
+    path = path / JOURNAL if path.is_dir() else path
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            yield parse(path, text, f"line {number}")
+
+
+def events(path: Path) -> Iterator[LineEvent]:
+    """Yield the events of a journal, also of one that an older version has written.
+
+    Raises:
+        OSError, ValueError: as `read`.
+    """
+    for line in read(path):
+        event = from_line(line)
+        if event is not None:
+            yield event
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, text) of each line from the last to the first. Reads no more of the file than is asked for."""
+    start, text = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        num_bytes = min(start, max(BLOCK_BYTES, len(text)))
+        start -= num_bytes
+        file.seek(start)
+        text = file.read(num_bytes) + text
+        while (cut := text.rfind(b"\n", 0, -1) + 1) > 0:
+            yield start + cut, text[cut:]
+            text = text[:cut]
+    if text:
+        yield 0, text
+
+
+def tail(path: Path, file: BinaryIO) -> tuple[int, Line | None, str]:
+    """Return the end of the last whole line, the last line that can be read, and what is wrong with those after it."""
+    end, broken = 0, ""
+    for offset, text in _backwards(file):
+        if not text.endswith(b"\n"):
+            continue
+        end = end or offset + len(text)
+        try:
+            line = parse(path, text)
+            return end, {**line, "line": int(line["line"])}, broken
+        except (ValueError, TypeError, KeyError) as error:
+            broken = broken or str(error)
+    return end, None, broken
+
+
+def has_steps(directory: Path) -> bool:
+    """Return whether the journal in ``directory`` has the line of a step. One that cannot be read has none."""
+    with contextlib.suppress(OSError, ValueError):
+        return any(line["kind"] == "step" for line in read(directory / JOURNAL))
+    return False
+
+
+def truncate(path: Path, number: int) -> None:
+    """Leave the first ``number`` lines: what a run had written when it made the checkpoint that it goes on from."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        cut = end = file.seek(0, os.SEEK_END)
+        for offset, text in _backwards(file):
+            try:
+                is_kept = text.endswith(b"\n") and int(json.loads(text)["line"]) < number
+            except (ValueError, KeyError, TypeError):
+                is_kept = False
+            if is_kept:
+                break
+            cut = offset
+        if cut < end:
+            file.truncate(cut)
+            os.fsync(file.fileno())
+
+
+def conclude(directory: Path, reason: str) -> None:
+    """Write why a run failed, for members that are all gone.
+
+    Does nothing where one of them has, and where the journal is broken.
+
+    Raises:
+        OSError: the journal cannot be written.
+    """
+    path = directory / JOURNAL
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end, last, broken = tail(path, file)
+        if broken or (last is not None and last["kind"] == "end"):
+            return
+        file.truncate(end)
+        file.seek(end)
+        number = last["line"] + 1 if last is not None else 0
+        line = to_line(RunEnded(ok=False, reason=reason, digests={}))
+        file.write((text_of({"line": number, **line}) + "\n").encode())
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    """Return what the journal says of a run that is over (or whose head does not answer).
+
+    Raises:
+        OSError, ValueError: the journal cannot be read.
+    """
+    found: dict[str, Any] = {"state": "unknown", "step": None, "loss": None, "workers": []}
+    if not (directory / JOURNAL).exists():
+        return found
+    for event in events(directory):
+        match event:
+            case StepFinished():
+                names = ("step", "num_steps", "epoch", "loss", "digest", "generation")
+                found.update({name: getattr(event, name) for name in names}, state="stopped")
+            case RunEnded():
+                state = "finished" if event.ok else "failed"
+                found.update(state=state, digests=event.digests, reason=event.reason)
+    shown: dict[str, Any] = plain(found)
+    return shown

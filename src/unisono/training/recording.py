@@ -1,0 +1,227 @@
+"""Make the events of a run in a worker, and give each to the journal, to the sinks of the script and to the head.
+
+Every member makes the same events in the same order. Three of them go on with an event:
+
+===================  ===================================================================================
+the writer           the member that can write into the run's directory writes the line (`Journal`)
+the same one         gives the event to the sinks that its script has made (``unisono.Run(sinks=...)``)
+rank 0               tells the head, which tells the sinks of every machine
+===================  ===================================================================================
+
+When a writer is lost, the next one takes the events that the file lacks, writes their lines and gives them to its
+sinks. When rank 0 is lost, the next rank 0 tells its last events again, and who gets an event twice knows it by its
+number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from unisono.errors import UsageError
+from unisono.events import (
+    EvaluationFinished,
+    Event,
+    MembershipChanged,
+    RunEnded,
+    RunStarted,
+    Seconds,
+    StepFinished,
+    StepResult,
+    WorkerTimes,
+)
+from unisono.facts import Facts
+from unisono.journal import Journal
+from unisono.messages import Happened, StepDone
+from unisono.watch import Sink, Stream
+
+__all__ = ["OUTSIDE", "Head", "Recorder", "Role"]
+
+NUM_TOLD_AGAIN: Final = 4
+DIGITS: Final = 6
+"""Of the seconds in an event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What a worker is within the run at the moment of an event."""
+
+    rank: int
+    generation: int
+    worker_ids: tuple[str, ...]
+    """By rank."""
+    is_writer: bool
+    """It writes what one member writes for all."""
+
+
+OUTSIDE: Final = Role(rank=-1, generation=0, worker_ids=(), is_writer=False)
+"""The role of a worker that has not joined yet, and of one that the others have gone on without."""
+
+
+class Head(Protocol):
+    """The head, as a `unisono.member.Member` reaches it."""
+
+    def step_done(self, done: StepDone) -> None: ...
+
+    def happened(self, message: Happened) -> None: ...
+
+
+class Recorder:
+    """Records what happens to a run in this worker. All methods are local and cheap.
+
+    Args:
+        sinks: of this worker's script.
+        head: None: the script runs alone.
+
+    Raises:
+        UsageError: an object in ``sinks`` is no sink.
+    """
+
+    def __init__(self, journal: Journal, sinks: Sequence[Sink], head: Head | None) -> None:
+        if wrong := [sink for sink in sinks if not isinstance(sink, Sink)]:
+            raise UsageError(f"sinks= takes objects with emit(event) and close(); got {wrong[0]!r}")
+        self._journal = journal
+        self._stream = Stream(sinks)
+        self._to_head = _ToHead(head) if head is not None else None
+        self._is_writer = False
+        self._generation = 0
+        self._started: RunStarted | None = None  # what the sinks have not been given yet
+
+    def run_started(self, started: RunStarted, role: Role, *, is_newcomer: bool) -> None:
+        """This worker is in the run.
+
+        Args:
+            is_newcomer: the run has begun before, and the other workers have said so.
+        """
+        self._started = started
+        if self._to_head is not None and not is_newcomer:
+            self._to_head.start(started, role)
+        self._take(role)
+
+    def step_finished(
+        self,
+        result: StepResult,
+        role: Role,
+        *,
+        num_steps: int,
+        seconds: Mapping[str, float],
+        telemetry: Sequence[Facts],
+        logs: dict[str, float],
+        checkpoint: dict[str, Any],
+        balance: str,
+        warnings: list[str],
+    ) -> None:
+        """The script has left a step.
+
+        Args:
+            num_steps: of the run, up to the end of this ``run.steps``.
+            seconds: of the step on this worker, by the names of `Seconds`.
+            telemetry: of all members, by rank.
+            checkpoint: news of checkpoints since the step before.
+            balance: why this step's plan is another than that of the step before.
+        """
+        # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss hears of
+        # neither, and lines are numbered alike on all workers.
+        event = StepFinished(
+            **msgspec.structs.asdict(result),
+            num_steps=num_steps,
+            generation=role.generation,
+            seconds=_rounded(seconds),
+            workers={worker_id: _times(each) for worker_id, each in zip(role.worker_ids, telemetry, strict=False)},
+            logs=logs,
+            checkpoint=checkpoint,
+            balance=balance,
+            warnings=warnings,
+        )
+        self._record(event, role)
+
+    def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
+        """``run.evaluate`` has its totals (numbers, or lists of them), after so many steps of the run."""
+        self._record(EvaluationFinished(step=step, totals={str(name): value for name, value in totals.items()}), role)
+
+    def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
+        """The script is at the end of the run, or has failed."""
+        self._record(RunEnded(ok=ok, reason=reason, digests=digests or {}), role)
+
+    def tell_again(self, role: Role) -> None:
+        """Tell the head what a rank 0 before this one may not have told. Does nothing where nothing has changed."""
+        if self._to_head is not None:
+            self._to_head.tell(None, role)
+
+    def close(self) -> None:
+        """Close the sinks. No event follows."""
+        self._stream.close()
+
+    def _record(self, event: Event, role: Role) -> None:
+        self._take(role)
+        number = self._journal.number
+        self._journal.emit(event)  # not one of the stream's: without its lines a run cannot go on from a checkpoint
+        self._pass_on(event, role, number)
+
+    def _take(self, role: Role) -> None:
+        """Become the writer, or stop being it; name the members of a generation that is new."""
+        missing: Sequence[Event] = ()
+        if role.is_writer != self._is_writer:
+            self._is_writer = role.is_writer
+            missing = self._journal.start(writer=role.is_writer)
+            self._generation = 0
+        if self._is_writer:
+            first, self._started = self._started, None
+            for event in (first, *missing):
+                if event is not None:
+                    self._stream.emit(event)
+        if role.generation != self._generation and role is not OUTSIDE:
+            self._generation = role.generation
+            self._pass_on(MembershipChanged(generation=role.generation, worker_ids=role.worker_ids), role)
+
+    def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
+        if self._is_writer:
+            self._stream.emit(event)
+        if self._to_head is not None:
+            self._to_head.tell(Happened(event=event, number=number), role)
+
+
+class _ToHead:
+    """Tells the head the events of the run, on rank 0; keeps the last ones on all other members."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._is_first = False
+        self._recent: deque[Happened] = deque(maxlen=NUM_TOLD_AGAIN)
+
+    def start(self, started: RunStarted, role: Role) -> None:
+        """Tell the beginning of the run, which comes first: also before what was evaluated until then."""
+        if role.rank == 0:
+            self._head.happened(Happened(event=started))
+
+    def tell(self, message: Happened | None, role: Role) -> None:
+        """Tell an event (None: nothing has happened); before it, where this worker has become rank 0, its last ones."""
+        was_first, self._is_first = self._is_first, role.rank == 0
+        if self._is_first:
+            for each in (*(() if was_first else self._recent), message):
+                if each is not None:
+                    self._send(each)
+        if message is not None and message.number >= 0:
+            self._recent.append(message)
+
+    def _send(self, message: Happened) -> None:
+        if isinstance(event := message.event, StepFinished):
+            self._head.step_done(StepDone(step=event.step, seconds=event.seconds.total()))
+        self._head.happened(message)
+
+
+def _rounded(seconds: Mapping[str, float]) -> Seconds:
+    return Seconds(**{part: round(value, DIGITS) for part, value in seconds.items()})
+
+
+def _times(facts: Facts) -> WorkerTimes:
+    return WorkerTimes(
+        leaves=int(facts.leaves),
+        data=round(facts.data, DIGITS),
+        compute=round(facts.compute, DIGITS),
+        last=_rounded(facts.last),
+    )

@@ -1,0 +1,164 @@
+"""What a worker records: the same events on all members, written by one, told by one, whoever is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pure.test_watch import Kept, started
+from unisono.errors import UsageError
+from unisono.events import (
+    EvaluationFinished,
+    MembershipChanged,
+    RunEnded,
+    RunStarted,
+    Seconds,
+    StepFinished,
+    StepResult,
+    WorkerTimes,
+)
+from unisono.facts import Facts
+from unisono.journal import JOURNAL, Journal, read
+from unisono.messages import Happened, StepDone
+from unisono.training.recording import OUTSIDE, Recorder, Role
+
+
+class Heard:
+    """A head that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self.happened_: list[Happened] = []
+
+    def step_done(self, done: StepDone) -> None:
+        self.done.append(done.step)
+
+    def happened(self, message: Happened) -> None:
+        self.happened_.append(message)
+
+
+class Worker:
+    """A recorder with what it records into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sink, self.head = Kept(), Heard()
+        self.journal = Journal(folder / JOURNAL)
+        self.recorder = Recorder(self.journal, [self.sink], self.head)
+
+    def finish(self, step: int, role: Role, **changes: Any) -> None:
+        values: dict[str, Any] = {
+            "num_steps": 9,
+            "seconds": {"compute": 0.25, "other": 0.5},
+            "telemetry": [Facts(leaves=2, compute=0.125, last_waiting=1 / 3)] * len(role.worker_ids),
+            "logs": {},
+            "checkpoint": {},
+            "balance": "",
+            "warnings": [],
+            **changes,
+        }
+        result = StepResult(step=step, epoch=0, loss=0.5, weight=8.0, samples=8, digest=f"{step:016x}")
+        self.recorder.step_finished(result, role, **values)
+
+    def steps(self) -> list[int]:
+        """Those that its sink was given."""
+        return [event.step for event in self.sink.events if isinstance(event, StepFinished)]
+
+
+def role(rank: int, generation: int = 1, *, is_writer: bool | None = None) -> Role:
+    ids = ("w0", "w1") if generation == 1 else ("w1", "w2")
+    return Role(
+        rank=rank, generation=generation, worker_ids=ids, is_writer=rank == 0 if is_writer is None else is_writer
+    )
+
+
+def test_a_step_is_one_value_for_the_journal_the_sinks_and_the_head(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.recorder.run_started(started(), role(0), is_newcomer=False)
+    worker.finish(0, role(0), logs={"lr": 0.1}, balance="w0 gets 3", checkpoint={"saved": 0}, warnings=["w1 differs"])
+    worker.recorder.evaluation_finished(1, {"right": 3}, role(0))
+    worker.recorder.run_ended(role(0), ok=True, digests={"model": "5f3a"})
+    times = WorkerTimes(leaves=2, compute=0.125, last=Seconds(waiting=0.333333))
+    found = StepFinished(
+        step=0, epoch=0, loss=0.5, weight=8.0, samples=8, digest="0" * 16, num_steps=9, generation=1,
+        seconds=Seconds(compute=0.25, other=0.5), workers={"w0": times, "w1": times}, logs={"lr": 0.1},
+        checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"],
+    )  # fmt: skip
+    said = [
+        started(),
+        MembershipChanged(generation=1, worker_ids=("w0", "w1")),
+        found,
+        EvaluationFinished(step=1, totals={"right": 3}),
+        RunEnded(ok=True, reason="", digests={"model": "5f3a"}),
+    ]
+    assert worker.sink.events == said
+    assert [each.event for each in worker.head.happened_] == said
+    assert [each.number for each in worker.head.happened_ if each.number >= 0] == [0, 1, 2]
+    assert worker.head.done == [0]
+    assert [line["kind"] for line in read(tmp_path)] == ["step", "evaluation", "end"]
+
+
+@pytest.mark.parametrize("written", [3, 4], ids=["before its line", "after its line"])
+def test_the_next_writer_gives_its_sinks_what_the_lost_one_has_not(written: int, tmp_path: Path) -> None:
+    """Rank 0 is lost after step 3 is finished: each step is in the file once, and one of the sinks has had it."""
+    first, second = Worker(tmp_path), Worker(tmp_path)
+    for rank, worker in enumerate((first, second)):
+        worker.recorder.run_started(started(), role(rank), is_newcomer=False)
+    for number in range(4):
+        second.finish(number, role(1))
+        if number < written:
+            first.finish(number, role(0))
+    assert second.sink.events == []
+    for number in (4, 5):
+        second.finish(number, role(0, generation=2))
+    assert first.steps() + second.steps() == list(range(6))
+    assert [line["step"] for line in read(tmp_path)] == list(range(6))
+    assert isinstance(second.sink.events[0], RunStarted)
+    assert MembershipChanged(generation=2, worker_ids=("w1", "w2")) in second.sink.events
+
+
+def test_the_next_rank_0_tells_its_last_events_again(tmp_path: Path) -> None:
+    """The one before may have been lost before it told them. They have the same numbers, so the repetition is seen."""
+    worker = Worker(tmp_path)
+    for number in range(3):
+        worker.finish(number, role(1))
+    assert worker.head.happened_ == []
+    worker.recorder.tell_again(role(1))
+    assert worker.head.done == []
+    worker.recorder.tell_again(role(0, generation=2))
+    assert worker.head.done == [0, 1, 2]
+    assert [each.number for each in worker.head.happened_] == [0, 1, 2]
+    worker.recorder.tell_again(role(0, generation=2))
+    assert worker.head.done == [0, 1, 2], "nothing has changed"
+
+
+def test_what_was_evaluated_before_the_run_began_is_told_by_its_first_writer(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.recorder.evaluation_finished(0, {3: 1.0}, OUTSIDE)
+    assert (worker.sink.events, worker.head.happened_) == ([], [])
+    worker.recorder.run_started(started(), role(0), is_newcomer=False)
+    before = EvaluationFinished(step=0, totals={"3": 1.0})
+    assert worker.sink.events[:2] == [started(), before]
+    assert [each.event for each in worker.head.happened_[:2]] == [started(), before]
+    assert [line["kind"] for line in read(tmp_path)] == ["evaluation"]
+
+
+def test_a_newcomer_does_not_say_that_the_run_starts(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.recorder.run_started(started(4), role(0), is_newcomer=True)
+    assert not any(isinstance(each.event, RunStarted) for each in worker.head.happened_)
+    assert isinstance(worker.sink.events[0], RunStarted)
+
+
+def test_a_writer_that_is_left_behind_writes_nothing_more(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.finish(0, role(0))
+    worker.finish(1, role(0, is_writer=False))
+    assert worker.steps() == [0]
+    assert [line["step"] for line in read(tmp_path)] == [0]
+
+
+def test_what_is_no_sink_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"sinks= takes objects with emit\(event\) and close\(\); got 'terminal'"):
+        Recorder(Journal(None), ["terminal"], None)  # type: ignore[list-item]

@@ -1,0 +1,97 @@
+"""The stream of events: every sink gets all of them, in order, and none of them can end a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pure.test_journal import end, evaluation, step
+from unisono.events import Announcement, Event, RunStarted
+from unisono.watch import SINKS, Sink, Stream, make
+
+
+class Kept:
+    """A sink that keeps what it gets, and raises where it is told to."""
+
+    def __init__(self, fails_at: Event | None = None, *, fails_to_close: bool = False) -> None:
+        self.events: list[Event] = []
+        self.num_closed = 0
+        self._fails_at = fails_at
+        self._fails_to_close = fails_to_close
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        if event == self._fails_at:
+            raise OSError("no space")
+
+    def close(self) -> None:
+        self.num_closed += 1
+        if self._fails_to_close:
+            raise ValueError("closed before")
+
+
+def started(step: int = 0) -> RunStarted:
+    return RunStarted(run_id="r1", directory="", step=step, recipe={"microbatches": 4})
+
+
+def test_all_sinks_get_all_events_in_order_and_are_closed_once() -> None:
+    one, other = Kept(), Kept()
+    stream = Stream([one, other])
+    said = [started(), step(0), Announcement(text="w2 joins"), evaluation(1, correct=3), end()]
+    for event in said:
+        stream.emit(event)
+    stream.close()
+    stream.close()
+    assert one.events == other.events == said
+    assert (one.num_closed, other.num_closed) == (1, 1)
+
+
+def test_a_sink_that_raises_is_reported_once_and_gets_nothing_more() -> None:
+    reports: list[str] = []
+    broken, calm = Kept(step(1), fails_to_close=True), Kept()
+    stream = Stream([broken, calm], reports.append)
+    for number in range(4):
+        stream.emit(step(number))
+    stream.close()
+    assert broken.events == [step(0), step(1)]
+    assert calm.events == [step(number) for number in range(4)]
+    assert (broken.num_closed, calm.num_closed) == (1, 1)
+    words = "the sink Kept gets no more events: its {} raised {}; the run goes on"
+    assert reports == [
+        words.format("emit(StepFinished)", "OSError: no space"),
+        words.format("close()", "ValueError: closed before"),
+    ]
+
+
+def test_an_interrupt_is_no_fault_of_a_sink() -> None:
+    class Interrupted(Kept):
+        def emit(self, event: Event) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Stream([Interrupted()]).emit(step(0))
+
+
+def test_an_event_that_is_told_again_is_given_once() -> None:
+    """A worker that becomes rank 0 tells its last events again; what has no line has no number, and always counts."""
+    sink = Kept()
+    stream = Stream([sink])
+    for number in (0, 1, 1, 0, 2):
+        stream.emit(step(number), number=number)
+    for _ in range(2):
+        stream.emit(Announcement(text="w2 joins"))
+    assert sink.events == [*map(step, range(3)), *[Announcement(text="w2 joins")] * 2]
+
+
+def test_a_run_that_begins_again_counts_its_lines_again() -> None:
+    """All workers were lost, and nothing of the run was kept."""
+    sink = Kept()
+    stream = Stream([sink])
+    for _ in range(2):
+        stream.emit(started())
+        stream.emit(step(0), number=0)
+    assert sink.events == [started(), step(0)] * 2
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_row_of_the_table_makes_a_sink(name: str) -> None:
+    assert isinstance(make(name), Sink)
