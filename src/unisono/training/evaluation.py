@@ -132,7 +132,8 @@ def evaluate(rounds: Rounds | None, evaluator: Evaluator, *, num_batches: int, r
     for batch, totals in have.items():
         if totals.keys() != names:
             raise UsageError(
-                f"the function of run.evaluate gave {sorted(names)} for batch 0 and {sorted(totals)} for batch {batch}"
+                f"the function of run.evaluate returned the totals {sorted(names)} for batch 0 and {sorted(totals)} "
+                f"for batch {batch}; it must return the same names for every batch"
             )
     return {
         name: fold(
@@ -171,8 +172,8 @@ def _check_rehearsal(letters: Mapping[str, _Letter], have: Mapping[int, Totals])
             if len(arithmetics) == 1 and digest != _digest(have[batch]):
                 raise DivergenceError(
                     f"batch {batch} of run.evaluate was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, as on the other. The function must give the same totals on every worker. "
-                    f"{USUAL_CAUSES}"
+                    f"{have[batch]}, which the other one got. The function must return the same totals on every "
+                    f"worker. {USUAL_CAUSES}"
                 )
 
 
@@ -187,7 +188,7 @@ def _total(value: Any, name: str) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise UsageError(
-            f"run.evaluate can add up numbers and tensors; {name!r} is a {type(value).__qualname__}"
+            f"run.evaluate can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
         ) from None
 
 

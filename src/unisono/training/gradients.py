@@ -111,9 +111,9 @@ class Buffers:
                 moved = (start.to(change.dtype) + step).to(start.dtype)
                 if start.dtype.is_floating_point and bool((start.isinf() & moved.isnan()).any()):
                     raise StepError(
-                        f"buffer {self.names[place]!r} was infinite and is not any more: the mean over the "
-                        "micro-batches of such a change is not defined. Give it finite values before run.steps, e.g. "
-                        "by one forward pass"
+                        f"buffer {self.names[place]!r} was infinite and is finite after this step: such a change has "
+                        "no mean over the micro-batches. Give the buffer finite values before run.steps, e.g. by one "
+                        "forward pass"
                     )
                 now.copy_(torch.where(change == 0, start, moved))
 
@@ -122,8 +122,8 @@ class Buffers:
         found = module._buffers.get(attribute)
         if found is None:
             raise StepError(
-                f"buffer {self.names[place]!r} is None or gone; it had a tensor before. Keep it a tensor, or change it "
-                "between two calls of run.steps"
+                f"buffer {self.names[place]!r} was a tensor, and is None or missing now. Keep it a tensor, or remove "
+                "it between two calls of run.steps"
             )
         return found
 
@@ -137,13 +137,13 @@ class Buffers:
         if start.shape != now.shape and attribute not in module._non_persistent_buffers_set:
             raise StepError(
                 f"buffer {self.names[place]!r} had shape {tuple(start.shape)} and has {tuple(now.shape)} after a "
-                "micro-batch, on the worker that computed it only. Give it its final shape before run.steps, e.g. by "
-                "one forward pass; or register it with persistent=False if it is a cache"
+                "micro-batch, only on the worker that computed the micro-batch. Give the buffer its final shape before "
+                "run.steps, e.g. by one forward pass; or register it with persistent=False if it is a cache"
             )
         if start.shape == now.shape and not torch.equal(start, now):
             raise StepError(
                 f"buffer {self.names[place]!r} ({start.dtype}) was changed within a micro-batch, and changes of "
-                "complex buffers are not summed; keep its real and imaginary parts (torch.view_as_real)"
+                "complex buffers cannot be summed; register its real and imaginary parts (torch.view_as_real)"
             )
 
     def _touched(self, place: int, now: Tensor) -> bool:
@@ -328,8 +328,8 @@ class GradientFolder:
         if self._parts_known and self._calls > self._calls_known.known:
             raise StepError(
                 f"step.backward was called {self._calls} times for this micro-batch and {self._calls_known.known} "
-                f"times for the first; "
-                "call it equally often for every micro-batch (at most as often as for the first), or add up the losses"
+                "times for the first one; call it equally often for every micro-batch (at most as often as for the "
+                "first), or add up the losses and call it once"
             )
         self._in_backward = True
         try:
@@ -404,10 +404,10 @@ class GradientFolder:
         self._digests, self._calls_known.has_looked = None, True
         if changed is not None:
             raise StepError(
-                f"parameter {self._everything[changed][0]!r} was changed within a micro-batch, on the worker that "
-                "computed it only. Update parameters after the inner loop; use nn.Embedding without max_norm (or "
-                "renormalise after optimizer.step()); where the first batch sets parameters, give the model one "
-                "before run.steps"
+                f"parameter {self._everything[changed][0]!r} was changed within a micro-batch, only on the worker that "
+                "computed the micro-batch. Update parameters after the inner loop; use nn.Embedding without max_norm "
+                "(or renormalise after optimizer.step()); if the first batch initialises parameters, pass one batch "
+                "through the model before run.steps"
             )
         other = _first_difference(self._needs_gradient, [parameter.requires_grad for _, parameter in self._everything])
         if other is None:
@@ -418,10 +418,10 @@ class GradientFolder:
         if other is not None:
             was_trained = self._needs_gradient[other]
             raise StepError(
-                f"parameter {self._everything[other][0]!r} was {'frozen' if was_trained else 'thawed'} within a "
-                f"micro-batch (requires_grad was {was_trained} when the step began), so its gradient is not that of "
-                "all workers. Freeze and thaw before the inner loop, or set requires_grad back before the micro-batch "
-                "ends, without a gradient of what was frozen"
+                f"parameter {self._everything[other][0]!r} was {'frozen' if was_trained else 'unfrozen'} within a "
+                f"micro-batch (requires_grad was {was_trained} when the step began), so its gradient differs between "
+                "the workers. Freeze and unfreeze parameters before the inner loop, or set requires_grad back before "
+                "the micro-batch ends, and let a parameter that was frozen get no gradient meanwhile"
             )
 
     # -- inside --------------------------------------------------------------------------------------
@@ -441,9 +441,9 @@ class GradientFolder:
         parameter.grad = None
         if self._folded[index]:
             raise StepError(
-                f"one backward gave {self._names[index]!r} its gradient in more parts than in the first micro-batch "
-                "(a layer that is used several times under checkpoint(..., use_reentrant=True) does that); "
-                "use torch.utils.checkpoint with use_reentrant=False"
+                f"in one backward pass, {self._names[index]!r} got its gradient in more parts than in the first "
+                "micro-batch (this happens to a layer that is used several times under "
+                "checkpoint(..., use_reentrant=True)); use torch.utils.checkpoint with use_reentrant=False"
             )
         if self._pending and (before := self._pending.pop(index, None)) is not None:
             gradient = before + gradient  # neither is ours to write to: see `_carry`
@@ -473,9 +473,8 @@ class GradientFolder:
         else:
             if gradient.layout is not torch.strided:
                 raise StepError(
-                    f"the gradient of {self._names[index]!r} is sparse ({gradient.layout}); sums over workers "
-                    f"are dense: "
-                    "use nn.Embedding(sparse=False) or freeze the parameter"
+                    f"the gradient of {self._names[index]!r} is sparse ({gradient.layout}), and gradients are summed "
+                    "as dense tensors: use nn.Embedding(sparse=False), or freeze the parameter"
                 )
             self._fold_dense(index, gradient)
             self._used[index] = 1
