@@ -197,7 +197,9 @@ def test_an_average_needs_no_optimizer() -> None:
 
 def test_parameters_on_another_device(loop: Loop) -> None:
     loop.model.register_parameter("away", nn.Parameter(torch.empty(3, device="meta")))
-    with pytest.raises(UsageError, match=says("model.away is on meta", "this worker on cpu", "model.to(run.device)")):
+    with pytest.raises(
+        UsageError, match=says("model.away is on meta", "this worker computes on cpu", "model.to(run.device)")
+    ):
         loop.steps()
 
 
@@ -224,11 +226,11 @@ class Buffered(nn.Module):
 @pytest.mark.parametrize(
     ("part", "parts"),
     [
-        (lambda: nn.LazyLinear(12), ("model.part.weight has no shape yet", "one batch before run.steps")),
+        (lambda: nn.LazyLinear(12), ("model.part.weight has no shape yet", "through the model before run.steps")),
         (lambda: nn.BatchNorm1d(12, momentum=None), ("model.part is a BatchNorm with momentum=None", "set a momentum")),
         (
             lambda: Buffered(torch.eye(12).to_sparse()),
-            ("model.part.kept is sparse (torch.sparse_coo)", "keep it dense"),
+            ("model.part.kept is sparse (torch.sparse_coo)", "make it dense"),
         ),
     ],
 )
@@ -248,7 +250,7 @@ def test_modules_that_cannot_be_trained(loop: Loop, part: Callable[[], nn.Module
         ),
         (torch.tensor(torch.inf), lambda kept, x: torch.minimum(kept, x.min()), ("was infinite", "one forward pass")),
         (torch.zeros(3, dtype=torch.cfloat), lambda kept, x: kept + 1j, ("torch.complex64", "view_as_real")),
-        (torch.zeros(3), lambda kept, x: None, ("is None or gone", "Keep it a tensor")),
+        (torch.zeros(3), lambda kept, x: None, ("is None or missing", "Keep it a tensor")),
     ],
 )
 def test_changes_of_buffers_that_have_no_mean(
@@ -470,7 +472,7 @@ def test_freezing_and_thawing_within_a_micro_batch(loop: Loop, is_frozen: bool) 
         weight.requires_grad_(is_frozen)
         step.backward(loop.loss(batch))
 
-    word = "thawed" if is_frozen else "frozen"
+    word = "unfrozen" if is_frozen else "frozen"
     with pytest.raises(StepError, match=says(f"'model.first.weight' was {word}", "before the inner loop")):
         loop.train(backward)
 
@@ -492,7 +494,7 @@ def test_freezing_for_a_part_of_a_micro_batch(loop: Loop) -> None:
         step.backward(loop.loss(batch))
         loop.model.first.requires_grad_(False)
 
-    with pytest.raises(StepError, match=says("'model.first.weight' was thawed", "gradient of what was frozen")):
+    with pytest.raises(StepError, match=says("'model.first.weight' was unfrozen", "that was frozen get no gradient")):
         loop.train(learn)
 
 

@@ -121,7 +121,7 @@ def test_a_parameter_that_goes_is_refused() -> None:
                 module.bias = None  # type: ignore[assignment]
 
     model = torch.nn.Sequential(nn.Linear(12, 4))
-    with pytest.raises(StepError, match=r"has gone within the inner loop of step 0"), AloneRun(seed=1) as run:
+    with pytest.raises(StepError, match=r"disappeared within the inner loop of step 0"), AloneRun(seed=1) as run:
         training = Training(run, model)
         training.optimizer.param_groups[0]["params"] = [model[0].weight]
         training.train(remove)
@@ -296,7 +296,7 @@ def accumulate(run: unisono.Run, *, drop: Callable[[Training, int], object], eve
 
 
 def test_gradients_that_a_script_accumulates_over_steps_are_not_lost_without_a_word() -> None:
-    with pytest.raises(StepError, match="was not called after step 0, whose gradients are lost") as caught:
+    with pytest.raises(StepError, match="was not called after step 0: the gradients of that step are lost") as caught:
         with AloneRun(seed=1) as run:
             accumulate(run, drop=lambda training, number: None)
     assert "larger batch_size" in str(caught.value)

@@ -351,7 +351,7 @@ def _more_parts_than_before() -> None:
 
 def test_more_parts_than_in_the_first_micro_batch_are_refused() -> None:
     """What is folded cannot be folded again: it would count the micro-batches before it twice."""
-    with pytest.raises(StepError, match=r"'model\.middle\.\w+' its gradient in more parts .* use_reentrant=False"):
+    with pytest.raises(StepError, match=r"'model\.middle\.\w+' got its gradient in more parts .* use_reentrant=False"):
         _more_parts_than_before()
 
 

@@ -195,7 +195,8 @@ def _add_up(have: Mapping[int, Totals]) -> Totals:
     for batch, totals in have.items():
         if totals.keys() != names:
             raise UsageError(
-                f"the function of run.evaluate gave {sorted(names)} for batch 0 and {sorted(totals)} for batch {batch}"
+                f"the function of run.evaluate returned the totals {sorted(names)} for batch 0 and {sorted(totals)} "
+                f"for batch {batch}; it must return the same names for every batch"
             )
     return {
         name: fold(
@@ -220,8 +221,8 @@ def _check_rehearsal(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> 
             if digest != _digest(have[batch]):
                 raise DivergenceError(
                     f"batch {batch} of run.evaluate was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, as on the other. The function must give the same totals on every worker. "
-                    f"{USUAL_CAUSES}"
+                    f"{have[batch]}, which the other one got. The function must return the same totals on every "
+                    f"worker. {USUAL_CAUSES}"
                 )
 
 
@@ -263,7 +264,7 @@ def _total(value: Any, name: str) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise UsageError(
-            f"run.evaluate can add up numbers and tensors; {name!r} is a {type(value).__qualname__}"
+            f"run.evaluate can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
         ) from None
 
 

@@ -92,9 +92,9 @@ class Buffers:
                 moved = (start.to(change.dtype) + step).to(start.dtype)
                 if start.dtype.is_floating_point and bool((start.isinf() & moved.isnan()).any()):
                     raise StepError(
-                        f"buffer {self.names[index]!r} was infinite and is not any more: the mean over the "
-                        "micro-batches of such a change is not defined. Give it finite values before run.steps, e.g. "
-                        "by one forward pass"
+                        f"buffer {self.names[index]!r} was infinite and is finite after this step: such a change has "
+                        "no mean over the micro-batches. Give the buffer finite values before run.steps, e.g. by one "
+                        "forward pass"
                     )
                 now.copy_(torch.where(change == 0, start, moved))
 
@@ -103,8 +103,8 @@ class Buffers:
         found = module._buffers.get(attribute)
         if found is None:
             raise StepError(
-                f"buffer {self.names[index]!r} is None or gone; it had a tensor before. Keep it a tensor, or change it "
-                "between two calls of run.steps"
+                f"buffer {self.names[index]!r} was a tensor, and is None or missing now. Keep it a tensor, or remove "
+                "it between two calls of run.steps"
             )
         return found
 
@@ -118,13 +118,13 @@ class Buffers:
         if start.shape != now.shape and attribute not in module._non_persistent_buffers_set:
             raise StepError(
                 f"buffer {self.names[index]!r} had shape {tuple(start.shape)} and has {tuple(now.shape)} after a "
-                "micro-batch, on the worker that computed it only. Give it its final shape before run.steps, e.g. by "
-                "one forward pass; or register it with persistent=False if it is a cache"
+                "micro-batch, only on the worker that computed the micro-batch. Give the buffer its final shape before "
+                "run.steps, e.g. by one forward pass; or register it with persistent=False if it is a cache"
             )
         if start.shape == now.shape and not torch.equal(start, now):
             raise StepError(
                 f"buffer {self.names[index]!r} ({start.dtype}) was changed within a micro-batch, and changes of "
-                "complex buffers are not summed; keep its real and imaginary parts (torch.view_as_real)"
+                "complex buffers cannot be summed; register its real and imaginary parts (torch.view_as_real)"
             )
 
     def _touched(self, index: int, now: Tensor) -> bool:

@@ -55,19 +55,18 @@ def check_dataset(dataset: Any) -> int:
     """
     if isinstance(dataset, DataLoader):
         raise RecipeError(
-            "run.steps needs the dataset itself, got a DataLoader (its batches cannot be cut again for the workers); "
-            "pass loader.dataset, with batch_size=, collate= and loader_workers= as arguments"
+            "run.steps needs the dataset itself, got a DataLoader, whose batches cannot be divided among the workers; "
+            "pass loader.dataset, and batch_size=, collate= and loader_workers= as arguments of run.steps"
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise RecipeError(
-            f"the dataset is a {type(dataset).__qualname__}, which can only be iterated; samples must be found "
-            f"by index: "
-            "give it __len__ and __getitem__ (a list of its samples will do if they fit in memory)"
+            f"the dataset is a {type(dataset).__qualname__}, which can only be iterated, and Unisono finds samples by "
+            "their index; give it __len__ and __getitem__ (a list of the samples will do if they fit in memory)"
         )
     try:
         return len(dataset)
     except TypeError as error:
-        raise RecipeError(f"the dataset's length cannot be taken: {error}") from error
+        raise RecipeError(f"the dataset has no length: len(dataset) raised {error}") from error
 
 
 class Fetcher:

@@ -239,8 +239,8 @@ class GradientFolder:
         if self._parts_known and current.num_calls > self._calls.known:
             raise StepError(
                 f"step.backward was called {current.num_calls} times for this micro-batch and {self._calls.known} "
-                f"times for the first; "
-                "call it equally often for every micro-batch (at most as often as for the first), or add up the losses"
+                "times for the first one; call it equally often for every micro-batch (at most as often as for the "
+                "first), or add up the losses and call it once"
             )
         current.in_backward = True
         try:
@@ -334,9 +334,9 @@ class GradientFolder:
         parameter.grad = None
         if current.folded[index]:
             raise StepError(
-                f"one backward gave {name!r} its gradient in more parts than in the first micro-batch "
-                "(a layer that is used several times under checkpoint(..., use_reentrant=True) does that); "
-                "use torch.utils.checkpoint with use_reentrant=False"
+                f"in one backward pass, {name!r} got its gradient in more parts than in the first "
+                "micro-batch (this happens to a layer that is used several times under "
+                "checkpoint(..., use_reentrant=True)); use torch.utils.checkpoint with use_reentrant=False"
             )
         if current.pending and (before := current.pending.pop(index, None)) is not None:
             gradient = before + gradient  # neither is ours to write to: see `_carry`
@@ -365,9 +365,8 @@ class GradientFolder:
         else:
             if gradient.layout is not torch.strided:
                 raise StepError(
-                    f"the gradient of {self.trained[index][0]!r} is sparse ({gradient.layout}); sums over workers "
-                    f"are dense: "
-                    "use nn.Embedding(sparse=False) or freeze the parameter"
+                    f"the gradient of {self.trained[index][0]!r} is sparse ({gradient.layout}), and gradients are "
+                    "summed as dense tensors: use nn.Embedding(sparse=False), or freeze the parameter"
                 )
             self._fold_dense(current, index, gradient)
             current.used[index] = 1

@@ -83,15 +83,15 @@ class Structure:
         changes = {
             "was replaced": [name for name in now if name in before and now[name] is not before[name]],
             "appeared": [name for name in now if name not in before],
-            "has gone": [name for name in before if name not in now],
+            "disappeared": [name for name in before if name not in now],
         }
         what = next((words for words, names in changes.items() if names), "")
         if what:
             name = changes[what][0]
             raise StepError(
-                f"parameter {name!r} {what} within {where}, on the worker that computed it only. Make all layers and "
-                "parameters before run.steps (where the first batch decides on a shape, give the model one batch "
-                "before), and change the model between two calls of run.steps only"
+                f"parameter {name!r} {what} within {where}, on this worker only. Make all layers and parameters before "
+                "run.steps (if the first batch decides on a shape, pass one batch through the model before that), and "
+                "change the model only between two calls of run.steps"
             )
         self.renew()  # modules without parameters came or went: an activation that forward makes anew each time
 
@@ -140,8 +140,8 @@ class Guards:
         if left:
             raise StepError(
                 f"parameter {left[0]!r} has a gradient at the end of {where} that step.backward did not compute "
-                "(parameter.grad = ...), on this worker only. Add a term to the loss, or change gradients after "
-                "the inner loop, where .grad is the mean over the global batch"
+                "(parameter.grad = ...), on this worker only. Add a term to the loss instead, or change gradients "
+                "after the inner loop, where .grad is the mean over the global batch"
             )
 
     def finish_step(self, number: int) -> None:
@@ -155,8 +155,8 @@ class Guards:
         states = list(_optimizer_states(self._tracked))
         if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
             raise StepError(
-                "the state of an optimizer was changed within `for batch in step`, where each worker computes other "
-                "micro-batches. Change it after this loop"
+                "the state of an optimizer was changed within `for batch in step`, where each worker computes "
+                "different micro-batches. Change it after this loop"
             )
 
     def _current_settings(self) -> Settings:
@@ -183,7 +183,7 @@ class Guards:
 class UnusedGradients:
     """Finds a script that accumulates gradients over several steps by itself.
 
-    A step begins with empty gradients, so what the script has not used by then would be lost without a word.
+    A step begins with empty gradients, so gradients that the script has not used by then would be lost silently.
     """
 
     def __init__(self, tracked: Tracked) -> None:
@@ -221,10 +221,10 @@ class UnusedGradients:
         self._used.add(name)
         if (number := self._unused.pop(name, None)) is not None:
             raise StepError(
-                f"{name}.step() is called now, and was not called after step {number}, whose gradients are lost: each "
-                "step begins with empty gradients. To accumulate gradients, use a larger batch_size (and more "
-                "microbatches) instead of several steps for one update. To leave out the update of a step on purpose, "
-                f"call {name}.zero_grad() there"
+                f"{name}.step() is called now, and was not called after step {number}: the gradients of that step are "
+                "lost, because each step begins with empty gradients. To accumulate gradients, use a larger batch_size "
+                "(and more microbatches) instead of several steps for one update. To skip the update of a step on "
+                f"purpose, call {name}.zero_grad() in that step"
             )
 
 
@@ -285,7 +285,7 @@ def watched_zero_grad(call: Callable[[object], None]) -> AbstractContextManager[
 def warn_of_clipping(is_inside: Callable[[], bool]) -> AbstractContextManager[None]:
     """While it is entered, warn of ``torch.nn.utils.clip_grad_norm_`` if it is called within a micro-batch.
 
-    It finds no gradient there, and does nothing without a word.
+    It finds no gradient there, and silently does nothing.
     """
 
     def look(tensors: Any, *_: Any, **__: Any) -> None:
@@ -313,9 +313,9 @@ def _check_settings(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None
         name, part, last = place = min(changed, key=str)
         said = f"{name}.param_groups[{part}][{last!r}]" if isinstance(part, int) else f"{name}.{part}.{last}"
         raise StepError(
-            f"{said.replace('..', '.')} was changed within `for batch in step`, where each worker computes other "
-            f"micro-batches: it was {before.get(place)} and is {after.get(place)}. Do that after this loop "
-            "(scheduler.step()), or before run.steps (a buffer that the first batch makes)"
+            f"{said.replace('..', '.')} was changed within `for batch in step`, where each worker computes different "
+            f"micro-batches: it was {before.get(place)} and is {after.get(place)}. Change it after this loop (as "
+            "scheduler.step() does), or before run.steps (if it is a buffer that the first batch makes)"
         )
 
 

@@ -122,35 +122,37 @@ class Tracked:
                 if isinstance(part, nn.SyncBatchNorm):
                     raise UsageError(
                         f"{name}.{path} is a SyncBatchNorm, which needs all micro-batches at the same time; use "
-                        f"BatchNorm "
-                        "(its statistics are averaged over the micro-batches), GroupNorm, or a smaller microbatches="
+                        "BatchNorm (its statistics are averaged over the micro-batches), GroupNorm, or fewer "
+                        "micro-batches (microbatches=)"
                     )
                 if _is_cumulative(part):
                     raise UsageError(
-                        f"{name}.{path} is a BatchNorm with momentum=None: it weighs a batch by the number of those "
-                        "before it, and all micro-batches of a step come at the same time, so later steps would hardly "
-                        "count; set a momentum, or eval() it"
+                        f"{name}.{path} is a BatchNorm with momentum=None, whose running statistics are means over all "
+                        "batches so far. Each step would count as M batches and weigh as one, so later steps would "
+                        "hardly count; set a momentum, or call eval() on the layer"
                     )
             for path, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if torch.nn.parameter.is_lazy(tensor):
                     raise UsageError(
-                        f"{name}.{path} has no shape yet (a lazy module); give the model one batch before run.steps"
+                        f"{name}.{path} has no shape yet (a lazy module); pass one batch through the model before "
+                        "run.steps"
                     )
                 if tensor.is_inference():
                     raise UsageError(
                         f"{name}.{path} was made under torch.inference_mode(), so it can neither be trained nor "
-                        "compared; make the model outside of it, or clone() the tensor"
+                        "compared; make the model outside of inference mode, or clone() the tensor"
                     )
                 if tensor.layout is not torch.strided:
                     raise UsageError(
-                        f"{name}.{path} is sparse ({tensor.layout}), and neither sums nor states of a run may be: keep "
-                        "it dense, or, if it never changes, in a plain attribute of the module or in the dataset"
+                        f"{name}.{path} is sparse ({tensor.layout}), and Unisono sums and stores dense tensors only: "
+                        "make it dense, or, if it never changes, keep it in a plain attribute of the module or in the "
+                        "dataset"
                     )
         for name, parameter in trained:
             if parameter.device.type != device.type:
                 raise UsageError(
-                    f"parameter {name} is on {parameter.device} and this worker on {device}; use model.to(run.device) "
-                    "before the optimizer is made"
+                    f"parameter {name} is on {parameter.device}, and this worker computes on {device}; call "
+                    "model.to(run.device) before you make the optimizer"
                 )
         for name, module in self.modules.items():
             if not isinstance(module, torch.optim.swa_utils.AveragedModel):  # it is averaged, never optimized
@@ -222,7 +224,9 @@ class Tracked:
         """
         theirs, ours = state["objects"].keys(), self._objects.keys()
         if theirs != ours:
-            raise UsageError(f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; they must be equal")
+            raise UsageError(
+                f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; give run.track the same names"
+            )
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
             hidden[name].copy_(buffer)
@@ -234,9 +238,9 @@ class Tracked:
             value.load_state_dict(part)
             if not is_same_state(value.state_dict(), part):
                 raise StepError(
-                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(); a worker that "
-                    f"joins would not "
-                    "continue this run: its state_dict() must hold everything that changes"
+                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(), so a worker that "
+                    "joins, or a run that resumes, would go on from another state: its state_dict() must hold "
+                    "everything that changes"
                 )
 
     def load_models(self, state: dict[str, Any]) -> None:

@@ -52,10 +52,10 @@ class Untouched:
             changed = _first_difference(digests, [digest_of_tensor(parameter) for _, parameter in self._named])
         if changed is not None:
             raise StepError(
-                f"parameter {self._named[changed][0]!r} was changed within a micro-batch, on the worker that "
-                "computed it only. Update parameters after the inner loop; use nn.Embedding without max_norm (or "
-                "renormalise after optimizer.step()); where the first batch sets parameters, give the model one "
-                "before run.steps"
+                f"parameter {self._named[changed][0]!r} was changed within a micro-batch, only on the worker that "
+                "computed the micro-batch. Update parameters after the inner loop; use nn.Embedding without max_norm "
+                "(or renormalise after optimizer.step()); if the first batch initialises parameters, pass one batch "
+                "through the model before run.steps"
             )
         other = _first_difference(self._needs_gradient, [parameter.requires_grad for _, parameter in self._named])
         if other is None:
@@ -66,10 +66,10 @@ class Untouched:
         if other is not None:
             was_trained = self._needs_gradient[other]
             raise StepError(
-                f"parameter {self._named[other][0]!r} was {'frozen' if was_trained else 'thawed'} within a "
-                f"micro-batch (requires_grad was {was_trained} when the step began), so its gradient is not that of "
-                "all workers. Freeze and thaw before the inner loop, or set requires_grad back before the micro-batch "
-                "ends, without a gradient of what was frozen"
+                f"parameter {self._named[other][0]!r} was {'frozen' if was_trained else 'unfrozen'} within a "
+                f"micro-batch (requires_grad was {was_trained} when the step began), so its gradient differs between "
+                "the workers. Freeze and unfreeze parameters before the inner loop, or set requires_grad back before "
+                "the micro-batch ends, and let a parameter that was frozen get no gradient meanwhile"
             )
 
 
