@@ -6,26 +6,20 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import hmac
-import http
-import json
 import logging
 import math
 import signal
 import socket
 import time
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve
-from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from unisono import events
-from unisono.decisions.following import HEIR_ANSWERS_S, Undelivered
 from unisono.decisions.membership import (
     Action,
     Event,
@@ -35,19 +29,19 @@ from unisono.decisions.membership import (
     Tick,
     agent_name,
     heirs,
-    keepers,
     next_deadline,
     step,
-    successor,
 )
 from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import ALIVE, Policy, Worker, WorkerState, resumed
+from unisono.decisions.membership.roster import ALIVE, Policy, Worker, resumed
 from unisono.errors import ProtocolError
 from unisono.events import StepFinished
 from unisono.head.address import AddressFiles
 from unisono.head.keys import Keys
 from unisono.head.line import Line
 from unisono.head.memory import Memory
+from unisono.head.status import respond, workers_status
+from unisono.head.versions import Outgoing, Versions
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
     AgentHello,
@@ -63,7 +57,6 @@ from unisono.messages import (
     Ready,
     RunDirectory,
     Scale,
-    Snapshot,
     StepDone,
     Stop,
     StoreCall,
@@ -76,8 +69,6 @@ from unisono.messages import (
 from unisono.spec import RunSpec
 
 __all__ = ["Head"]
-
-_Outgoing = Action | asyncio.Future[None]  # a message, or somebody who waits to send an answer
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_STEPS_QUEUED = 1_000
@@ -136,9 +127,9 @@ class Head:
             self._note_place(worker)
         self._url = url
         self._informed: set[str] = set()  # agents and workers that have been told how the run ended
-        self._number = 0  # of the newest version that the heirs were sent
-        self._undelivered = Undelivered()
-        self._heirs_timer: asyncio.TimerHandle | None = None
+        self._versions = Versions(
+            self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
+        )
         self.superseded_by = 0
         """The term of a head that has taken over from this one."""
         self.over = asyncio.Event()
@@ -163,7 +154,7 @@ class Head:
         finally:
             if not self.superseded_by:
                 self._address.remove()
-                self._deliver(awaited=())
+                self._versions.change_heirs(())
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
@@ -181,20 +172,7 @@ class Head:
     # -- http ----------------------------------------------------------------------------------------
 
     def _request(self, connection: ServerConnection, request: Request) -> Response | None:
-        path = request.path.partition("?")[0]
-        if path == "/health":
-            return connection.respond(http.HTTPStatus.OK, "ok\n")
-        given = request.headers.get_all("Authorization")
-        bearer = given[0].removeprefix("Bearer ").encode(errors="surrogateescape") if len(given) == 1 else b""
-        if not hmac.compare_digest(bearer, self._token.encode()):
-            return connection.respond(http.HTTPStatus.UNAUTHORIZED, "the run's token is needed\n")
-        if path == "/status":
-            body = json.dumps(self.status()).encode()
-            headers = Headers([("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
-            return Response(200, "OK", headers, body)
-        if path == "/":
-            return None
-        return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /health, /status and the WebSocket at /\n")
+        return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
         """What ``unisono status`` shows."""
@@ -211,26 +189,7 @@ class Head:
             "url": self._url,
             "run_dir": self._run_dir,
             "spec": msgspec.to_builtins(self._spec),
-            "workers": [
-                self._worker_status(worker)
-                for worker in state.workers.values()
-                if worker.info is not None and worker.state not in (WorkerState.LEFT, WorkerState.LOST)
-            ],
-        }
-
-    def _worker_status(self, worker: Worker) -> dict[str, Any]:
-        assert worker.info is not None
-        members = self._state.members
-        taking_part = worker.worker_id in members and worker.state in (WorkerState.ADMITTED, WorkerState.HOLDING)
-        return {
-            "worker_id": worker.worker_id,
-            "rank": members.index(worker.worker_id) if taking_part else None,
-            "state": worker.state.value,
-            "pid": worker.info.pid,
-            "host": worker.info.host,
-            "device": worker.info.device,
-            "step": worker.beat.step if worker.beat else -1,
-            "microbatch": worker.beat.microbatch if worker.beat else -1,
+            "workers": workers_status(state),
         }
 
     # -- connections ---------------------------------------------------------------------------------
@@ -330,7 +289,7 @@ class Head:
         )
         line.put(encode(welcome))
         if self._state.ended is not None:
-            self._when_held([Send(name, self._state.ended)])
+            self._versions.when_held([Send(name, self._state.ended)])
             return name
         try:
             self._happens(name, first)
@@ -355,7 +314,7 @@ class Head:
         self._happens("", message)
         answer = Announcement(text=self._reason)
         is_held = asyncio.get_running_loop().create_future()
-        self._when_held([is_held])
+        self._versions.when_held([is_held])
         await is_held
         line.put(encode(answer))
 
@@ -382,6 +341,7 @@ class Head:
             return
         before = self._state
         self._state, actions, reason = step(before, Event(source, message), now)
+        self._versions.change_heirs(heirs(self._state))
         if isinstance(message, Hello):
             self._note_place(self._state.workers[source])
         elif isinstance(message, WorkerExit):
@@ -400,7 +360,7 @@ class Head:
         following: list[Action] = list(actions)
         if reason and self._state.ended is None:
             following += [Send(agent_id, Announcement(text=reason)) for agent_id in self._state.agents]
-        self._when_held(following)
+        self._versions.when_held(following)
         self._set_timer()
 
     # -- what the heirs hold before others act on it -------------------------------------------------
@@ -419,49 +379,18 @@ class Head:
         if self._remembering is not None:
             self._remembering.cancel()
             self._remembering = None
-        self._number += 1
-        connected = [agent_id for agent_id in keepers(self._state) if agent_id in self._lines]
-        if connected:
-            state = Memory(self._state, self._started, self._reason, self._run_dir).encode()
-            next_starter = successor(self._state)
-            data = encode(Snapshot(term=self._state.term, number=self._number, state=state, successor=next_starter))
-            for agent_id in connected:
-                self._lines[agent_id].put(data)
-
-    def _when_held(self, messages: Sequence[_Outgoing]) -> None:
-        """Send these when all heirs hold the newest version of the state, after those that wait already."""
-        if messages:
-            self._undelivered = self._undelivered.add(self._number, messages, time.monotonic())
-        self._deliver(heirs(self._state))
+        self._versions.make(Memory(self._state, self._started, self._reason, self._run_dir))
 
     def _kept(self, agent_id: str, message: Kept) -> None:
         """An agent holds a version of the state."""
         agent = self._state.agents.get(agent_id)
         if agent is None or message.term != self._state.term:
             return
-        self._undelivered = self._undelivered.hold(agent_id, message.number)
-        if agent.lags and message.number == self._number:
+        self._versions.hold(agent_id, message.number)
+        if agent.lags and message.number == self._versions.number:
             self._happens(agent_id, message)
-        self._deliver(heirs(self._state))
 
-    def _deliver(self, awaited: Sequence[str]) -> None:
-        """Send the messages that wait for none of these heirs any more."""
-        now = time.monotonic()
-        ready, self._undelivered = self._undelivered.release(awaited, now)
-        for message in ready:
-            self._send(message)
-        if self._heirs_timer is None and self._undelivered.waiting:
-            self._heirs_timer = asyncio.get_running_loop().call_later(HEIR_ANSWERS_S, self._leave_out_silent_heirs, now)
-
-    def _leave_out_silent_heirs(self, set_at: float) -> None:
-        self._heirs_timer = None
-        now = time.monotonic()
-        if now < set_at + HEIR_ANSWERS_S + self._spec.heartbeat_s:  # else this process stood still, and has yet to read
-            for agent_id in self._undelivered.silent(heirs(self._state), now):
-                self._happens(agent_id, Lags())
-        self._deliver(heirs(self._state))
-
-    def _send(self, message: _Outgoing) -> None:
+    def _send(self, message: Outgoing) -> None:
         if isinstance(message, asyncio.Future):
             if not message.done():
                 message.set_result(None)

@@ -1,0 +1,62 @@
+"""What the head answers over HTTP: ``/health`` to anybody, ``/status`` (for ``unisono status``) with the token."""
+
+from __future__ import annotations
+
+import hmac
+import http
+import json
+from collections.abc import Callable
+from typing import Any
+
+from websockets.asyncio.server import ServerConnection
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
+
+from unisono.decisions.membership.roster import State, Worker, WorkerState
+
+__all__ = ["respond", "workers_status"]
+
+
+def respond(
+    connection: ServerConnection, request: Request, token: str, status: Callable[[], dict[str, Any]]
+) -> Response | None:
+    """Answer a request; None: it has the token and wants a WebSocket."""
+    path = request.path.partition("?")[0]
+    if path == "/health":
+        return connection.respond(http.HTTPStatus.OK, "ok\n")
+    given = request.headers.get_all("Authorization")
+    bearer = given[0].removeprefix("Bearer ").encode(errors="surrogateescape") if len(given) == 1 else b""
+    if not hmac.compare_digest(bearer, token.encode()):
+        return connection.respond(http.HTTPStatus.UNAUTHORIZED, "the run's token is needed\n")
+    if path == "/status":
+        body = json.dumps(status()).encode()
+        headers = Headers([("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return Response(200, "OK", headers, body)
+    if path == "/":
+        return None
+    return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /health, /status and the WebSocket at /\n")
+
+
+def workers_status(state: State) -> list[dict[str, Any]]:
+    """Return the workers that have connected, and are still there or have finished."""
+    return [
+        _worker_status(state, worker)
+        for worker in state.workers.values()
+        if worker.info is not None and worker.state not in (WorkerState.LEFT, WorkerState.LOST)
+    ]
+
+
+def _worker_status(state: State, worker: Worker) -> dict[str, Any]:
+    assert worker.info is not None
+    members = state.members
+    is_member = worker.worker_id in members and worker.state in (WorkerState.ADMITTED, WorkerState.HOLDING)
+    return {
+        "worker_id": worker.worker_id,
+        "rank": members.index(worker.worker_id) if is_member else None,
+        "state": worker.state.value,
+        "pid": worker.info.pid,
+        "host": worker.info.host,
+        "device": worker.info.device,
+        "step": worker.beat.step if worker.beat else -1,
+        "microbatch": worker.beat.microbatch if worker.beat else -1,
+    }

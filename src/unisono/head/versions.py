@@ -1,0 +1,91 @@
+"""The versions of the state that a head gives to its heirs, and the messages that wait until these hold them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from unisono.decisions.following import HEIR_ANSWERS_S, Undelivered
+from unisono.decisions.membership import Action, keepers, successor
+from unisono.head.line import Line
+from unisono.head.memory import Memory
+from unisono.messages import Snapshot, encode
+
+__all__ = ["Outgoing", "Versions"]
+
+Outgoing = Action | asyncio.Future[None]
+"""A message, or a function that waits to send an answer."""
+
+
+class Versions:
+    """Effects around `unisono.decisions.following.Undelivered`.
+
+    Args:
+        lines: the connections, by worker or agent.
+        send: sends a message that needs not wait any more.
+        leave_out: is called with an heir that has not answered in time.
+        slack_s: a timer that is so much late says that this process stood still.
+    """
+
+    def __init__(
+        self,
+        lines: Mapping[str, Line],
+        *,
+        send: Callable[[Outgoing], None],
+        leave_out: Callable[[str], None],
+        slack_s: float,
+    ) -> None:
+        self._lines = lines
+        self._send = send
+        self._leave_out = leave_out
+        self._slack_s = slack_s
+        self._heirs: Sequence[str] = ()
+        self._undelivered = Undelivered()
+        self._timer: asyncio.TimerHandle | None = None
+        self.number = 0
+        """Of the newest version."""
+
+    def change_heirs(self, heirs: Sequence[str]) -> None:
+        """Wait for these agents from now on; empty: send all that waits."""
+        if heirs != self._heirs:
+            self._heirs = heirs
+            self._deliver()
+
+    def make(self, memory: Memory) -> None:
+        """Send a new version to the agents that keep the state."""
+        self.number += 1
+        state = memory.state
+        connected = [agent_id for agent_id in keepers(state) if agent_id in self._lines]
+        if connected:
+            snapshot = Snapshot(term=state.term, number=self.number, state=memory.encode(), successor=successor(state))
+            data = encode(snapshot)
+            for agent_id in connected:
+                self._lines[agent_id].put(data)
+
+    def when_held(self, messages: Sequence[Outgoing]) -> None:
+        """Send these when all heirs hold the newest version, after the messages that wait already."""
+        if messages:
+            self._undelivered = self._undelivered.add(self.number, messages, time.monotonic())
+            self._deliver()
+
+    def hold(self, agent_id: str, number: int) -> None:
+        """An agent has answered that it holds this version."""
+        self._undelivered = self._undelivered.hold(agent_id, number)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        now = time.monotonic()
+        ready, self._undelivered = self._undelivered.release(self._heirs, now)
+        for message in ready:
+            self._send(message)
+        if self._timer is None and self._undelivered.waiting:
+            self._timer = asyncio.get_running_loop().call_later(HEIR_ANSWERS_S, self._look_for_silent_heirs, now)
+
+    def _look_for_silent_heirs(self, set_at: float) -> None:
+        self._timer = None
+        now = time.monotonic()
+        if now < set_at + HEIR_ANSWERS_S + self._slack_s:  # else the answers lie there and are not read yet
+            for agent_id in self._undelivered.silent(self._heirs, now):
+                self._leave_out(agent_id)
+        self._deliver()
