@@ -19,7 +19,6 @@ FLOORS = {
     # 0, words: what things are called. The standard library and msgspec.
     "errors": 0,
     "messages": 0,
-    "facts": 0,
     "words": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
     "decisions.tree": 1,
@@ -35,6 +34,7 @@ FLOORS = {
     "decisions.cadence": 1,
     "decisions.checks": 1,
     "decisions.layout": 1,
+    "telemetry": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,
@@ -89,6 +89,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
+    "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "decisions.roster": {"decisions.suspicion", "decisions.hangs"},
     "decisions.membership": {
         "decisions.hangs",
@@ -133,7 +134,7 @@ NEIGHBOURS = {
 
 PURE = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
-    *("itertools", "math", "operator", "re", "statistics", "string", "types", "typing", "msgspec"),
+    *("itertools", "math", "operator", "re", "statistics", "string", "struct", "types", "typing", "msgspec"),
     "signal",  # its names of numbers only: signal.Signals(9).name
 }
 

@@ -16,17 +16,18 @@ import torch
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import StaticTeam
-from unisono.decisions.cadence import Place
+from unisono.decisions.cadence import Place, Word
 from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
-from unisono.exchange import NUM_FACTS, Exchange, Share
+from unisono.exchange import Exchange, Share, combine
 from unisono.exchange.alone import Alone
 from unisono.exchange.flat import FlatLayout
-from unisono.exchange.host import Board
+from unisono.exchange.host import Host
+from unisono.exchange.pages import WorkerPage
 from unisono.exchange.shared import SharedMemory
-from unisono.facts import Facts
 from unisono.member import Member
 from unisono.state import quick_digest
+from unisono.telemetry import StepTelemetry
 from unisono.training.keeping import Keeper
 from unisono.training.rounds import Rounds
 from unisono.training.team import LOST, AloneTeam, HeadTeam, Report
@@ -61,7 +62,7 @@ class Script:
 class ScriptedTeam(AloneTeam):
     """A member of the generations of a script."""
 
-    def __init__(self, name: str, script: Script, board: Board, boards: dict[str, str]) -> None:
+    def __init__(self, name: str, script: Script, board: WorkerPage, boards: dict[str, str]) -> None:
         super().__init__(CPU)
         self.name, self.script, self.board, self.boards = name, script, board, boards
         self.is_begun = False
@@ -73,7 +74,8 @@ class ScriptedTeam(AloneTeam):
         self.generation, self.rank, self.size = generation, members.index(self.name), len(members)
         self.worker_ids = tuple(members)
         addresses = [self.boards[member] for member in members]
-        self.exchange = SharedMemory(self.board, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+        host = Host(self.board, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+        self.exchange = SharedMemory(host)
 
     def meet(self, report: Report) -> list[Report]:
         letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
@@ -115,7 +117,7 @@ def share(rounds: Rounds, nodes: Any, held: dict[Any, Any], num_leaves: int) -> 
 def take_part(seat: Seat, why: str) -> None:
     """Says the number of rounds that are over, and who met whom where."""
     name = "abc"[seat.rank]
-    board = Board.create()
+    board = WorkerPage()
     seat.say(board.address)
     boards = seat.hear()
     script = Script(why)
@@ -138,13 +140,11 @@ def take_part(seat: Seat, why: str) -> None:
                 if name == "b" and team.generation == 1:
                     # It gives its part, and the loss comes before it has seen what became of it.
                     copies = {node: slot.copy_to(team.exchange.slot()) for node, slot in held.items()}
-                    facts = [*Facts(notice=float(team.newest()))]
-                    team.exchange.combine(
-                        Share(NUM_LEAVES, plan.nodes, copies), [*facts, *(0.0,) * (NUM_FACTS - len(facts))]
-                    )
+                    telemetry = StepTelemetry(newest_generation=team.newest())
+                    combine(team.exchange, Share(NUM_LEAVES, plan.nodes, copies), telemetry.pack())
                     seat.hear()  # the others have
                     raise PeerLost("c is gone")
-                rounds.combine(plan, held, Facts())
+                rounds.combine(plan, held, StepTelemetry())
                 if name != "b" and step == 0:
                     seat.say("committed")
                 break
@@ -306,13 +306,13 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
     rounds = Rounds(team, Tracked())
     rounds.use(FlatLayout([("a", torch.zeros(3))], []))
 
-    def tell() -> tuple[float, ...]:
+    def tell() -> Word:
         waits.append(team.is_waiting)
-        return ()
+        return Word()
 
     rounds.about_checkpoints = tell
     plan = rounds.start("step", 1)
     held: dict[Any, Any] = {}
     share(rounds, plan.nodes, held, 1)
-    rounds.combine(plan, held, Facts())
+    rounds.combine(plan, held, StepTelemetry())
     assert waits == [True]

@@ -85,11 +85,11 @@ def _work() -> int:
 
 
 def _connect(door: Door) -> Member:
-    from unisono.exchange.host import Board
+    from unisono.exchange.pages import WorkerPage
     from unisono.fingerprint import fingerprint, script_checksum
 
     device = _device(door.local_rank)
-    board = Board.create()
+    board = WorkerPage()
     info = MemberInfo(worker_id=door.worker_id, host=door.host, pid=os.getpid(), device=device, board=board.address)
     script = script_checksum(sys.argv[1:])  # it may have been edited since the others began
     return Member(door, info, fingerprint(device), board, script=script).connect()

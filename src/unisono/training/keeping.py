@@ -306,11 +306,10 @@ class Keeper:
             self._is_there()
         return self.saver.tell()._replace(lines=float(self.journal.num_written))
 
-    def hear(self, words: Sequence[Sequence[float]], generation: int, team: Team) -> None:
+    def hear(self, words: Sequence[Word], generation: int, team: Team) -> None:
         """What all members said, by rank."""
-        said = [Word(*word) for word in words]
-        self.saver.hear(said, generation, team.worker_ids)
-        self.journal.hear(int(max(word.lines for word in said)))
+        self.saver.hear(words, generation, team.worker_ids)
+        self.journal.hear(int(max(word.lines for word in words)))
         wrote, self._writes = self._writes, self.writes(team)
         if wrote and not self.saver.reaching:
             self._miss()

@@ -27,15 +27,15 @@ import msgspec
 import torch
 
 from unisono.decisions.balance import Balance
-from unisono.decisions.cadence import Place, differences, table
+from unisono.decisions.cadence import Place, Word, differences, table
 from unisono.decisions.plan import Plan, plan, replan
 from unisono.decisions.tree import Node
 from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
-from unisono.exchange import NUM_FACTS, Combined, Share, Work
+from unisono.exchange import Combined, Share, Work, combine
 from unisono.exchange.flat import FlatLayout, Slot
-from unisono.facts import Facts
 from unisono.faults import point
 from unisono.state import Packed, digest_of_tensor, pack, unpack
+from unisono.telemetry import StepTelemetry
 from unisono.training.team import LOST, Report, Team
 from unisono.training.tracked import Tracked
 
@@ -111,9 +111,9 @@ class Rounds:
         self.step = 0
         self.lines = 0
         self.total = 0
-        self.about_checkpoints: Callable[[], Sequence[float]] = tuple
+        self.about_checkpoints: Callable[[], Word] = Word
         """What this member has to say about checkpoints with the next combine."""
-        self.heard_about_checkpoints: Callable[[list[tuple[float, ...]], int], None] = lambda words, generation: None
+        self.heard_about_checkpoints: Callable[[list[Word], int], None] = lambda words, generation: None
         """Gets what all said, by rank, and in which generation."""
         self.unwritten: Callable[[], list[str]] = list
         """The lines of the journal that a newcomer may have to write."""
@@ -134,7 +134,7 @@ class Rounds:
         self._agreed = 0
         self._begins_at: Place | None = None
         self._arrival: tuple[Report, dict[str, Any]] | None = None
-        self.facts: list[Facts] = []
+        self.telemetry: list[StepTelemetry] = []
         """By rank, what each member told with the last combine."""
         self.news = ""
         """Why the plan of this round is another than that of the one before; empty where it is not."""
@@ -320,7 +320,7 @@ class Rounds:
         work, ranks = found
         return Helping(self.team, work, [paces[rank] for rank in ranks], plan.ranges[self.team.rank])
 
-    def combine(self, plan: Plan, held: dict[Node, Slot], facts: Facts) -> Combined:
+    def combine(self, plan: Plan, held: dict[Node, Slot], telemetry: StepTelemetry) -> Combined:
         """The sum of the step. Collective.
 
         Raises:
@@ -328,7 +328,7 @@ class Rounds:
         """
         self._held = held
         self.team.check()
-        combined = self._combine(Share(plan.num_leaves, plan.nodes, held), facts)
+        combined = self._combine(Share(plan.num_leaves, plan.nodes, held), telemetry)
         self._finish(_Last(digest=combined.digest, layout=self._layout))
         self._result = combined.slot
         point("committed")
@@ -395,24 +395,27 @@ class Rounds:
         self._held = {}
         self.number += 1
 
-    def _combine(self, share: Share, facts: Facts) -> Combined:
+    def _combine(self, share: Share, telemetry: StepTelemetry) -> Combined:
         found = self.team.exchange.work()
-        first_of_host = self.team.rank if found is None else found[1][0]
-        told = facts._replace(notice=float(self.team.newest()), first_of_host=float(first_of_host))
         generation = self.team.generation
         with self.team.waiting():
-            told = told.saying(self.about_checkpoints())  # may wait for a disk
-            combined = self.team.exchange.combine(share, [*told, *(0.0,) * (NUM_FACTS - len(told))])
-        everyones = self.facts = [Facts(*each[: len(told)]) for each in combined.facts]
-        self.heard_about_checkpoints([each.word for each in everyones], generation)
+            own = msgspec.structs.replace(
+                telemetry,
+                newest_generation=self.team.newest(),
+                first_of_host=self.team.rank if found is None else found[1][0],
+                checkpoint=self.about_checkpoints(),  # may wait for a disk
+            )
+            combined = combine(self.team.exchange, share, own.pack())
+        everyones = self.telemetry = [StepTelemetry.unpack(each) for each in combined.telemetry]
+        self.heard_about_checkpoints([each.checkpoint for each in everyones], generation)
         # Everybody has heard of the oldest of the newest notices: at the next boundary all can move to it.
-        self._agreed = int(min(each.notice for each in everyones))
+        self._agreed = min(each.newest_generation for each in everyones)
         if self._balanced_generation != self.team.generation:
             self._balanced_generation = self.team.generation
-            self._balance = Balance(self.team.size, [int(each.first_of_host) for each in everyones])
-        self._balance.observe([each.leaves for each in everyones], [each.data + each.compute for each in everyones])
+            self._balance = Balance(self.team.size, [each.first_of_host for each in everyones])
+        self._balance.observe([each.leaves for each in everyones], [each.data_s + each.compute_s for each in everyones])
         # Whoever came to it last has not waited for others, but for what was sent.
-        last_seconds = min(each.last_exchange + each.last_waiting for each in everyones)
+        last_seconds = min(each.last.exchange + each.last.waiting for each in everyones)
         self._balance.observe_exchange(last_seconds, share.plan, share.num_leaves)
         return combined
 
@@ -505,7 +508,7 @@ class Rounds:
                 self.team.exchange.all_gather(self._last.letter)
             return
         theirs = _replan(reports, behind.round, behind.num_leaves)
-        combined = self._combine(Share(behind.num_leaves, theirs.nodes, {}), Facts())
+        combined = self._combine(Share(behind.num_leaves, theirs.nodes, {}), StepTelemetry())
         self.team.exchange.release(combined.slot)
         if combined.digest != self._last.digest:
             raise DivergenceError(

@@ -610,12 +610,12 @@ class Run:
         assert self._rounds is not None
         workers = {
             worker_id: {
-                "leaves": int(facts.leaves),
-                "data": round(facts.data, 6),
-                "compute": round(facts.compute, 6),
-                "last": {part: round(value, 6) for part, value in facts.last.items()},
+                "leaves": told.leaves,
+                "data": round(told.data_s, 6),
+                "compute": round(told.compute_s, 6),
+                "last": {part: round(value, 6) for part, value in told.last._asdict().items()},
             }
-            for worker_id, facts in zip(self._team.worker_ids, self._rounds.facts, strict=False)
+            for worker_id, told in zip(self._team.worker_ids, self._rounds.telemetry, strict=False)
         }
         line = {
             **step.line,

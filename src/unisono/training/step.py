@@ -18,8 +18,8 @@ from unisono.decisions.plan import Plan
 from unisono.errors import LossError, StepError
 from unisono.exchange import Combined, Share
 from unisono.exchange.flat import Slot
-from unisono.facts import PARTS, Facts
 from unisono.faults import point
+from unisono.telemetry import PARTS, StepSeconds, StepTelemetry
 from unisono.training.agreement import Agreement
 from unisono.training.data import Fetcher
 from unisono.training.gradients import GradientFolder
@@ -283,14 +283,14 @@ class Step:
                 self._clock.switch("exchange")
                 rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
                 point("before_combine")
-                combined = rounds.combine(plan, folder.held, agreement.add_to(self._facts()))
+                combined = rounds.combine(plan, folder.held, agreement.add_to(self._telemetry()))
                 break
             except LOST as lost:
                 self._clock.switch("waiting")
                 plan = rounds.recover(lost, folder.held)
                 rehearsal = None
         rounds.team.at(phase=rounds.phase, step=self.number, microbatch=-1)
-        agreement.check(rounds.facts)
+        agreement.check(rounds.telemetry)
         self._finish(combined, folder)
 
     def _compute(self, plan: Plan, folder: GradientFolder, rehearsal: Rehearsal | None) -> Iterator[Any]:
@@ -439,9 +439,11 @@ class Step:
     def logs(self) -> dict[str, float]:
         return dict(self._logs)
 
-    def _facts(self) -> Facts:
+    def _telemetry(self) -> StepTelemetry:
         now, last = self._clock.parts, self._clock.last
-        return Facts(self._num_computed, now["data"], now["compute"], *(last[part] for part in PARTS))
+        return StepTelemetry(
+            leaves=self._num_computed, data_s=now["data"], compute_s=now["compute"], last=StepSeconds(**last)
+        )
 
 
 def _weight(weight: float | Tensor | None, num_samples: int, where: str) -> float:
