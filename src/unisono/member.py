@@ -83,7 +83,7 @@ class Member:
         spec: settings, from the agent.
         info: describes this worker; ``address`` is filled in with the interface that reaches the head.
         fingerprint: what equal bits depend on.
-        board: its page in shared memory (`unisono.exchange.host.Board`), kept for the library.
+        board: its page in shared memory (`unisono.exchange.pages.WorkerPage`), kept for the library.
         script: checksum of its script's text.
     """
 

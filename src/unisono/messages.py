@@ -90,7 +90,7 @@ class MemberInfo(Message):
     pid: int
     device: str
     board: str = ""
-    """Address of its board in shared memory (`unisono.exchange.host`); empty where the host has none."""
+    """Address of its page in shared memory (`unisono.exchange.pages`); empty where the host has none."""
     address: str = "127.0.0.1"
     """The interface that its data connections listen on."""
 

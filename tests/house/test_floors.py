@@ -20,7 +20,6 @@ FLOORS = {
     "errors": 0,
     "events": 0,
     "messages": 0,
-    "facts": 0,
     "words": 0,
     "spec": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
@@ -33,6 +32,7 @@ FLOORS = {
     "decisions.cadence": 1,
     "decisions.checks": 1,
     "decisions.layout": 1,
+    "telemetry": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,
@@ -100,6 +100,7 @@ NEIGHBOURS = {
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.following", "decisions.layout"},
+    "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
     "training.data": {"lifetime", "training.process", "training.randomness"},
     "member": {"lifetime", "link", "progress", "stacks", "storecalls"},
@@ -145,7 +146,7 @@ NEIGHBOURS = {
 
 PURE = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
-    *("itertools", "json", "math", "operator", "re", "statistics", "string", "types", "typing", "msgspec"),
+    *("itertools", "json", "math", "operator", "re", "statistics", "string", "struct", "types", "typing", "msgspec"),
     "signal",  # its names of numbers only: signal.Signals(9).name
 }
 

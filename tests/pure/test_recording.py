@@ -19,9 +19,9 @@ from unisono.events import (
     StepResult,
     WorkerTimes,
 )
-from unisono.facts import Facts
 from unisono.journal import JOURNAL, Journal, read
 from unisono.messages import Happened, StepDone
+from unisono.telemetry import StepSeconds, StepTelemetry
 from unisono.training.recording import OUTSIDE, Recorder, Role
 
 
@@ -51,7 +51,9 @@ class Worker:
         values: dict[str, Any] = {
             "num_steps": 9,
             "seconds": {"compute": 0.25, "other": 0.5},
-            "telemetry": [Facts(leaves=2, compute=0.125, last_waiting=1 / 3)] * len(role.worker_ids),
+            "telemetry": dict.fromkeys(
+                role.worker_ids, StepTelemetry(leaves=2, compute_s=0.125, last=StepSeconds(waiting=1 / 3))
+            ),
             "logs": {},
             "checkpoint": {},
             "balance": "",

@@ -27,15 +27,13 @@ import torch.distributed as dist
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from unisono.exchange import Exchange, wire
-from unisono.exchange.host import Board, Host
-from unisono.exchange.network import Network
-from unisono.exchange.shared import SharedMemory
-from unisono.exchange.two_level import TwoLevel
-from unisono.exchange.wire import Wire
+from unisono.exchange.context import Context
+from unisono.exchange.pages import WorkerPage
 from unisono.member import Member
 from unisono.rounds.standing import Report
 from unisono.rounds.team import AloneTeam
 from unisono.rounds.team import Team as RunTeam
+from unisono.training.connect import EXCHANGES
 from unisono.training.run import Run
 
 __all__ = ["AloneRun", "Place", "StaticRun", "train_on"]
@@ -90,9 +88,9 @@ class Place:
         self._seat, self._kind = seat, kind
         self._store = dist.FileStore(path, -1)
         self._store.set_timeout(timedelta(seconds=TIMEOUT_S))
-        self._board = Board.create()
-        self._store.set(f"board-{seat.rank}", self._board.address)
-        self._boards = [self._store.get(f"board-{rank}").decode() for rank in range(seat.size)]
+        self._page = WorkerPage()
+        self._store.set(f"page-{seat.rank}", self._page.address)
+        self._pages = [self._store.get(f"page-{rank}").decode() for rank in range(seat.size)]
         self._generations = itertools.count(1)
 
     def run(self, directory: str | os.PathLike[str] | None = None, **options: Any) -> Run:
@@ -101,23 +99,19 @@ class Place:
 
     def exchange(self) -> Exchange:
         """The next generation. With "two-level" the members are split over two hosts."""
-        rank, size, generation = self._seat.rank, self._seat.size, next(self._generations)
-        if self._kind == "gloo":
-            return Network(self._wire(f"{generation}", rank, size))
-        if self._kind == "shared":
-            return SharedMemory(self._board, self._boards, rank, generation=generation, timeout_s=TIMEOUT_S)
-        assert self._kind == "two-level"
-        hosts = [range(size // 2), range(size // 2, size)]
-        place = int(rank >= size // 2)
-        local, num_lanes = hosts[place].index(rank), min(map(len, hosts))
-        boards = [self._boards[peer] for peer in hosts[place]]
-        host = Host(self._board, boards, local, generation=generation, timeout_s=TIMEOUT_S)
-        lane = self._wire(f"{generation}-{local}", place, 2) if local < num_lanes else None
-        return TwoLevel(host, lane, num_lanes=num_lanes, hosts=hosts, rank=rank)
-
-    def _wire(self, name: str, rank: int, size: int) -> Wire:
-        store = dist.PrefixStore(name, self._store)
-        return Wire(store, rank, size, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=TIMEOUT_S)
+        size, generation = self._seat.size, next(self._generations)
+        hosts = (range(size // 2), range(size // 2, size)) if self._kind == "two-level" else (range(size),)
+        context = Context(
+            generation=generation,
+            rank=self._seat.rank,
+            hosts=hosts,
+            device=CPU,
+            timeout_s=TIMEOUT_S,
+            store=lambda name: dist.PrefixStore(f"{generation}/{name}", self._store),
+            page=self._page,
+            pages=self._pages,
+        )
+        return EXCHANGES[self._kind](context)
 
     def wait_for_all(self) -> None:
         """Block until every member is here: nobody ends while another still needs its memory or its connection."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 
+import click
 import pytest
 import torch
 
+from unisono.cli.run import run
 from unisono.errors import DeadlineExceeded, UsageError
-from unisono.exchange.host import Board
+from unisono.exchange import Exchange
+from unisono.exchange.alone import Alone
+from unisono.exchange.context import Context
+from unisono.exchange.pages import WorkerPage
 from unisono.member import Member
 from unisono.messages import MemberInfo, Notice
 from unisono.spec import WorkerSpec
-from unisono.training.connect import build_exchange, choose_kind, hosts_of
+from unisono.training.connect import AUTO, EXCHANGES, build_exchange, choose_kind, hosts_of
 
 
 def notice(*places: tuple[str, str]) -> Notice:
@@ -68,10 +73,34 @@ def test_what_cannot_be_connected_is_refused(members: Notice, device: torch.devi
         choose_kind(members, wanted, device)
 
 
+def test_the_command_names_every_exchange() -> None:
+    option = next(each for each in run.params if each.name == "exchange")
+    assert isinstance(option, click.Option)
+    assert [name for name in (AUTO, *EXCHANGES) if name not in str(option.help)] == []
+
+
+def test_a_row_of_the_table_is_all_that_a_new_exchange_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is built from what the notice says of the members."""
+    found: list[Context] = []
+
+    def build(context: Context) -> Exchange:
+        found.append(context)
+        return Alone(context.device)
+
+    monkeypatch.setitem(EXCHANGES, "mine", build)
+    member = Member(WorkerSpec(head="ws://nowhere:1", token="", worker_id="w1", host="a"), UNEVEN.members[1], {})
+    built = build_exchange(UNEVEN, 1, member=member, device=CPU, wanted="mine", timeout_s=7.0)
+    assert isinstance(built, Alone)
+    (context,) = found
+    assert (context.generation, context.rank, context.hosts) == (1, 1, (range(2), range(2, 3)))
+    assert list(context.names) == ["w0", "w1", "w2"]
+    assert context.timeout_s == 7.0
+
+
 @pytest.mark.parametrize(("hosts", "wanted"), [("bb", "shared"), ("abb", "two-level")])
 def test_an_exchange_knows_its_members_by_their_workers_names(hosts: str, wanted: str) -> None:
     """The error names the worker that does not come, for the head that decides whom to go on without."""
-    boards = [Board.create() for _ in hosts]
+    boards = [WorkerPage() for _ in hosts]
     members = [
         MemberInfo(worker_id=f"w{n + 4}", host=host, pid=n, device="cpu", board=board.address)
         for n, (host, board) in enumerate(zip(hosts, boards, strict=True))

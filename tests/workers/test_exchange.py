@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import hashlib
 import pathlib
 import resource
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,253 +15,51 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.waiting import SILENCE_S, WAIT_S
+from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
+    BLOCKING,
+    CPU,
+    STEPS,
+    AlarmError,
+    Member,
+    Outcome,
+    Pair,
+    collected,
+    compute,
+    content,
+    every_kind,
+    every_team,
+    expected,
+    hurry,
+    interrupt_when_told,
+    layouts,
+    make_pair,
+    one_thread,
+    resources,
+    settled,
+    share_of,
+    shared_memory,
+    telemetry_of,
+    together,
+)
 from tests.workers.processes import (
     KILLED,
     Seat,
     Team,
-    end_watching,
     num_descriptors,
-    num_threads,
     when_blocked_in,
 )
-from unisono.decisions.plan import plan, replan
-from unisono.decisions.tree import Node, fold, leaf, schedule
+from unisono.decisions.plan import replan
+from unisono.decisions.tree import Node
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
-from unisono.exchange import NUM_FACTS, Combined, Exchange, Share, wire
-from unisono.exchange.alone import Alone
-from unisono.exchange.flat import FlatLayout, Slot
-from unisono.exchange.host import MAX_NODES, MAX_TEAM, Board, Host
-from unisono.exchange.memory import Segment, futex_wait
-from unisono.exchange.network import Network
+from unisono.exchange import Exchange, Share, combine, two_level
+from unisono.exchange.context import Context
+from unisono.exchange.host import Host, HostCombine
+from unisono.exchange.memory import Segment
+from unisono.exchange.pages import MAX_NODES, MAX_TEAM, WorkerPage
 from unisono.exchange.reduce import Reduction
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
-from unisono.exchange.wire import Wire, release_abandoned
-
-CPU = torch.device("cpu")
-KINDS = [
-    ("alone", 1),
-    ("shared", 2),
-    ("shared", 3),
-    ("shared", 8),
-    ("network", 2),
-    ("network", 3),
-    ("network", 5),
-    ("two-level", 3),
-    ("two-level", 4),
-    ("two-level", 5),
-]
-every_kind = pytest.mark.parametrize(("kind", "size"), KINDS)
-TEAMS = [("shared", 3), ("network", 3), ("two-level", 4)]
-every_team = pytest.mark.parametrize(("kind", "size"), TEAMS)
-BLOCKING = {"_watch", "_await"}
-"""Where an exchange waits, in shared memory and on a wire."""
-
-
-class AlarmError(Exception):
-    """What the tests interrupt with."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """What a caught error remembers maps memory."""
-    yield
-    end_watching()
-    gc.collect()
-
-
-# -- a step, and what it has to give -----------------------------------------------------------------
-
-
-def layouts() -> list[FlatLayout]:
-    """Several dtypes and buffers; another; one of several buckets and blocks."""
-    parameters = [
-        ("a", torch.empty(90, 701)),
-        ("b", torch.empty(13, dtype=torch.float64)),
-        ("c", torch.empty(5, dtype=torch.bfloat16)),
-        ("d", torch.empty(0)),
-        ("e", torch.empty(7, 3, dtype=torch.float16)),
-    ]
-    buffers = [
-        ("n", torch.empty((), dtype=torch.int64)),
-        ("m", torch.empty(7)),
-        ("v", torch.empty(3, dtype=torch.float64)),
-    ]
-    return [
-        FlatLayout(parameters, buffers),
-        FlatLayout([("w", torch.empty(130))], []),
-        FlatLayout([("w", torch.empty(2_500_000)), ("x", torch.empty(77))], buffers),
-    ]
-
-
-STEPS = [(0, 8), (0, 8), (0, 5), (0, 1), (1, 6), (1, 2), (2, 3), (0, 13)]
-"""Which layout, and how many leaves: also fewer than members."""
-
-
-def fill(slot: Slot, step: int, index: int) -> None:
-    """Compute one leaf: its gradients, weight, bitmap and buffers."""
-    generator = torch.Generator().manual_seed(1000 * step + index)
-    for view in [*slot.gradients, *slot.buffers]:
-        value = torch.randn(view.shape, generator=generator)
-        view.copy_(value if view.is_floating_point() else value * 100)
-    slot.scalars.copy_(torch.tensor([1 + index % 3, 0.1 * index], dtype=torch.float64))
-    slot.used.copy_(torch.arange(slot.used.numel()) % 2 + index)
-
-
-def plus(left: Slot, right: Slot) -> None:
-    for piece in left.layout.pieces(0, left.layout.num_rows):
-        left.typed(piece.dtype)[piece.start : piece.stop] += right.typed(piece.dtype)[piece.start : piece.stop]
-
-
-def compute(exchange: Exchange, step: int, todo: Sequence[int], num_leaves: int, nodes: dict[Node, Slot]) -> None:
-    """Add these leaves to this member's nodes, as a step does."""
-    for index in todo:
-        nodes[leaf(index, num_leaves)] = exchange.slot()
-        fill(nodes[leaf(index, num_leaves)], step, index)
-    for left, right, parent in schedule(nodes, num_leaves)[0]:
-        nodes[parent], spare = nodes.pop(left), nodes.pop(right)
-        plus(nodes[parent], spare)
-        exchange.release(spare)
-
-
-def share_of(exchange: Exchange, step: int, num_leaves: int) -> Share:
-    decided, nodes = plan(exchange.size, num_leaves), dict[Node, Slot]()
-    compute(exchange, step, decided.ranges[exchange.rank], num_leaves, nodes)
-    return Share(num_leaves, decided.nodes, nodes)
-
-
-def facts_of(rank: int, step: int) -> list[float]:
-    return [float(100 * step + 10 * rank + place) for place in range(NUM_FACTS)]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A combine's result, small enough to send."""
-
-    digest: int
-    content: str
-
-    @classmethod
-    def of(cls, combined: Combined) -> Outcome:
-        return cls(combined.digest, content(combined.slot))
-
-
-def content(slot: Slot) -> str:
-    rows = slot.rows(0, slot.layout.num_rows)
-    return hashlib.sha256(ctypes.string_at(rows.data_ptr(), rows.numel())).hexdigest()
-
-
-_expected: dict[tuple[int, int, int], Outcome] = {}
-
-
-def expected(layout: int, step: int, num_leaves: int) -> Outcome:
-    """The plain reference: leaves by themselves, added in tree order, divided once. No exchange, no chunks."""
-    key = (layout, step, num_leaves)
-    if key not in _expected:
-        shape = layouts()[layout]
-        slots = {}
-        for index in range(num_leaves):
-            slots[leaf(index, num_leaves)] = Slot(shape, torch.zeros(shape.slot_bytes, dtype=torch.uint8))
-            fill(slots[leaf(index, num_leaves)], step, index)
-
-        def add(left: Slot, right: Slot) -> Slot:
-            plus(left, right)
-            return left
-
-        total = fold(slots, num_leaves, add)
-        words = total.rows(0, shape.num_rows).view(torch.int64).view(shape.num_rows, -1).sum(dim=1)
-        digest = sum(a * b for a, b in zip(words.tolist(), shape.multipliers.tolist(), strict=True)) % 2**64
-        floats = [buffer for buffer in total.buffers if buffer.is_floating_point()]
-        for view in [*total.gradients, *floats]:
-            view /= float(total.scalars[0])
-        _expected[key] = Outcome(digest, content(total))
-    return _expected[key]
-
-
-# -- members -----------------------------------------------------------------------------------------
-
-
-class Member:
-    """One process's part in a test: its board for life, and an exchange a generation."""
-
-    def __init__(self, kind: str, seat: Seat, path: str, *, timeout_s: float = WAIT_S / 2) -> None:
-        self.kind = kind
-        self.seat = seat
-        self.timeout_s = timeout_s
-        self.path = path
-        wire.CONNECT_S = timeout_s  # in this process; a machine on which all wait for their turn has no firewall
-        self.board = Board.create()
-        store = self.store("boards")
-        store.set(str(seat.rank), self.board.address)
-        self.boards = [store.get(str(rank)).decode() for rank in range(seat.size)]
-
-    def store(self, name: str) -> dist.Store:
-        return dist.FileStore(f"{self.path}/{name}", -1)
-
-    def enter(self, generation: int, members: Sequence[int], kind: str = "") -> Exchange:
-        """The exchange of these members; two-level: the lower half of all ranks is one host, the rest another."""
-        rank, kind = members.index(self.seat.rank), kind or self.kind
-        if kind == "alone":
-            return Alone(CPU)
-        if kind == "network":
-            return Network(self._wire(f"{generation}", rank, len(members)))
-        boards = [self.boards[member] for member in members]
-        if kind == "shared":
-            return SharedMemory(self.board, boards, rank, generation=generation, timeout_s=self.timeout_s)
-        cut = sum(member < self.seat.size // 2 for member in members)
-        hosts = [ranks for ranks in (range(cut), range(cut, len(members))) if ranks]
-        place = next(place for place, ranks in enumerate(hosts) if rank in ranks)
-        local, num_lanes = hosts[place].index(rank), min(len(ranks) for ranks in hosts)
-        local_boards = [boards[other] for other in hosts[place]]
-        host = Host(self.board, local_boards, local, generation=generation, timeout_s=self.timeout_s)
-        lane = self._wire(f"{generation}-{local}", place, len(hosts)) if local < num_lanes else None
-        return TwoLevel(host, lane, num_lanes=num_lanes, hosts=hosts, rank=rank)
-
-    def _wire(self, name: str, rank: int, size: int) -> Wire:
-        return Wire(
-            self.store(name), rank, size, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=self.timeout_s
-        )
-
-
-def hurry(exchange: Exchange, timeout_s: float) -> None:
-    """Let no further wait of this member take longer. It has met the others at their leisure."""
-    if isinstance(exchange, SharedMemory | TwoLevel):
-        exchange._host._timeout_s = timeout_s
-    if isinstance(exchange, Network | TwoLevel) and exchange._wire is not None:
-        exchange._wire._timeout_s = timeout_s
-        exchange._wire._connected()._set_default_timeout(timedelta(seconds=timeout_s))
-
-
-def resources() -> tuple[int, int]:
-    return num_descriptors(), num_threads()
-
-
-def settled(before: tuple[int, int], limit_s: float = WAIT_S / 4) -> tuple[int, int]:
-    """What is open now; a process group's threads take a moment to end."""
-    word, until = ctypes.c_uint32(), time.monotonic() + limit_s
-    while any(now > then for now, then in zip(resources(), before, strict=True)) and time.monotonic() < until:
-        gc.collect()  # what pytest.raises remembers
-        release_abandoned()
-        futex_wait(word, 0, 0.005)
-    return resources()
-
-
-def interrupt_when_told(exchange: Exchange, seat: Seat) -> None:
-    """What the thread that listens to the head does when it hears of a new generation."""
-
-    def listen() -> None:
-        exchange.interrupt(AlarmError(str(seat.hear())))
-
-    threading.Thread(target=listen, daemon=True).start()
-
+from unisono.exchange.wire import Wire
 
 # -- the same bits -----------------------------------------------------------------------------------
 
@@ -287,14 +80,14 @@ def _all_steps(seat: Seat, kind: str, path: str) -> dict[str, Any]:
         share = share_of(exchange, step, num_leaves)
         if step % 2 and seat.rank % 2:
             exchange.offer(share, made[layout].tail_row // 2)
-        combined = exchange.combine(share, facts_of(seat.rank, step))
-        assert list(combined.facts) == [tuple(facts_of(rank, step)) for rank in range(seat.size)]
+        combined = combine(exchange, share, telemetry_of(seat.rank, step))
+        assert list(combined.telemetry) == [telemetry_of(rank, step) for rank in range(seat.size)]
         assert combined.waiting_s >= 0
         steps.append(Outcome.of(combined))
         exchange.release(combined.slot)
     exchange.all_gather(b"")
     exchange.close()  # at once: nobody may need anything of it any more
-    member.board.close()
+    member.page.close()
     del exchange, combined, share
     return {"steps": steps, "left": [now - then for now, then in zip(settled(before), before, strict=True)]}
 
@@ -307,7 +100,7 @@ def test_every_step_gives_the_bits_of_the_tree(kind: str, size: int, tmp_path: p
     for result in results:
         for step, (layout, num_leaves) in enumerate(STEPS):
             assert result["steps"][step] == expected(layout, step, num_leaves), f"step {step}"
-        # The board and all that hung on it are gone too.
+        # The page and all that hung on it are gone too.
         assert result["left"][0] <= 0, "file descriptors"
         assert result["left"][1] <= 0, "threads"
 
@@ -375,7 +168,7 @@ def _interrupted(seat: Seat, kind: str, path: str, operation: str) -> None:
         "all_gather": lambda: exchange.all_gather(b"hello"),
         "prepare": lambda: (exchange.prepare(layouts()[0]), exchange.all_gather(b"")),
         "broadcast": lambda: exchange.broadcast(torch.zeros(1000), seat.size - 1),
-        "combine": lambda: exchange.combine(share_of(exchange, 0, 8), facts_of(seat.rank, 0)),
+        "combine": lambda: combine(exchange, share_of(exchange, 0, 8), telemetry_of(seat.rank, 0)),
     }[operation]
     if seat.rank:
         interrupt_when_told(exchange, seat)
@@ -447,10 +240,10 @@ def _hold_at(point: str, seat: Seat) -> None:
     if point == "before combine":
         stop()
     elif point == "published":
-        Host.nodes = stop  # type: ignore[method-assign, assignment]
-        Reduction.finish = stop  # type: ignore[method-assign, assignment]
+        HostCombine.nodes = stop  # type: ignore[method-assign, assignment]
+        Reduction.fold = stop  # type: ignore[method-assign, assignment]
     else:
-        Host.commit = stop  # type: ignore[method-assign]
+        HostCombine.commit = stop  # type: ignore[method-assign, assignment]
         send, sent = Wire.all_gather, []
 
         def all_gather(wire: Wire, out: Tensor, data: Tensor) -> Any:
@@ -466,7 +259,7 @@ def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_ki
     exchange = member.enter(1, range(seat.size))
     exchange.prepare(layout)
     share = share_of(exchange, 0, NUM_LEAVES)
-    outcomes = [Outcome.of(exchange.combine(share, facts_of(seat.rank, 0)))]
+    outcomes = [Outcome.of(combine(exchange, share, telemetry_of(seat.rank, 0)))]
     exchange.prepare(layout)
     if kind == "network":  # a survivor may have sent all to the victim, and then waits for another survivor
         hurry(exchange, 4 * SILENCE_S)
@@ -478,7 +271,7 @@ def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_ki
     if kind != "network":
         interrupt_when_told(exchange, seat)
     with pytest.raises((AlarmError, PeerLost, DeadlineExceeded)):
-        exchange.combine(share, facts_of(seat.rank, 1))
+        combine(exchange, share, telemetry_of(seat.rank, 1))
     exchange.close()
     assert {node: content(slot) for node, slot in share.slots.items()} == whole
 
@@ -492,14 +285,14 @@ def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_ki
     assert {node: content(slot) for node, slot in nodes.items()} == whole
     decided = replan(held, [True] * len(survivors), NUM_LEAVES)
     compute(exchange, 1, decided.ranges[exchange.rank], NUM_LEAVES, nodes)
-    combined = exchange.combine(Share(NUM_LEAVES, decided.nodes, nodes), facts_of(seat.rank, 1))
+    combined = combine(exchange, Share(NUM_LEAVES, decided.nodes, nodes), telemetry_of(seat.rank, 1))
     outcomes.append(Outcome.of(combined))
     exchange.release(combined.slot)
     exchange.release(combined.slot)  # harmless
-    outcomes.append(Outcome.of(exchange.combine(share_of(exchange, 2, NUM_LEAVES), facts_of(seat.rank, 2))))
+    outcomes.append(Outcome.of(combine(exchange, share_of(exchange, 2, NUM_LEAVES), telemetry_of(seat.rank, 2))))
     exchange.all_gather(b"")
     exchange.close()
-    member.board.close()
+    member.page.close()
     del exchange, combined, share, nodes, kept
     left = [now - then for now, then in zip(settled(before), before, strict=True)]
     return {"outcomes": outcomes, "same": same, "left": left}
@@ -560,15 +353,15 @@ def _die_after_commit(seat: Seat, path: str) -> Outcome:
     member = Member("shared", seat, path)
     exchange = member.enter(1, range(seat.size))
     exchange.prepare(layouts()[0])
-    share, collect = share_of(exchange, 1, NUM_LEAVES), Host.collect
+    share, collect = share_of(exchange, 1, NUM_LEAVES), HostCombine.collect
 
-    def wait_first(*arguments: Any) -> int:
+    def wait_first(*arguments: Any) -> None:
         seat.say("committed")
         seat.hear()
-        return collect(*arguments)
+        collect(*arguments)
 
-    Host.collect = wait_first  # type: ignore[method-assign, assignment]
-    return Outcome.of(exchange.combine(share, facts_of(seat.rank, 1)))
+    HostCombine.collect = wait_first  # type: ignore[method-assign]
+    return Outcome.of(combine(exchange, share, telemetry_of(seat.rank, 1)))
 
 
 def test_after_a_commit_everybody_can_finish(tmp_path: pathlib.Path) -> None:
@@ -585,57 +378,13 @@ def test_after_a_commit_everybody_can_finish(tmp_path: pathlib.Path) -> None:
 # -- the subtle ones, in one process -----------------------------------------------------------------
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Results or errors, each from a thread of its own."""
-    outcomes: list[Any] = [None] * len(calls)
-
-    def run(rank: int) -> None:
-        try:
-            outcomes[rank] = calls[rank]()
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
-
-
-class Pair:
-    """Two workers of one host, in two threads."""
-
-    def __init__(self) -> None:
-        self.boards = [Board.create(), Board.create()]
-        self.entered: list[SharedMemory] = []
-        self.members = [self.enter(rank, 1) for rank in range(2)]
-
-    def enter(self, rank: int, generation: int) -> SharedMemory:
-        addresses = [board.address for board in self.boards]
-        exchange = SharedMemory(self.boards[rank], addresses, rank, generation=generation, timeout_s=WAIT_S)
-        self.entered.append(exchange)
-        return exchange
-
-    def close(self) -> None:
-        for exchange in self.entered:
-            exchange.close()
-        for board in self.boards:
-            board.close()
-        self.entered.clear()
-        self.members.clear()
-        self.boards.clear()
-
-    def prepared(self, layout: FlatLayout) -> list[Share]:
-        together(*(lambda member=member: member.prepare(layout) for member in self.members))
-        return [share_of(member, 1, 2) for member in self.members]
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    made.close()
+def combine_late(exchange: Exchange, share: Share, event: threading.Event) -> None:
+    """Read the nodes that others have published when something has happened to them."""
+    current = exchange.begin(share)
+    current.publish(0).wait()
+    event.wait()
+    current.reduce(0).wait()
+    current.commit(telemetry_of(exchange.rank, 1)).wait()
 
 
 def test_a_member_that_leaves_while_its_nodes_are_read_spoils_no_commit(pair: Pair) -> None:
@@ -645,68 +394,62 @@ def test_a_member_that_leaves_while_its_nodes_are_read_spoils_no_commit(pair: Pa
     left = threading.Event()
 
     def leave() -> None:
-        when_blocked_in({"commit"}, lambda: one.interrupt(AlarmError()))
+        when_blocked_in({"_await_commit"}, lambda: one.interrupt(AlarmError()))
         try:
-            one.combine(shares[0], facts_of(0, 1))
+            combine(one, shares[0], telemetry_of(0, 1))
         finally:
             for slot in shares[0].slots.values():
                 slot.memory.fill_(1)
             left.set()
 
-    read = other._host.nodes
-
-    def read_late() -> Mapping[Node, Any]:
-        left.wait()
-        return read()
-
-    other._host.nodes = read_late  # type: ignore[method-assign]
-    outcomes = together(leave, lambda: other.combine(shares[1], facts_of(1, 1)))
+    outcomes = together(leave, lambda: combine_late(other, shares[1], left))
     assert isinstance(outcomes[0], AlarmError)
     assert isinstance(outcomes[1], PeerLost)
 
 
 def test_changed_nodes_do_not_leave_a_host() -> None:
     """With two levels a spoiled sum would be committed on the other host, where nobody has seen anyone leave."""
-    boards = [Board.create() for _ in range(3)]
-    addresses, hosts = [board.address for board in boards], [range(2), range(2, 3)]
+    pages, hosts = [WorkerPage() for _ in range(3)], (range(2), range(2, 3))
     store = dist.HashStore()
-    members = []
-    for rank, (place, local) in enumerate([(0, 0), (0, 1), (1, 0)]):
-        local_boards = [addresses[other] for other in hosts[place]]
-        host = Host(boards[rank], local_boards, local, generation=1, timeout_s=WAIT_S)
-        lane = None
-        if local == 0:
-            lane = Wire(store, place, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=WAIT_S)
-        members.append(TwoLevel(host, lane, num_lanes=1, hosts=hosts, rank=rank))
+    members = [
+        two_level.build(
+            Context(
+                generation=1,
+                rank=rank,
+                hosts=hosts,
+                device=CPU,
+                timeout_s=WAIT_S,
+                store=lambda name: dist.PrefixStore(name, store),
+                page=page,
+                pages=[other.address for other in pages],
+            )
+        )
+        for rank, page in enumerate(pages)
+    ]
     together(*(lambda m=m: m.prepare(layouts()[0]) for m in members))
     shares = [share_of(member, 1, 3) for member in members]
-    left, read = threading.Event(), members[0]._host.nodes
+    left = threading.Event()
 
     def leave() -> None:
-        when_blocked_in({"commit"}, lambda: members[1].interrupt(AlarmError()))
+        when_blocked_in({"_await_commit"}, lambda: members[1].interrupt(AlarmError()))
         try:
-            members[1].combine(shares[1], facts_of(1, 1))
+            combine(members[1], shares[1], telemetry_of(1, 1))
         finally:
             for slot in shares[1].slots.values():
                 slot.memory.fill_(1)
             left.set()
 
-    def read_late() -> Mapping[Node, Any]:
-        left.wait()
-        return read()
-
     def carry() -> None:
         try:
-            members[0].combine(shares[0], facts_of(0, 1))
+            combine_late(members[0], shares[0], left)
         finally:
             members[0].close()
 
-    members[0]._host.nodes = read_late  # type: ignore[method-assign]
-    outcomes = together(carry, leave, lambda: members[2].combine(shares[2], facts_of(2, 1)))
+    outcomes = together(carry, leave, lambda: combine(members[2], shares[2], telemetry_of(2, 1)))
     for member in members:
         member.close()
-    for board in boards:
-        board.close()
+    for page in pages:
+        page.close()
     assert [type(outcome) for outcome in outcomes] == [PeerLost, AlarmError, PeerLost]
 
 
@@ -736,7 +479,7 @@ def _combine_often(seat: Seat, path: str) -> None:
     for step in range(21):
         share = share_of(exchange, step, 2)
         exchange.all_gather(b"")
-        exchange.release(exchange.combine(share, facts_of(seat.rank, step)).slot)
+        exchange.release(combine(exchange, share, telemetry_of(seat.rank, step)).slot)
     exchange.close()
 
 
@@ -792,18 +535,25 @@ def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path, m
 def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(pair: Pair) -> None:
     """The counters count before the interrupt does."""
     shares = pair.prepared(layouts()[0])
-    commit = pair.members[1]._host.commit
+    over = threading.Event()
 
-    def commit_and_interrupt(*arguments: Any) -> None:
-        commit(*arguments)
+    def first() -> Outcome:
+        outcome = Outcome.of(combine(pair.members[0], shares[0], telemetry_of(0, 1)))
+        over.set()
+        return outcome
+
+    def second() -> Outcome:
+        current = pair.members[1].begin(shares[1])
+        current.publish(0).wait()
+        current.reduce(0).wait()
+        commit = current.commit(telemetry_of(1, 1))
+        over.wait()
         pair.members[1].interrupt(AlarmError())
+        digest, out = commit.wait().digest, current.result()
+        current.collect(0, out).wait()
+        return Outcome(digest, content(out))
 
-    pair.members[1]._host.commit = commit_and_interrupt  # type: ignore[method-assign, assignment]
-    outcomes = together(
-        lambda: Outcome.of(pair.members[0].combine(shares[0], facts_of(0, 1))),
-        lambda: Outcome.of(pair.members[1].combine(shares[1], facts_of(1, 1))),
-    )
-    assert outcomes == [expected(0, 1, 2)] * 2
+    assert together(first, second) == [expected(0, 1, 2)] * 2
 
 
 def test_members_skip_generations_and_are_not_mixed_up(pair: Pair) -> None:
@@ -822,9 +572,8 @@ def test_members_skip_generations_and_are_not_mixed_up(pair: Pair) -> None:
 def test_a_counter_may_pass_its_end(pair: Pair) -> None:
     """32 bits last for weeks of combines, not for ever."""
     for member in pair.members:
-        host = member._host
-        host._num_letters = 2**32 - 2
-        host._me.words["mailed"].value = host._me.words["opened"].value = 2**32 - 2
+        own = member._host.counters.own
+        own.counters["posted"].value = own.counters["read"].value = 2**32 - 2
     for round_ in range(4):
         outcomes = together(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in pair.members))
         assert outcomes == [[b"0", b"1"]] * 2, f"round {round_}"
@@ -832,8 +581,8 @@ def test_a_counter_may_pass_its_end(pair: Pair) -> None:
 
 def test_prepare_frees_what_is_not_kept(pair: Pair) -> None:
     """Slots of the same layout are used again, those of another are closed; a late release harms nobody."""
-    board = pair.boards[0]
-    exchange = SharedMemory(board, [board.address], 0, generation=2, timeout_s=10)
+    page = pair.pages[0]
+    exchange = shared_memory([page], 0, generation=2, timeout_s=10)
     exchange.prepare(layouts()[0])
     kept, forgotten = exchange.slot(), exchange.slot()
     before = num_descriptors()
@@ -855,29 +604,25 @@ def test_prepare_frees_what_is_not_kept(pair: Pair) -> None:
 def test_a_member_without_leaves_waits_for_those_who_have_not_shown_theirs(pair: Pair) -> None:
     """It may be there first, and would begin the combine before anybody could be helped."""
     together(*(lambda member=member: member.all_gather(b"") for member in pair.members))
-    idle, late = (member._host for member in pair.members)
+    idle, late = (member._host.work for member in pair.members)
     idle.show_work([])
     assert idle.pause(0.001)
     late.show_work([3, 4, 5])
     assert [idle.take([1.0, 1.0], elapsed_s=9.0) for _ in range(3)] == [5, 4, None]
     assert not idle.pause(0.001)
-    assert [late.start(place, leaf) for place, leaf in enumerate([3, 4, 5])] == [True, False, False]
+    assert [late.start(index, leaf) for index, leaf in enumerate([3, 4, 5])] == [True, False, False]
 
 
 def test_the_error_of_a_wait_names_the_worker_that_was_waited_for() -> None:
-    boards = [Board.create() for _ in range(2)]
-    addresses = [board.address for board in boards]
-    one, other = (
-        SharedMemory(boards[rank], addresses, rank, generation=1, timeout_s=0.05, names=["w4", "w7"])
-        for rank in range(2)
-    )
+    pages = [WorkerPage() for _ in range(2)]
+    one, other = (shared_memory(pages, rank, generation=1, timeout_s=0.05, names=["w4", "w7"]) for rank in range(2))
     told = [(type(error), str(error), error.peers) for error in (error_of_gather(one), error_of_gather(other))]
     for exchange in (one, other):
         exchange.close()
-    for board in boards:
-        board.close()
-    del one, other, exchange, board, boards
-    gc.collect()  # a board refers to itself, and holds its memory
+    for page in pages:
+        page.close()
+    del one, other, exchange, page, pages
+    gc.collect()  # a page refers to itself, and holds its memory
     (late, waited, late_peers), (lost, left, lost_peers) = told
     assert (late, late_peers) == (DeadlineExceeded, ("w7",))
     assert "waited 0 s for worker w7 in generation 1" in waited
@@ -895,17 +640,17 @@ def error_of_gather(exchange: SharedMemory) -> DeadlineExceeded | PeerLost:
 
 
 def test_limits_are_said(pair: Pair) -> None:
-    board = pair.boards[0]
-    exchange = SharedMemory(board, [board.address], 0, generation=2, timeout_s=10)
+    page = pair.pages[0]
+    exchange = shared_memory([page], 0, generation=2, timeout_s=10)
     exchange.prepare(layouts()[1])
     slot, num_leaves = exchange.slot(), 2 * MAX_NODES + 2
     nodes = {Node(0, 2 * index): slot for index in range(MAX_NODES + 1)}
     with pytest.raises(RecipeError, match=f"holds {MAX_NODES + 1} nodes.*can show {MAX_NODES}"):
-        exchange.combine(Share(num_leaves, (tuple(nodes),), nodes), facts_of(0, 0))
+        combine(exchange, Share(num_leaves, (tuple(nodes),), nodes), telemetry_of(0, 0))
     exchange.close()
-    host = Host(board, [board.address], 0, generation=3, timeout_s=10)
+    host = Host(page, [page.address], 0, generation=3, timeout_s=10)
     with pytest.raises(UsageError, match=f"{MAX_TEAM + 1} workers"):
-        TwoLevel(host, None, num_lanes=1, hosts=[range(1), range(1, MAX_TEAM + 1)], rank=0)
+        TwoLevel(host, None, hosts=[range(1), range(1, MAX_TEAM + 1)], rank=0)
     host.close()
     with pytest.raises(ValueError, match="'gloo' or 'nccl'"):
         Wire(dist.HashStore(), 0, 1, device=CPU, backend="mpi", address="", timeout_s=1)
@@ -963,16 +708,17 @@ def test_letters_that_grow_do_not_leave_their_memory_behind(pair: Pair) -> None:
 
     together(*(lambda member=member: post(member) for member in pair.members))
     for member in pair.members:
-        for peer in member._host._peers:
-            assert sum(letter.numel() for letter in peer.mapped.values()) < 4 * max(sizes)
+        for page in member._host.counters.pages:
+            assert sum(payload.numel() for payload in page.mapped.values()) < 4 * max(sizes)
 
 
-def test_a_board_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
+def test_a_page_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
     """It died before this generation's exchange had met."""
-    with Team(1, lambda seat: Board.create().address) as team:
+    with Team(1, lambda seat: WorkerPage().address) as team:
         address = team.result(0)
-    board = pair.boards[0]
-    exchange = SharedMemory(board, [board.address, address], 0, generation=2, timeout_s=10)
+    page = pair.pages[0]
+    host = Host(page, [page.address, address], 0, generation=2, timeout_s=10)
+    exchange = SharedMemory(host)
     with pytest.raises(PeerLost):
         exchange.prepare(layouts()[1])
     exchange.close()

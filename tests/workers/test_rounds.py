@@ -21,12 +21,12 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
-from unisono.exchange import NUM_FACTS, Exchange, Share
+from unisono.exchange import Exchange, Share, combine
 from unisono.exchange.alone import Alone
 from unisono.exchange.flat import FlatLayout
-from unisono.exchange.host import Board
+from unisono.exchange.host import Host
+from unisono.exchange.pages import WorkerPage
 from unisono.exchange.shared import SharedMemory
-from unisono.facts import Facts
 from unisono.member import Member
 from unisono.rounds import Nothing
 from unisono.rounds.admission import Admission
@@ -36,6 +36,7 @@ from unisono.rounds.members import Members
 from unisono.rounds.standing import Report
 from unisono.rounds.team import AloneTeam, HeadTeam
 from unisono.state import quick_digest
+from unisono.telemetry import StepTelemetry
 from unisono.training.keeping import Keeper
 from unisono.training.tracked import Tracked
 
@@ -68,7 +69,7 @@ class Script:
 class ScriptedTeam(AloneTeam):
     """A member of the generations of a script."""
 
-    def __init__(self, name: str, script: Script, board: Board, boards: dict[str, str]) -> None:
+    def __init__(self, name: str, script: Script, board: WorkerPage, boards: dict[str, str]) -> None:
         super().__init__(CPU)
         self.name, self.script, self.board, self.boards = name, script, board, boards
         self.is_begun = False
@@ -80,7 +81,8 @@ class ScriptedTeam(AloneTeam):
         self.generation, self.rank, self.size = generation, members.index(self.name), len(members)
         self.worker_ids = tuple(members)
         addresses = [self.boards[member] for member in members]
-        self.exchange = SharedMemory(self.board, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+        host = Host(self.board, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+        self.exchange = SharedMemory(host)
 
     def meet(self, report: Report) -> list[Report]:
         letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
@@ -136,7 +138,7 @@ class Sum:
 
     def combine(self, plan: Plan) -> CommittedStep:
         self.before_commit(plan)
-        summed = self.members.sum(Share(NUM_LEAVES, plan.nodes, self.members.slots.nodes), Facts())
+        summed = self.members.sum(Share(NUM_LEAVES, plan.nodes, self.members.slots.nodes), StepTelemetry())
         self.members.slots.result = summed.slot
         assert self.members.slots.layout is not None
         return CommittedStep(self.members, 0, self.members.slots.layout, summed.digest)
@@ -151,7 +153,7 @@ class Sum:
 def take_part(seat: Seat, why: str) -> None:
     """Says the number of rounds that are over, and who met whom where."""
     name = "abc"[seat.rank]
-    board = Board.create()
+    board = WorkerPage()
     seat.say(board.address)
     boards = seat.hear()
     script = Script(why)
@@ -168,8 +170,8 @@ def take_part(seat: Seat, why: str) -> None:
         """It gives its part, and the loss comes before it has seen what became of it."""
         if name == "b" and team.generation == 1:
             copies = {node: slot.copy_to(team.exchange.slot()) for node, slot in rounds.members.slots.nodes.items()}
-            facts = [*Facts(notice=float(team.newest_generation()))]
-            team.exchange.combine(Share(NUM_LEAVES, plan.nodes, copies), [*facts, *(0.0,) * (NUM_FACTS - len(facts))])
+            telemetry = StepTelemetry(newest_generation=team.newest_generation())
+            combine(team.exchange, Share(NUM_LEAVES, plan.nodes, copies), telemetry.pack())
             seat.hear()  # the others have
             raise PeerLost("c is gone")
 

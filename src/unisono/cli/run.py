@@ -38,8 +38,8 @@ __all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script
               "checkpoints, at any number of workers; without SCRIPT, with the run's own.")  # fmt: skip
 @click.option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
               "checkpoint's, e.g. microbatches. It changes the bits.")  # fmt: skip
-@click.option("--exchange", type=click.Choice(["auto", "shared", "gloo", "two-level"]), default="auto",
-              show_default=True, help="How gradients meet.")  # fmt: skip
+@click.option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
+              "fastest), shared (one machine), gloo, or two-level.")  # fmt: skip
 @click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
               "machines need one that they can reach.")  # fmt: skip
 @click.option("--port", default=0, show_default="any", help="The head's port.")

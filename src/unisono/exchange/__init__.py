@@ -1,17 +1,21 @@
 """How the partial sums of a step's members meet.
 
-Every member holds some nodes of the summation tree, each in a slot (`unisono.exchange.flat`). A combine has the same
-shape everywhere:
+Every member holds some nodes of the summation tree, each in a slot (`unisono.exchange.flat`). A **combine** sums them.
+Its rows are cut into **parts**, equal on all members, and each part goes through the same phases:
 
-1. **publish**: everyone's nodes are complete;
-2. **reduce**: the rows are cut into one chunk per member; the chunk's owner reads it from every node, adds up the tree
+1. **publish**: this member's rows of the part are complete;
+2. **reduce**: the part is cut into one chunk per member; the chunk's owner reads it from every node, adds up the tree
    in the fixed order, and takes the chunk's part of the digest;
-3. **commit**: all owners are done, so the sum of the step exists;
-4. **collect**: everyone reads all chunks into a slot of its own and divides by the total weight.
+3. **commit**, once for all parts: all owners are done, so the sum of the step exists;
+4. **collect**: everyone reads all chunks of the part into a slot of its own and divides by the total weight.
+
+Each phase returns a `Handle` and waits for nobody before its ``wait``, so several parts can be under way at the same
+time. A plain sum is one part: `combine`.
 
 Until the commit nobody's nodes are modified, so a combine that fails can be done again by those who are left.
-After it everybody can finish, whoever dies: a combine that returns is committed, and one that raises is not, as far as
-this member knows. (Another member may know more. It holds the step; those who raised do it again, with the same bits.)
+After the commit everybody can finish, whoever dies: a ``commit`` whose ``wait`` returns is committed, and a phase that
+raises is not, as far as this member knows. (Another member may know more. It holds the step; those who raised do it
+again, with the same bits.) No part may be used before the commit of all.
 
 What differs between the implementations is where chunks are read from:
 
@@ -27,19 +31,33 @@ All of them give the same bits: the order of additions is `unisono.decisions.tre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from unisono.decisions.tree import Node
 from unisono.exchange.flat import FlatLayout, Slot
+from unisono.faults import point
+from unisono.telemetry import TELEMETRY_BYTES
 
-__all__ = ["NUM_FACTS", "Combined", "Exchange", "Share", "Work"]
+__all__ = [
+    "TELEMETRY_BYTES",
+    "Combine",
+    "Combined",
+    "Committed",
+    "Deferred",
+    "Exchange",
+    "Handle",
+    "Share",
+    "Work",
+    "check_reduced",
+    "combine",
+]
 
-NUM_FACTS = 32
-"""Float64 numbers that each member tells all others with every combine (`unisono.facts`)."""
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -50,20 +68,114 @@ class Share:
     plan: tuple[tuple[Node, ...], ...]
     """By rank: the nodes that each member holds; together they cover every leaf once. Equal on all members."""
     slots: Mapping[Node, Slot]
-    """This member's nodes, complete. Not modified before the commit."""
+    """This member's nodes. A part that was published is complete in all of them, and not modified before the commit."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What all members know after a commit; equal on all of them, but for ``waiting_s``."""
+
+    digest: int
+    telemetry: tuple[bytes, ...]
+    """By rank: what each member gave to `Combine.commit`."""
+    total_weight: float
+    waiting_s: float
+    """How long this member waited for others, since the combine began."""
 
 
 @dataclass(frozen=True)
 class Combined:
-    """What all members hold after a commit; equal bits on each of them."""
+    """The whole sum after a commit; equal bits on all members."""
 
     slot: Slot
     """Gradients and float buffers are means, the rest of the tail are sums. Valid until the next step's first node."""
     digest: int
-    facts: tuple[tuple[float, ...], ...]
-    """By rank: what each member gave to `Exchange.combine`."""
+    telemetry: tuple[bytes, ...]
+    """By rank: what each member gave to `combine`."""
     waiting_s: float
     """How long this member waited for others."""
+
+
+class Handle(Protocol[T_co]):
+    """A phase that is under way."""
+
+    def wait(self) -> T_co:
+        """Return when the phase is over. Later calls return the same.
+
+        Raises:
+            PeerLost: a member did not answer, or has left.
+            DeadlineExceeded: a member did not arrive in time.
+            Exception: the one that was given to `Exchange.interrupt`.
+                Whatever was raised: as far as this member knows there was no commit, its nodes are unharmed, and
+                the exchange is over; `close` it and give the nodes to the `prepare` of the next.
+        """
+        ...
+
+
+class Deferred(Generic[T]):
+    """A handle whose first ``wait`` calls ``finish``, which does what is left of the phase and gives the result."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._value: list[T] = []
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            self._value.append(self._finish())
+            self._finish = None
+        return self._value[0]
+
+
+def check_reduced(reduced: Collection[int], num_parts: int) -> None:
+    """Raise ValueError unless all parts are reduced: a commit is one of all parts."""
+    if len(reduced) < num_parts:
+        missing = sorted(set(range(num_parts)) - set(reduced))
+        raise ValueError(f"commit comes after the reduce of all {num_parts} parts; not reduced: {missing}")
+
+
+class Combine(Protocol):
+    """One combine under way. Collective: every call, and every ``wait``, comes in the same order on all members.
+
+    For each part: `publish`, then `reduce`; the handle of `publish` need not be waited for. When the ``wait`` of every
+    part's `reduce` has returned: `commit`. When its ``wait`` has returned: `collect`. The next combine of this exchange
+    begins when all parts are collected.
+    """
+
+    def publish(self, part: int) -> Handle[None]:
+        """Say that the rows of this part are complete in all nodes of this member.
+
+        ``share.slots`` has all nodes at the first call.
+        """
+        ...
+
+    def reduce(self, part: int) -> Handle[None]:
+        """Sum this member's chunk of the part, when all members have published the part."""
+        ...
+
+    def commit(self, telemetry: bytes) -> Handle[Committed]:
+        """Say that this member's chunks of all parts are summed, and learn that everybody's are.
+
+        Args:
+            telemetry: `TELEMETRY_BYTES` bytes that everyone shall know.
+
+        Raises:
+            ValueError: a part is not reduced.
+        """
+        ...
+
+    def result(self) -> Slot:
+        """Return the slot into which it costs least to collect. The caller's from now on. After the commit; local.
+
+        It is one of the share's slots, or one that the exchange has made.
+        """
+        ...
+
+    def collect(self, part: int, out: Slot) -> Handle[None]:
+        """Write the rows of this part to ``out``, divided by the total weight where they are means. Local.
+
+        After the commit, whoever has died or left meanwhile.
+        """
+        ...
 
 
 class Work(Protocol):
@@ -73,20 +185,23 @@ class Work(Protocol):
     """
 
     def show_work(self, todo: Sequence[int]) -> None:
-        """Say which leaves this member is going to compute, in this order, before the next `Exchange.combine`."""
+        """Say which leaves this member is going to compute, in this order, before its next `Combine.publish`.
+
+        The first of them counts as started, so that nobody is left with nothing to measure its pace by.
+        """
         ...
 
-    def start(self, place: int, leaf: int) -> bool:
-        """This member comes to the leaf at ``place`` of its list. False: another has taken it; leave it out."""
+    def start(self, index: int, leaf: int) -> bool:
+        """This member comes to the leaf at ``index`` of its list. False: another has taken it; leave it out."""
         ...
 
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
-        """A leaf of a late member, for this one, which is done; None if that is not worth it.
+        """Return a leaf of a late member for this one, which is done; None if that is not worth it.
 
-        What was taken **must** be computed and be among the nodes that this member brings to the next combine.
+        What was taken **must** be computed and be among the nodes that this member publishes next.
 
         Args:
-            paces: by place in the host, seconds for a leaf, as known.
+            paces: by index in the host, seconds for a leaf, as known.
             elapsed_s: since the members have shown their work.
         """
         ...
@@ -103,7 +218,7 @@ class Work(Protocol):
 class Exchange(Protocol):
     """The complete interface between a step and its peers; one conformance suite holds all implementations.
 
-    One instance serves one generation. Every method but `slot`, `release`, `offer`, `interrupt` and `close` is
+    One instance serves one generation. Every method but `slot`, `release`, `work`, `offer`, `interrupt` and `close` is
     collective: every member calls it, in the same order.
     """
 
@@ -124,7 +239,7 @@ class Exchange(Protocol):
         ...
 
     def slot(self) -> Slot:
-        """A free slot; its entries are arbitrary. Local."""
+        """Return a free slot; its entries are arbitrary. Local."""
         ...
 
     def release(self, slot: Slot) -> None:
@@ -142,30 +257,23 @@ class Exchange(Protocol):
     def offer(self, share: Share, rows_ready: int) -> None:
         """Say that rows ``[0, rows_ready)`` of all of this member's nodes are complete. Local, optional.
 
-        An exchange that crosses a network begins to send them while the last backward still runs.
+        An exchange that crosses a network begins to send them while the last backward still runs. The next `begin` is
+        of this share, in one part.
         """
         ...
 
-    def combine(self, share: Share, facts: Sequence[float]) -> Combined:
-        """Sum the nodes of all members in tree order, and divide by the total weight.
+    def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
+        """Begin to sum the nodes of all members in tree order. Waits for nobody.
 
-        Collective: every member of the generation, once per step. Takes the share's slots: the result lies in
-        one of them or in another, all others are free again.
+        Collective: every member of the generation, once per step.
 
         Args:
-            facts: `NUM_FACTS` numbers that everyone shall know.
-
-        Raises:
-            PeerLost: a member did not answer, or has left.
-            DeadlineExceeded: a member did not arrive in time.
-            Exception: the one that was given to `interrupt`.
-                Whatever was raised: as far as this member knows there was no commit, its nodes are unharmed, and
-                this exchange is over; `close` it and give the nodes to the `prepare` of the next.
+            parts: of the layout's rows, one after the other, equal on all members; any may be empty. None: one part.
         """
         ...
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everyone's ``data``, by rank. Collective; for small things between steps."""
+        """Return everyone's ``data``, by rank. Collective; for small things between steps."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -176,9 +284,34 @@ class Exchange(Protocol):
         ...
 
     def interrupt(self, error: Exception) -> None:
-        """Let the wait that another thread of this process is in, and every later one, raise ``error``. Local."""
+        """Make the current wait (in another thread) and all later waits raise ``error``. Local."""
         ...
 
     def close(self) -> None:
         """Leave, and give back everything but the slots that are in use. Local; never waits for a peer."""
         ...
+
+
+def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:
+    """Sum the nodes of all members in tree order, and divide by the total weight. Collective.
+
+    Takes the share's slots: the result lies in one of them or in another, all others are free again.
+
+    Args:
+        telemetry: `TELEMETRY_BYTES` bytes that everyone shall know.
+
+    Raises:
+        PeerLost, DeadlineExceeded, Exception: see `Handle.wait`.
+    """
+    current = exchange.begin(share)
+    current.publish(0).wait()
+    point("published")
+    current.reduce(0).wait()
+    point("reduced")
+    committed = current.commit(telemetry).wait()
+    slot = current.result()
+    current.collect(0, slot).wait()
+    for other in share.slots.values():
+        if other is not slot:
+            exchange.release(other)
+    return Combined(slot, committed.digest, committed.telemetry, committed.waiting_s)

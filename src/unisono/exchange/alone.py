@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.decisions.tree import root
-from unisono.exchange import Combined, Share, Work
-from unisono.exchange.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows
+from unisono.exchange import Combine, Committed, Deferred, Share, Work, check_reduced
+from unisono.exchange.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows, parts_of
 from unisono.exchange.pool import Pool
 
 __all__ = ["Alone"]
@@ -43,14 +44,8 @@ class Alone:
     def work(self) -> tuple[Work, Sequence[int]] | None:
         return None
 
-    def combine(self, share: Share, facts: Sequence[float]) -> Combined:
-        slot = share.slots[root(share.num_leaves)]
-        total = float(slot.scalars[0])
-        digest = 0
-        for row, end_row in blocks(0, self._layout.num_rows, self._device):
-            digest += digest_rows(Rows(slot.memory, 0), self._multipliers, row, end_row)
-            divide_rows(self._layout, Rows(slot.memory, 0), total, row, end_row, slot)
-        return Combined(slot, digest & 0xFFFFFFFFFFFFFFFF, (tuple(facts),), waiting_s=0.0)
+    def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
+        return _AloneCombine(self._layout, self._multipliers, share, parts_of(self._layout, parts))
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -63,3 +58,43 @@ class Alone:
 
     def close(self) -> None:
         self._pool.clear()
+
+
+class _AloneCombine:
+    """The commit divides in place, in the same pass over the memory that takes the digest."""
+
+    def __init__(self, layout: FlatLayout, multipliers: Tensor, share: Share, parts: Sequence[range]) -> None:
+        self._layout = layout
+        self._multipliers = multipliers
+        self._share = share
+        self._parts = parts
+        self._reduced: set[int] = set()
+
+    def publish(self, part: int) -> Deferred[None]:
+        return Deferred(lambda: None)
+
+    def reduce(self, part: int) -> Deferred[None]:
+        return Deferred(partial(self._reduced.add, part))
+
+    def commit(self, telemetry: bytes) -> Deferred[Committed]:
+        check_reduced(self._reduced, len(self._parts))
+        return Deferred(partial(self._commit, telemetry))
+
+    def _commit(self, telemetry: bytes) -> Committed:
+        slot = self.result()
+        rows, total = Rows(slot.memory, 0), float(slot.scalars[0])
+        digest = 0
+        for first, end in blocks(0, self._layout.num_rows, slot.memory.device):
+            digest += digest_rows(rows, self._multipliers, first, end)
+            divide_rows(self._layout, rows, total, first, end, slot)
+        return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,), total, waiting_s=0.0)
+
+    def result(self) -> Slot:
+        return self._share.slots[root(self._share.num_leaves)]
+
+    def collect(self, part: int, out: Slot) -> Deferred[None]:
+        return Deferred(partial(self._collect, self._parts[part], out))
+
+    def _collect(self, rows: range, out: Slot) -> None:
+        if out is not self.result():
+            out.rows(rows.start, rows.stop).copy_(self.result().rows(rows.start, rows.stop))

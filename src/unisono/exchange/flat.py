@@ -37,6 +37,8 @@ __all__ = [
     "digest_rows",
     "divide_rows",
     "fold_rows",
+    "parts_of",
+    "split_rows",
 ]
 
 ROW_BYTES = 512
@@ -286,3 +288,28 @@ def divide_rows(layout: FlatLayout, source: Rows, total: float, first_row: int, 
             torch.div(source.piece(piece), total, out=target)
         elif target.data_ptr() != source.piece(piece).data_ptr():
             target.copy_(source.piece(piece))
+
+
+def parts_of(layout: FlatLayout, parts: Sequence[range] | None) -> tuple[range, ...]:
+    """Return the parts of a combine of this layout; one, where none are given.
+
+    Raises:
+        ValueError: they do not cover the rows, one after the other.
+    """
+    if parts is None:
+        return (range(layout.num_rows),)
+    row = 0
+    for part in parts:
+        if part.start != row or part.stop < row or part.step != 1:
+            break
+        row = part.stop
+    else:
+        if parts and row == layout.num_rows:
+            return tuple(parts)
+    raise ValueError(f"the parts of a combine must cover its {layout.num_rows} rows in order, got {list(parts)}")
+
+
+def split_rows(rows: range, num_chunks: int) -> list[range]:
+    """Return ``rows`` in ``num_chunks`` contiguous chunks of nearly equal size."""
+    edges = [rows.start + len(rows) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]

@@ -1,25 +1,30 @@
-"""The exchange of members that have only a network between them."""
+"""Exchange between members that have only a network between them, over torch.distributed."""
 
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from unisono.exchange import NUM_FACTS, Combined, Share, Work
-from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
+from unisono.decisions.tree import Node
+from unisono.exchange import Combine, Committed, Deferred, Share, Work, check_reduced
+from unisono.exchange.context import Context
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows, parts_of
 from unisono.exchange.pool import Pool
-from unisono.exchange.reduce import Reduction, padded_rows
+from unisono.exchange.reduce import Reduction
 from unisono.exchange.wire import Wire
-from unisono.faults import point
 
-__all__ = ["Network", "broadcast_over"]
+__all__ = ["Network", "broadcast_over", "build"]
 
-# The commit: everyone tells everyone, after it holds all sums, its part of the digest and its facts.
-_VOTE = struct.Struct(f"<Q{NUM_FACTS}d")
+DIGEST_BYTES = 8
+
+
+def build(context: Context) -> Network:
+    """Return the exchange of members on any hosts and devices."""
+    return Network(context.open_wire("all", range(sum(map(len, context.hosts)))))
 
 
 class Network:
@@ -30,11 +35,10 @@ class Network:
         self.rank = wire.rank
         self.size = wire.size
         self._pool = Pool(self._allocate)
-        self._reduction: Reduction | None = None
+        self._offered: Reduction | None = None
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._layout = layout
-        self._rows = range(layout.num_rows)
         self._multipliers = layout.multipliers.to(self._wire.device)
         nbytes, device = self._slot_bytes(layout), self._wire.device
         reachable = [slot.memory.numel() >= nbytes and slot.memory.device == device for slot in slots]
@@ -48,40 +52,31 @@ class Network:
         self._pool.release(slot)
 
     def _slot_bytes(self, layout: FlatLayout) -> int:
-        return max(layout.slot_bytes, padded_rows(range(layout.num_rows), self.size) * ROW_BYTES)
+        """Return what a slot needs, so that every part can be cut evenly, wherever it begins."""
+        return max(layout.slot_bytes, (layout.num_rows + self.size - 1) * ROW_BYTES)
 
     def _allocate(self, layout: FlatLayout) -> Tensor:
         return torch.zeros(self._slot_bytes(layout), dtype=torch.uint8, device=self._wire.device)
 
     def offer(self, share: Share, rows_ready: int) -> None:
-        if self._reduction is None:
-            self._reduction = Reduction(self._wire, self._layout, self._rows, share.plan, share.num_leaves)
-        self._reduction.send({node: Rows(slot.memory, 0) for node, slot in share.slots.items()}, rows_ready)
+        if self._offered is None:
+            self._offered = self._reduction(share, range(self._layout.num_rows))
+        self._offered.send(rows_of(share), rows_ready)
+
+    def _reduction(self, share: Share, rows: range) -> Reduction:
+        return Reduction(self._wire, self._layout, rows, share.plan, share.num_leaves)
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
         return None
 
-    def combine(self, share: Share, facts: Sequence[float]) -> Combined:
-        wire = self._wire
-        wire.waiting_s = 0.0
-        self.offer(share, self._layout.num_rows)
-        point("published")
-        assert self._reduction is not None
-        result = self.slot()
-        part = self._reduction.finish(result.memory, self._multipliers)
-        self._reduction = None
-        point("reduced")
-        vote = torch.frombuffer(bytearray(_VOTE.pack(part, *facts)), dtype=torch.uint8).to(wire.device)
-        votes = torch.empty(self.size * _VOTE.size, dtype=torch.uint8, device=wire.device)
-        wire.all_gather(votes, vote).wait()
-        cast = list(_VOTE.iter_unpack(bytes(votes.tolist())))
-        total = float(result.scalars[0])
-        for first, end in blocks(0, self._layout.num_rows, wire.device):
-            divide_rows(self._layout, Rows(result.memory, 0), total, first, end, result)
-        for slot in share.slots.values():
-            self.release(slot)
-        digest = sum(vote[0] for vote in cast) & 0xFFFFFFFFFFFFFFFF
-        return Combined(result, digest, tuple(vote[1:] for vote in cast), wire.waiting_s)
+    def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
+        self._wire.waiting_s = 0.0
+        chosen = parts_of(self._layout, parts)
+        offered, self._offered = self._offered, None
+        if offered is not None and len(chosen) > 1:
+            raise ValueError(f"rows were offered for a combine in one part, and it begins with {len(chosen)}")
+        reductions = [offered] if offered is not None else [self._reduction(share, part) for part in chosen]
+        return _NetworkCombine(self._wire, self._pool, self._layout, self._multipliers, share, chosen, reductions)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._wire.all_gather_bytes(data)
@@ -95,6 +90,90 @@ class Network:
     def close(self) -> None:
         self._pool.clear()
         self._wire.close()
+
+
+class _NetworkCombine:
+    """
+    Args:
+        reductions: by part; of one that was offered, some rows are sent.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        pool: Pool,
+        layout: FlatLayout,
+        multipliers: Tensor,
+        share: Share,
+        parts: Sequence[range],
+        reductions: Sequence[Reduction],
+    ) -> None:
+        self._wire = wire
+        self._pool = pool
+        self._layout = layout
+        self._multipliers = multipliers
+        self._share = share
+        self._parts = parts
+        self._reductions = reductions
+        self._sum: Slot | None = None
+        self._is_taken = False
+        self._reduced: set[int] = set()
+        self._collected: set[int] = set()
+        self._digest = 0
+        self._total = 0.0
+
+    def publish(self, part: int) -> Deferred[None]:
+        self._reductions[part].send(rows_of(self._share), len(self._parts[part]))
+        return Deferred(lambda: None)
+
+    def reduce(self, part: int) -> Deferred[None]:
+        return Deferred(partial(self._reduce, part))
+
+    def _reduce(self, part: int) -> None:
+        if self._sum is None:
+            self._sum = self._pool.slot()
+        rows = self._parts[part]
+        # Behind the last part there is room for padding; behind the others are rows of the next.
+        end = None if part == len(self._parts) - 1 else rows.stop * ROW_BYTES
+        out = self._sum.memory[rows.start * ROW_BYTES : end]
+        self._digest += self._reductions[part].fold(out, self._multipliers)
+        self._reduced.add(part)
+
+    def commit(self, telemetry: bytes) -> Deferred[Committed]:
+        check_reduced(self._reduced, len(self._parts))
+        return Deferred(partial(self._commit, telemetry))
+
+    def _commit(self, telemetry: bytes) -> Committed:
+        """Everyone tells everyone, after it holds all sums, its part of the digest and its telemetry."""
+        for reduction in self._reductions:
+            reduction.gather()
+        own = (self._digest & 0xFFFFFFFFFFFFFFFF).to_bytes(DIGEST_BYTES, "little")
+        votes = self._wire.all_gather_equal(own + telemetry)
+        digest = sum(int.from_bytes(vote[:DIGEST_BYTES], "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF
+        assert self._sum is not None
+        self._total = float(self._sum.scalars[0])
+        return Committed(digest, tuple(vote[DIGEST_BYTES:] for vote in votes), self._total, self._wire.waiting_s)
+
+    def result(self) -> Slot:
+        assert self._sum is not None
+        self._is_taken = True
+        return self._sum
+
+    def collect(self, part: int, out: Slot) -> Deferred[None]:
+        return Deferred(partial(self._collect, part, out))
+
+    def _collect(self, part: int, out: Slot) -> None:
+        assert self._sum is not None
+        rows = self._parts[part]
+        for first, end in blocks(rows.start, rows.stop, self._wire.device):
+            divide_rows(self._layout, Rows(self._sum.memory, 0), self._total, first, end, out)
+        self._collected.add(part)
+        if len(self._collected) == len(self._parts) and not self._is_taken:
+            self._pool.release(self._sum)
+
+
+def rows_of(share: Share) -> dict[Node, Rows]:
+    return {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
 
 
 def broadcast_over(wire: Wire, tensor: Tensor, source: int) -> None:

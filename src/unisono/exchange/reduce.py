@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.decisions.tree import Node
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows
-from unisono.exchange.wire import Wire, Work
+from unisono.exchange.wire import Collective, Wire
 
 __all__ = ["BUCKET_BYTES", "Reduction", "padded_rows"]
 
@@ -22,7 +22,7 @@ BUCKET_BYTES = 8 << 20
 
 
 def padded_rows(rows: range, num_members: int) -> int:
-    """How many rows a buffer for ``rows`` needs, so that its last bucket can be cut evenly."""
+    """Return how many rows a buffer for ``rows`` needs, so that its last bucket can be cut evenly."""
     per_bucket = _bucket_rows(num_members)
     full, rest = divmod(len(rows), per_bucket)
     return full * per_bucket + -(-rest // num_members) * num_members
@@ -33,7 +33,7 @@ def _bucket_rows(num_members: int) -> int:
 
 
 class Reduction:
-    """One combine over one range of rows.
+    """The sum of one range of rows, in three moves: `send`, `fold`, `gather`.
 
     Args:
         rows: which rows of the layout; the same on all members of the wire.
@@ -52,13 +52,14 @@ class Reduction:
         per_bucket, padded = _bucket_rows(wire.size), padded_rows(rows, wire.size)
         # Relative to the first row of `rows`; a bucket may end in padding behind the last.
         self._buckets = [range(row, min(row + per_bucket, padded)) for row in range(0, padded, per_bucket)]
-        self._sent: list[tuple[list[Work], dict[Node, Tensor]]] = []
+        self._sent: list[tuple[list[Collective], dict[Node, Tensor]]] = []
+        self._gathers: list[tuple[Collective, Tensor, Tensor]] = []
 
     def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
-        """Start what can be started now that ``rows_ready`` of the rows are complete in all own nodes.
+        """Start what can be started now that the first ``rows_ready`` of the rows are complete in all own nodes.
 
         Args:
-            nodes: this member's, each padded to `padded_rows`.
+            nodes: this member's, each padded to `padded_rows` from the first of the rows on.
         """
         while len(self._sent) < len(self._buckets):
             bucket = self._buckets[len(self._sent)]
@@ -66,52 +67,67 @@ class Reduction:
                 return
             self._sent.append(self._send_bucket(nodes, bucket))
 
-    def _send_bucket(self, nodes: Mapping[Node, Rows], bucket: range) -> tuple[list[Work], dict[Node, Tensor]]:
+    def _send_bucket(self, nodes: Mapping[Node, Rows], bucket: range) -> tuple[list[Collective], dict[Node, Tensor]]:
         wire = self._wire
         chunk = len(bucket) // wire.size * ROW_BYTES
         nothing = torch.empty(0, dtype=torch.uint8, device=wire.device)
-        works, received = [], {}
+        sends, received = [], {}
         for turn in range(self._num_rounds):
             holders = [turn < len(held) for held in self._plan]
             sizes = [chunk if holds else 0 for holds in holders]
             out = torch.empty(sum(sizes), dtype=torch.uint8, device=wire.device)
-            data, sends = nothing, [0] * wire.size
+            data, own_sizes = nothing, [0] * wire.size
             if holders[wire.rank]:
-                memory = nodes[self._plan[wire.rank][turn]].memory
-                data = memory[bucket.start * ROW_BYTES : bucket.stop * ROW_BYTES]
-                sends = [chunk] * wire.size
-            works.append(wire.all_to_all(out, sizes, data, sends))
+                own = nodes[self._plan[wire.rank][turn]]
+                start = (self._rows.start - own.first_row + bucket.start) * ROW_BYTES
+                data = own.memory[start : start + len(bucket) * ROW_BYTES]
+                own_sizes = [chunk] * wire.size
+            sends.append(wire.all_to_all(out, sizes, data, own_sizes))
             arrived = iter(out.split(chunk)) if chunk and len(out) else iter(())
             received.update({held[turn]: next(arrived) for held in self._plan if turn < len(held)})
-        return works, received
+        return sends, received
 
-    def finish(self, out: Tensor, multipliers: Tensor) -> int:
-        """Receive, add, and gather the sums; returns the digest of the chunks that this member added.
+    def fold(self, out: Tensor, multipliers: Tensor) -> int:
+        """Receive and add, and start to gather the sums; returns the digest of the chunks that this member added.
 
         Args:
-            out: (padded_rows * ROW_BYTES,) uint8, none of the nodes; receives the sums.
+            out: receives the sums: the rows, and padding, if there is room for it. None of the nodes.
         """
-        wire, first = self._wire, self._rows.start
-        digest, gathers = 0, []
-        for bucket, (works, received) in zip(self._buckets, self._sent, strict=True):
-            for work in works:
-                work.wait()
-            rows_each = len(bucket) // wire.size
-            own = bucket.start + wire.rank * rows_each
-            end = min(own + rows_each, len(self._rows))
-            total = torch.zeros(rows_each * ROW_BYTES, dtype=torch.uint8, device=wire.device)
-            if own < end:
-                digest += fold_rows(
-                    self._layout,
-                    {node: Rows(memory, first + own) for node, memory in received.items()},
-                    self._num_leaves,
-                    first + own,
-                    first + end,
-                    [Rows(total, first + own)],
-                    multipliers=multipliers,
-                )
+        digest = 0
+        for bucket, (sends, received) in zip(self._buckets, self._sent, strict=True):
+            for each in sends:
+                each.wait()
+            digest += self._fold_bucket(bucket, received, out, multipliers)
             received.clear()
-            gathers.append(wire.all_gather(out[bucket.start * ROW_BYTES : bucket.stop * ROW_BYTES], total))
-        for work in gathers:
-            work.wait()
         return digest & 0xFFFFFFFFFFFFFFFF
+
+    def _fold_bucket(self, bucket: range, received: Mapping[Node, Tensor], out: Tensor, multipliers: Tensor) -> int:
+        wire, first = self._wire, self._rows.start
+        rows_each = len(bucket) // wire.size
+        own = bucket.start + wire.rank * rows_each
+        end = min(own + rows_each, len(self._rows))
+        total = torch.zeros(rows_each * ROW_BYTES, dtype=torch.uint8, device=wire.device)
+        digest = 0
+        if own < end:
+            digest = fold_rows(
+                self._layout,
+                {node: Rows(memory, first + own) for node, memory in received.items()},
+                self._num_leaves,
+                first + own,
+                first + end,
+                [Rows(total, first + own)],
+                multipliers=multipliers,
+            )
+        sums = target = out[bucket.start * ROW_BYTES : bucket.stop * ROW_BYTES]
+        if len(target) < len(bucket) * ROW_BYTES:  # behind it are rows of another part
+            sums = torch.empty(len(bucket) * ROW_BYTES, dtype=torch.uint8, device=wire.device)
+        self._gathers.append((wire.all_gather(sums, total), sums, target))
+        return digest
+
+    def gather(self) -> None:
+        """Wait until the sums of all members are in what `fold` got as ``out``."""
+        for collective, sums, target in self._gathers:
+            collective.wait()
+            if sums is not target:
+                target.copy_(sums[: len(target)])
+        self._gathers.clear()

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
-from unisono.exchange import Combined, Share, Work
-from unisono.exchange.flat import FlatLayout, Slot, fold_rows
-from unisono.exchange.host import Board, Host, split_rows
-from unisono.faults import point
+from unisono.exchange import Combine, Committed, Deferred, Share, Work, check_reduced
+from unisono.exchange.context import Context
+from unisono.exchange.flat import FlatLayout, Slot, fold_rows, parts_of, split_rows
+from unisono.exchange.host import Host, placed
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemory", "build"]
+
+
+def build(context: Context) -> SharedMemory:
+    """Return the exchange of the members of one host."""
+    return SharedMemory(context.open_host())
 
 
 class SharedMemory:
     """Nodes lie in shared memory and are read in place: each row is read once from every node.
 
     Args:
-        board: this member's own board.
-        addresses: the boards of all members, by rank.
-        generation: grows from one exchange of the board to the next.
-        names: the ids of the workers, by rank, for errors.
+        host: all members of the generation.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        addresses: Sequence[str],
-        rank: int,
-        *,
-        generation: int,
-        timeout_s: float,
-        names: Sequence[str] = (),
-    ) -> None:
-        self._host = Host(board, addresses, rank, generation=generation, timeout_s=timeout_s, names=names)
-        self.rank = rank
-        self.size = len(addresses)
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.rank = host.rank
+        self.size = host.size
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
-        self._host.all_gather(b"")  # nobody is in a combine any more
         self._layout = layout
-        self._chunks = split_rows(layout.num_rows, self.size)
-        return self._host.prepare(layout, len(self._chunks[self.rank]), slots)
+        return self._host.prepare(layout, slots)
 
     def slot(self) -> Slot:
         return self._host.slot()
@@ -54,34 +46,11 @@ class SharedMemory:
         pass
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
-        return self._host, range(self.size)
+        return self._host.work, range(self.size)
 
-    def combine(self, share: Share, facts: Sequence[float]) -> Combined:
-        host = self._host
-        host.waiting_s = 0.0
-        slots = list(share.slots.values()) or [host.slot()]
-        with host.or_leave():
-            host.publish(share.slots, facts)
-            point("published")
-            everyones_facts = tuple(host.facts())
-            digest = self._reduce(self._chunks[self.rank], share.num_leaves)
-            host.verify()
-            point("reduced")
-            host.commit(digest)
-        digest = host.collect(self._chunks, host.total_weight(self._chunks), slots[0])
-        for slot in slots[1:]:
-            host.release(slot)
-        return Combined(slots[0], digest, everyones_facts, host.waiting_s)
-
-    def _reduce(self, chunk: range, num_leaves: int) -> int:
-        """Sum this member's chunk; returns its digest."""
-        if not chunk:
-            return 0
-        out = [self._host.result(chunk.start)]
-        multipliers = self._layout.multipliers
-        return fold_rows(
-            self._layout, self._host.nodes(), num_leaves, chunk.start, chunk.stop, out, multipliers=multipliers
-        )
+    def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
+        chunks = [split_rows(part, self.size) for part in parts_of(self._layout, parts)]
+        return _SharedCombine(self._host, self._layout, share, chunks)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._host.all_gather(data)
@@ -90,7 +59,60 @@ class SharedMemory:
         self._host.broadcast(tensor, source)
 
     def interrupt(self, error: Exception) -> None:
-        self._host.interrupt(error)
+        self._host.counters.interrupt(error)
 
     def close(self) -> None:
         self._host.close()
+
+
+class _SharedCombine:
+    def __init__(self, host: Host, layout: FlatLayout, share: Share, chunks: Sequence[Sequence[range]]) -> None:
+        self._host = host
+        self._layout = layout
+        self._share = share
+        self._chunks = chunks
+        self._moves = host.begin(share.slots, placed(chunks))
+        self._published: dict[int, Deferred[None]] = {}
+        self._reduced: set[int] = set()
+        self._digest = 0
+        self._total = 0.0
+
+    def publish(self, part: int) -> Deferred[None]:
+        self._published[part] = self._moves.publish(part)
+        return self._published[part]
+
+    def reduce(self, part: int) -> Deferred[None]:
+        return Deferred(partial(self._reduce, part, self._published[part]))
+
+    def _reduce(self, part: int, published: Deferred[None]) -> None:
+        published.wait()
+        chunk = self._chunks[part][self._host.rank]
+        if chunk:
+            with self._host.counters.or_leave():
+                self._digest += fold_rows(
+                    self._layout,
+                    self._moves.nodes(),
+                    self._share.num_leaves,
+                    chunk.start,
+                    chunk.stop,
+                    [self._moves.sum_of(part)],
+                    multipliers=self._layout.multipliers,
+                )
+        self._reduced.add(part)
+
+    def commit(self, telemetry: bytes) -> Deferred[Committed]:
+        check_reduced(self._reduced, len(self._chunks))
+        self._moves.tell(telemetry)
+        return Deferred(partial(self._await_commit, self._moves.commit(self._digest & 0xFFFFFFFFFFFFFFFF)))
+
+    def _await_commit(self, committed: Deferred[int]) -> Committed:
+        digest = committed.wait()
+        self._total = self._moves.total_weight()
+        telemetry = tuple(self._moves.telemetry())
+        return Committed(digest, telemetry, self._total, self._host.counters.waiting_s)
+
+    def result(self) -> Slot:
+        return next(iter(self._share.slots.values()), None) or self._host.slot()
+
+    def collect(self, part: int, out: Slot) -> Deferred[None]:
+        return Deferred(partial(self._moves.collect, part, self._total, out))

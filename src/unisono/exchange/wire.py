@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.words import listed
 
-__all__ = ["Wire", "Work", "release_abandoned"]
+__all__ = ["Collective", "Wire", "release_abandoned"]
 
 SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
 POLL_S = 1e-4  # NCCL notifies nobody
@@ -100,29 +100,29 @@ class Wire:
 
         threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
 
-    def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Work:
+    def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Collective:
         """Send ``in_sizes[j]`` elements of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
         return self._start(
             lambda group: group.alltoall_base(out, data, out_sizes, in_sizes, AllToAllOptions()), out, data
         )
 
-    def all_gather(self, out: Tensor, data: Tensor) -> Work:
+    def all_gather(self, out: Tensor, data: Tensor) -> Collective:
         """``out`` receives everyone's ``data``, by rank; equal sizes."""
         return self._start(lambda group: group._allgather_base(out, data, AllgatherOptions()), out, data)
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
         """Everyone's ``data``, by rank, equally long (and not empty). Blocks, for one way there and back."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        letters = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
-        self.all_gather(letters, own).wait()
-        rows = letters.cpu().view(self.size, len(data))
+        found = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
+        self.all_gather(found, own).wait()
+        rows = found.cpu().view(self.size, len(data))
         return [ctypes.string_at(row.data_ptr(), len(data)) for row in rows]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's ``data``, by rank. Blocks, for two ways there and back."""
         lengths = [int.from_bytes(size, "little") for size in self.all_gather_equal(len(data).to_bytes(8, "little"))]
-        letters = self.all_gather_equal(data.ljust(max(*lengths, 1), b"\0"))
-        return [letter[:length] for letter, length in zip(letters, lengths, strict=True)]
+        padded = self.all_gather_equal(data.ljust(max(*lengths, 1), b"\0"))
+        return [payload[:length] for payload, length in zip(padded, lengths, strict=True)]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the wire's device) with that of rank ``source``. Blocks."""
@@ -173,14 +173,14 @@ class Wire:
                 )
         return self._group is not None or self._failure is not None
 
-    def _start(self, operation: Callable[[Any], Any], *tensors: Tensor) -> Work:
+    def _start(self, operation: Callable[[Any], Any], *tensors: Tensor) -> Collective:
         group = self._connected()
         try:
             work = operation(group)
         except RuntimeError as failure:  # NCCL connects its members with their first collective
             raise PeerLost(f"a collective of {self.size} members could not be started: {failure}") from failure
         self._pending.append(work)
-        return Work(self, work, tensors)
+        return Collective(self, work, tensors)
 
     def _finish(self, work: Any) -> None:
         if self.device.type == "cpu":
@@ -220,7 +220,7 @@ class Wire:
             self._changed.notify_all()
 
 
-class Work:
+class Collective:
     """A collective that was started. Keeps its tensors alive."""
 
     def __init__(self, wire: Wire, work: Any, tensors: tuple[Tensor, ...]) -> None:

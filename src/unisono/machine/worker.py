@@ -106,11 +106,11 @@ def _take_spec() -> WorkerSpec | None:
 
 
 def _connect(spec: WorkerSpec) -> Member:
-    from unisono.exchange.host import Board
+    from unisono.exchange.pages import WorkerPage
     from unisono.fingerprint import fingerprint, script_checksum
 
     device = _device(spec.local_rank)
-    board = Board.create()
+    board = WorkerPage()
     info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, board=board.address)
     script = script_checksum(sys.argv[1:])  # it may have been edited since the others began
     return Member(spec, info, fingerprint(device), board, script=script).connect()

@@ -1,9 +1,9 @@
-"""The comparison of the workers: do all of them still hold, and compute, the same bits?
+"""Compare the workers: do all of them still hold, and compute, the same bits?
 
-With the sums of a step every member tells digests of its state and of micro-batches that two members have computed
+With the sums of a step every member sends digests of its state and of micro-batches that two members have computed
 (`unisono.decisions.checks` has the reasons and the steps). All members see the same digests after the commit, before
-anything is updated, so all raise the same error. Only then do they tell each other in detail what they have, to name
-what differs.
+anything is updated, so all raise the same error. Only then do they send each other the details of what they have, to
+name what differs.
 
 Members whose arithmetic differs (another processor, another version of torch) were admitted with a warning that the
 same bits no longer hold. Their micro-batches are not compared, and a state that differs is another warning.
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError
-from unisono.facts import Facts, halves
 from unisono.rounds.members import Members
 from unisono.rounds.team import LOST
 from unisono.state import described, quick_digest
+from unisono.telemetry import StepTelemetry
 from unisono.training.folding import Fingerprint
 from unisono.training.tracked import Tracked
 from unisono.words import listed
@@ -44,7 +43,7 @@ USUAL_CAUSES = (
 
 
 class Digests(msgspec.Struct, frozen=True):
-    """What a member says of the objects that it tracks."""
+    """Digests of the objects that a member tracks."""
 
     arithmetic: int
     objects: dict[str, str]
@@ -52,7 +51,7 @@ class Digests(msgspec.Struct, frozen=True):
 
 
 class _Details(msgspec.Struct, frozen=True):
-    """What a member tells when digests have differed."""
+    """Details that a member sends when digests have differed."""
 
     state: dict[str, str] = {}
     """Every value of the state by its path."""
@@ -125,45 +124,45 @@ class Agreement:
         """Keep the fingerprint of another member's micro-batch."""
         self._other = fingerprint
 
-    def add_to(self, facts: Facts) -> Facts:
-        """Return the facts with what this member has to compare."""
-        facts = facts._replace(arithmetic=float(self._members.arithmetic))
+    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
+        """Return the telemetry with the digests that this member has to compare."""
+        found: dict[str, int] = {"arithmetic": self._members.arithmetic}
         if self._digest is not None:
-            high, low = halves(self._digest)
-            facts = facts._replace(compared=float(self._step), state_high=high, state_low=low)
+            found |= {"compared_step": self._step, "state_digest": self._digest}
         if self._own is not None:
-            high, low = halves(self._own.digest)
-            facts = facts._replace(own_leaf=float(self._own.leaf), own_high=high, own_low=low)
+            found |= {"own_leaf": self._own.leaf, "own_digest": self._own.digest}
         if self._other is not None:
-            high, low = halves(self._other.digest)
-            facts = facts._replace(other_leaf=float(self._other.leaf), other_high=high, other_low=low)
-        return facts
+            found |= {"other_leaf": self._other.leaf, "other_digest": self._other.digest}
+        return msgspec.structs.replace(telemetry, **found)
 
-    def check(self, facts: Sequence[Facts]) -> None:
-        """Compare what all members have told with the sums of the step. Collective where something differs.
+    def check(self, telemetry: Sequence[StepTelemetry]) -> None:
+        """Compare the digests that all members have sent with the sums of the step. Collective where some differ.
+
+        Args:
+            telemetry: by rank.
 
         Raises:
             DivergenceError: members of equal arithmetic have other bits.
         """
         if self._digest is None:
             return
-        told = [rank for rank, each in enumerate(facts) if each.compared == self._step]
-        states = {rank: (facts[rank].state_high, facts[rank].state_low) for rank in told}
+        compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
+        states = {rank: telemetry[rank].state_digest for rank in compared}
         if len(set(states.values())) > 1:
-            self._states_differ(facts, states)
-        for owner in told:
-            for helper in told:
-                if helper != owner and _differs(facts[owner], facts[helper]):
-                    self._leaves_differ(facts, owner, helper)
+            self._states_differ(telemetry, states)
+        for owner in compared:
+            for helper in compared:
+                if helper != owner and _differs(telemetry[owner], telemetry[helper]):
+                    self._leaves_differ(telemetry, owner, helper)
 
     # -- inside --------------------------------------------------------------------------------------
 
     def _digest_of_state(self) -> int:
         return quick_digest(self._tracked.compared())
 
-    def _states_differ(self, facts: Sequence[Facts], states: Mapping[int, Any]) -> None:
+    def _states_differ(self, telemetry: Sequence[StepTelemetry], states: Mapping[int, int]) -> None:
         ids = self._members.worker_ids
-        wrong = _odd_ones(states, [each.arithmetic for each in facts])
+        wrong = _odd_ones(states, [each.arithmetic for each in telemetry])
         if wrong is None:
             if not self._has_warned:
                 self._has_warned = True
@@ -175,16 +174,16 @@ class Agreement:
             for tracked, value in self._tracked.compared().items()
             for name, text in described(value, tracked).items()
         }
-        details = self._tell(facts, _Details(state=mine))
+        details = self._tell(telemetry, _Details(state=mine))
         what = _first_difference(details, ranks[0], usual, ids) if details else ""
         raise DivergenceError(
             f"the workers have drifted apart: at step {self._step} the state of "
             f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}"
         )
 
-    def _leaves_differ(self, facts: Sequence[Facts], owner: int, helper: int) -> None:
-        ids, leaf = self._members.worker_ids, int(facts[owner].own_leaf)
-        details = self._tell(facts, _Details(leaves=[one for one in (self._own, self._other) if one is not None]))
+    def _leaves_differ(self, telemetry: Sequence[StepTelemetry], owner: int, helper: int) -> None:
+        ids, leaf = self._members.worker_ids, telemetry[owner].own_leaf
+        details = self._tell(telemetry, _Details(leaves=[one for one in (self._own, self._other) if one is not None]))
         what = ""
         if details:
             mine, theirs = (
@@ -197,15 +196,15 @@ class Agreement:
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 
-    def _tell(self, facts: Sequence[Facts], details: _Details) -> list[_Details]:
-        """Tell all members what this one has, and get what they have; empty where that is not possible any more."""
-        if any(each.compared != self._step for each in facts):
-            return []  # who has finished this step before a loss does not look at it again
+    def _tell(self, telemetry: Sequence[StepTelemetry], details: _Details) -> list[_Details]:
+        """Return the details of all members, by rank; empty where they cannot be exchanged any more."""
+        if any(each.compared_step != self._step for each in telemetry):
+            return []  # a member that has finished this step before a loss does not compare it again
         try:
-            letters = self._members.gather(msgspec.msgpack.encode(details))
+            payloads = self._members.gather(msgspec.msgpack.encode(details))
         except LOST:
             return []
-        return [msgspec.msgpack.decode(letter, type=_Details) for letter in letters]
+        return [msgspec.msgpack.decode(payload, type=_Details) for payload in payloads]
 
 
 _OTHER_ARITHMETIC = (
@@ -236,22 +235,18 @@ def check_digests(told: Mapping[str, Digests]) -> None:
         warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
 
 
-def _differs(owner: Facts, helper: Facts) -> bool:
+def _differs(owner: StepTelemetry, helper: StepTelemetry) -> bool:
     is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf
-    return (
-        is_same_leaf
-        and owner.arithmetic == helper.arithmetic
-        and (owner.own_high, owner.own_low) != (helper.other_high, helper.other_low)
-    )
+    return is_same_leaf and owner.arithmetic == helper.arithmetic and owner.own_digest != helper.other_digest
 
 
-def _odd_ones(states: Mapping[int, Any], arithmetics: Sequence[float]) -> tuple[list[int], int] | None:
+def _odd_ones(states: Mapping[int, int], arithmetics: Sequence[int]) -> tuple[list[int], int] | None:
     """Return the ranks that differ among those of one arithmetic, and one of the others; None: there are none."""
     for arithmetic in dict.fromkeys(arithmetics[rank] for rank in states):
         ranks = [rank for rank in states if arithmetics[rank] == arithmetic]
         if odd := minority([states[rank] for rank in ranks]):
-            usual = next(rank for place, rank in enumerate(ranks) if place not in odd)
-            return [ranks[place] for place in odd], usual
+            usual = next(rank for index, rank in enumerate(ranks) if index not in odd)
+            return [ranks[index] for index in odd], usual
     return None
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from unisono.decisions.balance import Balance
 from unisono.decisions.plan import Plan, plan
 from unisono.exchange import Share, Work
-from unisono.facts import Facts
 from unisono.rounds.team import Team
+from unisono.telemetry import StepTelemetry
 
 __all__ = ["Balancing", "Helping"]
 
@@ -86,14 +86,14 @@ class Balancing:
         work, ranks = found
         return Helping(self._team, work, [paces[rank] for rank in ranks], plan.ranges[self._team.rank])
 
-    def observe(self, telemetry: Sequence[Facts], share: Share) -> None:
+    def observe(self, telemetry: Sequence[StepTelemetry], share: Share) -> None:
         """Take note of the telemetry of all members, by rank, after a combine."""
         if self.is_first_of_generation:
             self._generation = self._team.generation
-            self._balance = Balance(self._team.size, [int(each.first_of_host) for each in telemetry])
-        self._balance.observe([each.leaves for each in telemetry], [each.data + each.compute for each in telemetry])
+            self._balance = Balance(self._team.size, [each.first_of_host for each in telemetry])
+        self._balance.observe([each.leaves for each in telemetry], [each.data_s + each.compute_s for each in telemetry])
         # The last member to arrive has waited for nobody: its time is that of the exchange itself.
-        last_seconds = min(each.last_exchange + each.last_waiting for each in telemetry)
+        last_seconds = min(each.last.exchange + each.last.waiting for each in telemetry)
         self._balance.observe_exchange(last_seconds, share.plan, share.num_leaves)
 
     @property

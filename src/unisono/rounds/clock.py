@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from unisono.facts import PARTS
+from unisono.telemetry import PARTS
 
 __all__ = ["Clock"]
 

@@ -15,7 +15,6 @@ from unisono.decisions.tree import Node
 from unisono.errors import DivergenceError, StepError
 from unisono.exchange import Share
 from unisono.exchange.flat import FlatLayout
-from unisono.facts import PARTS, Facts
 from unisono.faults import point
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.balancing import Helping
@@ -23,6 +22,7 @@ from unisono.rounds.clock import Clock
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Summed
 from unisono.rounds.team import LOST
+from unisono.telemetry import StepSeconds, StepTelemetry
 from unisono.training.data import Fetcher
 from unisono.training.folding import GradientFolder
 from unisono.training.guards import Guards
@@ -63,7 +63,7 @@ class CommittedStep:
     digest: int
 
     def stand_by(self, plan: Plan) -> None:
-        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), Facts())
+        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
         self.members.release(summed.slot)
         if summed.digest != self.digest:
             raise DivergenceError(
@@ -180,7 +180,7 @@ class GradientRound:
         assert summed is not None
         point("committed")
         self._note_progress(-1)
-        self._context.agreement.check(summed.telemetry)
+        self._context.agreement.check(list(summed.telemetry.values()))
         weight, weighted_loss = summed.slot.scalars.tolist()
         self._scalars = weight, weighted_loss
         if weight == 0.0:
@@ -287,6 +287,8 @@ class GradientRound:
         team = self._context.rounds.team
         team.at(phase=self._context.phase, step=self._position.number, microbatch=leaf, samples=samples)
 
-    def _telemetry(self) -> Facts:
+    def _telemetry(self) -> StepTelemetry:
         now, last = self._clock.parts, self._clock.last
-        return Facts(self._num_computed, now["data"], now["compute"], *(last[part] for part in PARTS))
+        return StepTelemetry(
+            leaves=self._num_computed, data_s=now["data"], compute_s=now["compute"], last=StepSeconds(**last)
+        )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from unisono.decisions.cadence import CheckpointReport
+import msgspec
+
 from unisono.decisions.plan import Plan
-from unisono.exchange import NUM_FACTS, Exchange, Share
+from unisono.exchange import Exchange, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import Slots
-from unisono.facts import Facts
 from unisono.rounds import Reporter
 from unisono.rounds.balancing import Balancing
 from unisono.rounds.team import Team
+from unisono.telemetry import StepTelemetry
 
 __all__ = ["Gathered", "Members", "Summed"]
 
@@ -26,8 +27,8 @@ class Summed:
     slot: Slot
     """Gradients and float buffers are means, the rest of the tail are sums."""
     digest: int
-    telemetry: Sequence[Facts]
-    """By rank."""
+    telemetry: Mapping[str, StepTelemetry]
+    """By worker id, in the order of the ranks at the sum: a loss after it changes the members."""
     waiting_s: float
     """How long this member waited for others."""
 
@@ -86,7 +87,7 @@ class Members:
         with self.team.waiting():
             return self.team.exchange.all_gather(payload)
 
-    def sum(self, share: Share, telemetry: Facts) -> Summed:
+    def sum(self, share: Share, telemetry: StepTelemetry) -> Summed:
         """Add up the nodes of all members in tree order, and divide by the total weight. Collective.
 
         Raises:
@@ -95,25 +96,20 @@ class Members:
         self.team.check()
         exchange, generation = self.team.exchange, self.team.generation
         found = exchange.work()
-        telemetry = telemetry._replace(
-            notice=float(self.team.newest_generation()),
-            first_of_host=float(self.rank if found is None else found[1][0]),
-        )
         with self.team.waiting():
-            telemetry = telemetry.saying(self._reporter.report())  # may wait for a disk
-            combined = exchange.combine(share, [*telemetry, *(0.0,) * (NUM_FACTS - len(telemetry))])
-        told = [Facts(*each[: len(telemetry)]) for each in combined.facts]
-        self._reporter.on_reports(
-            [
-                CheckpointReport(bool(a), int(b), int(c), bool(d), int(e))
-                for a, b, c, d, e in (one.word for one in told)
-            ],
-            generation,
-            self.worker_ids,
-        )
-        self.agreed_generation = int(min(each.notice for each in told))
+            own = msgspec.structs.replace(
+                telemetry,
+                newest_generation=self.team.newest_generation(),
+                first_of_host=self.rank if found is None else found[1][0],
+                checkpoint=self._reporter.report(),  # may wait for a copy in memory
+            )
+            combined = combine(exchange, share, own.pack())
+        told = [StepTelemetry.unpack(each) for each in combined.telemetry]
+        self._reporter.on_reports([each.checkpoint for each in told], generation, self.worker_ids)
+        self.agreed_generation = min(each.newest_generation for each in told)
         self.balancing.observe(told, share)
-        return Summed(combined.slot, combined.digest, told, combined.waiting_s)
+        by_worker = dict(zip(self.worker_ids, told, strict=True))
+        return Summed(combined.slot, combined.digest, by_worker, combined.waiting_s)
 
     def new_slot(self) -> Slot:
         """Return a free slot; its entries are arbitrary. Local."""

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from unisono.errors import PeerLost, UsageError
-from unisono.exchange import Exchange
+from unisono.errors import UsageError
+from unisono.exchange import Exchange, network, shared, two_level
 from unisono.exchange.alone import Alone
-from unisono.exchange.host import Host
-from unisono.exchange.network import Network
-from unisono.exchange.shared import SharedMemory
-from unisono.exchange.two_level import TwoLevel
-from unisono.exchange.wire import Wire
+from unisono.exchange.context import Builder, Context
 from unisono.member import Member
 from unisono.messages import Notice
 from unisono.store import HeadStore
 
-__all__ = ["KINDS", "build_exchange", "choose_kind", "hosts_of"]
+__all__ = ["AUTO", "EXCHANGES", "build_exchange", "choose_kind", "hosts_of"]
 
-KINDS = ("auto", "shared", "gloo", "two-level")
+AUTO = "auto"
+"""The name of the fastest exchange for the members at hand."""
+EXCHANGES: dict[str, Builder] = {"shared": shared.build, "gloo": network.build, "two-level": two_level.build}
+"""Every exchange by its name, which ``--exchange`` accepts. A new one is a row here."""
 
 
 def hosts_of(notice: Notice) -> list[range]:
-    """The ranks of each host's members. Members of one host stand together in a notice."""
+    """Return the ranks of each host's members. Members of one host stand together in a notice."""
     hosts, start = [], 0
     for _, group in itertools.groupby(notice.members, key=lambda info: info.host):
         size = len(list(group))
@@ -36,9 +35,13 @@ def hosts_of(notice: Notice) -> list[range]:
 
 
 def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
-    """The kind of exchange for these members: what was asked for, or what is fastest."""
-    if wanted not in KINDS:
-        raise UsageError(f"the exchange {wanted!r} is unknown; choose one of {', '.join(KINDS)}")
+    """Return the name of the exchange for these members: the wanted one, or the fastest.
+
+    Raises:
+        UsageError: there is no exchange of that name, or it cannot connect these members.
+    """
+    if wanted != AUTO and wanted not in EXCHANGES:
+        raise UsageError(f"the exchange {wanted!r} is unknown; choose one of {', '.join((AUTO, *EXCHANGES))}")
     hosts = hosts_of(notice)
     can_share = device.type == "cpu" and all(info.board for info in notice.members)
     places = collections.Counter((info.host, info.device) for info in notice.members)
@@ -54,7 +57,7 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
         raise UsageError(
             f"--exchange shared needs all workers on one host, these are on {len(hosts)}: use auto, gloo or two-level"
         )
-    if wanted != "auto":
+    if wanted != AUTO:
         return wanted
     if not can_share or all(len(ranks) == 1 for ranks in hosts):
         return "shared" if can_share and len(hosts) == 1 else "gloo"
@@ -67,52 +70,24 @@ def build_exchange(
     """Begin to connect this worker with the others of a generation; does not wait for them.
 
     Raises:
-        PeerLost: a member is gone already.
+        UsageError: these members cannot be connected like that.
     """
     if len(notice.members) == 1 and device.type != "cpu":
         return Alone(device)
-    kind = choose_kind(notice, wanted, device)
-    hosts = hosts_of(notice)
-    me = notice.members[rank]
-    names = [info.worker_id for info in notice.members]
+    context = Context(
+        generation=notice.generation,
+        rank=rank,
+        hosts=tuple(hosts_of(notice)),
+        device=device,
+        timeout_s=timeout_s,
+        store=partial(_store, member, notice.generation, timeout_s),
+        names=[info.worker_id for info in notice.members],
+        address=notice.members[rank].address,
+        page=member.board,
+        pages=[info.board for info in notice.members],
+    )
+    return EXCHANGES[choose_kind(notice, wanted, device)](context)
 
-    def wire(name: str, place: int, names: Sequence[str]) -> Wire:
-        prefix = f"generation-{notice.generation}/{name}/"
-        store = HeadStore(member, prefix, generation=notice.generation, timeout_s=timeout_s)
-        return Wire(
-            store,
-            place,
-            len(names),
-            device=device,
-            backend="nccl" if device.type == "cuda" else "gloo",
-            address=me.address,
-            timeout_s=timeout_s,
-            names=names,
-        )
 
-    if kind == "gloo":
-        return Network(wire("all", rank, names))
-    place = next(place for place, ranks in enumerate(hosts) if rank in ranks)
-    ranks = hosts[place]
-    boards = [notice.members[peer].board for peer in ranks]
-    assert member.board is not None
-    try:
-        if kind == "shared":
-            return SharedMemory(
-                member.board, boards, rank, generation=notice.generation, timeout_s=timeout_s, names=names
-            )
-        local = rank - ranks.start
-        num_lanes = min(len(each) for each in hosts)
-        host = Host(
-            member.board,
-            boards,
-            local,
-            generation=notice.generation,
-            timeout_s=timeout_s,
-            names=names[ranks.start : ranks.stop],
-        )
-        carriers = [names[each[local]] for each in hosts] if local < num_lanes else []
-        lane = wire(f"lane-{local}", place, carriers) if carriers else None
-        return TwoLevel(host, lane, num_lanes=num_lanes, hosts=hosts, rank=rank)
-    except OSError as error:
-        raise PeerLost(f"the shared memory of a member is gone: {error}") from error
+def _store(member: Member, generation: int, timeout_s: float, name: str) -> HeadStore:
+    return HeadStore(member, f"generation-{generation}/{name}/", generation=generation, timeout_s=timeout_s)

@@ -34,9 +34,9 @@ from unisono.events import (
     StepResult,
     WorkerTimes,
 )
-from unisono.facts import Facts
 from unisono.journal import Journal
 from unisono.messages import Happened, StepDone
+from unisono.telemetry import StepTelemetry
 from unisono.watch import Sink, Stream
 
 __all__ = ["OUTSIDE", "Head", "Recorder", "Role"]
@@ -109,7 +109,7 @@ class Recorder:
         *,
         num_steps: int,
         seconds: Mapping[str, float],
-        telemetry: Sequence[Facts],
+        telemetry: Mapping[str, StepTelemetry],
         logs: dict[str, float],
         checkpoint: dict[str, Any],
         balance: str,
@@ -120,7 +120,7 @@ class Recorder:
         Args:
             num_steps: of the run, up to the end of this ``run.steps``.
             seconds: of the step on this worker, by the names of `Seconds`.
-            telemetry: of all members, by rank.
+            telemetry: of all members that have summed the step, by worker id.
             checkpoint: news of checkpoints since the step before.
             balance: why this step's plan is another than that of the step before.
         """
@@ -131,7 +131,7 @@ class Recorder:
             num_steps=num_steps,
             generation=role.generation,
             seconds=_rounded(seconds),
-            workers={worker_id: _times(each) for worker_id, each in zip(role.worker_ids, telemetry, strict=False)},
+            workers={worker_id: _times(each) for worker_id, each in telemetry.items()},
             logs=logs,
             checkpoint=checkpoint,
             balance=balance,
@@ -218,10 +218,10 @@ def _rounded(seconds: Mapping[str, float]) -> Seconds:
     return Seconds(**{part: round(value, DIGITS) for part, value in seconds.items()})
 
 
-def _times(facts: Facts) -> WorkerTimes:
+def _times(telemetry: StepTelemetry) -> WorkerTimes:
     return WorkerTimes(
-        leaves=int(facts.leaves),
-        data=round(facts.data, DIGITS),
-        compute=round(facts.compute, DIGITS),
-        last=_rounded(facts.last),
+        leaves=telemetry.leaves,
+        data=round(telemetry.data_s, DIGITS),
+        compute=round(telemetry.compute_s, DIGITS),
+        last=_rounded(telemetry.last._asdict()),
     )

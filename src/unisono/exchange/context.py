@@ -1,0 +1,77 @@
+"""What an exchange is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from unisono.errors import UsageError
+from unisono.exchange import Exchange
+from unisono.exchange.host import Host
+from unisono.exchange.pages import WorkerPage
+from unisono.exchange.wire import Wire
+
+__all__ = ["Builder", "Context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """This member and the others of one generation, as a `Builder` gets them."""
+
+    generation: int
+    """Grows from one exchange of a worker to the next."""
+    rank: int
+    hosts: tuple[range, ...]
+    """The ranks of each host's members: contiguous and ascending."""
+    device: torch.device
+    timeout_s: float
+    """How long any one wait may take."""
+    store: Callable[[str], dist.Store]
+    """Makes the store in which the members of a group of this generation find each other, by the group's name."""
+    names: Sequence[str] = ()
+    """The ids of the members' workers, by rank, for errors; empty: they have none."""
+    address: str = "127.0.0.1"
+    """The network address at which others reach this member."""
+    page: WorkerPage | None = None
+    """This worker's page in the shared memory of its host."""
+    pages: Sequence[str] = ()
+    """The addresses of all members' pages, by rank."""
+
+    @property
+    def host(self) -> int:
+        """The index of this member's host."""
+        return next(index for index, ranks in enumerate(self.hosts) if self.rank in ranks)
+
+    def open_host(self) -> Host:
+        """Enter the generation among the members of this host. Waits for nobody."""
+        ranks = self.hosts[self.host]
+        if self.page is None:
+            raise UsageError("this worker has no shared memory: choose --exchange gloo")
+        return Host(
+            self.page,
+            [self.pages[rank] for rank in ranks],
+            ranks.index(self.rank),
+            generation=self.generation,
+            timeout_s=self.timeout_s,
+            names=[self.names[rank] for rank in ranks if self.names],
+        )
+
+    def open_wire(self, name: str, ranks: Sequence[int]) -> Wire:
+        """Begin to connect this member with those of ``ranks``, of which it is one. Waits for nobody."""
+        return Wire(
+            self.store(name),
+            ranks.index(self.rank),
+            len(ranks),
+            device=self.device,
+            backend="nccl" if self.device.type == "cuda" else "gloo",
+            address=self.address,
+            timeout_s=self.timeout_s,
+            names=[self.names[rank] for rank in ranks if self.names],
+        )
+
+
+Builder = Callable[[Context], Exchange]
+"""Begins to connect this member with the others; does not wait for them."""

@@ -1,0 +1,80 @@
+"""Payloads that the members of a host show each other between steps: bytes of each, or one's tensor."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from unisono.exchange.counters import Counters
+from unisono.exchange.memory import Segment
+
+__all__ = ["Gathering"]
+
+PIECE_BYTES = 2 << 20  # of a broadcast: written by one and read by the others while it is in a cache
+LEAST_BYTES = 4096
+
+
+class Gathering:
+    """This member's payload, and those of the others."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._fields = counters.own.fields
+        self._segment: Segment | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return everyone's ``data``, by local rank."""
+        ctypes.memmove(self._payload(len(data)).data_ptr(), data, len(data))
+        found = [ctypes.string_at(payload.data_ptr(), payload.numel()) for payload in self._post()]
+        self._finish()
+        return found
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite ``tensor`` with that of local rank ``source``: one copy in, one copy out."""
+        tensor = tensor.detach()
+        own = self._counters.rank == source
+        flat = tensor.cpu().contiguous()  # the tensor itself where it can be
+        data = flat.view(-1).view(torch.uint8)
+        for piece in data.split(PIECE_BYTES) if data.numel() else ():
+            payload = self._payload(piece.numel() if own else 0)
+            if own:
+                payload.copy_(piece)
+            payloads = self._post()
+            if not own:
+                piece.copy_(payloads[source])
+            self._finish()
+        if not own and flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._segment is not None:
+            self._segment.close()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _payload(self, nbytes: int) -> Tensor:
+        """Return (nbytes,) where this member writes its next payload."""
+        if self._memory.numel() < nbytes:
+            # By doubling, as the others keep the old ones mapped.
+            segment = Segment.create(max(LEAST_BYTES, nbytes, 2 * self._memory.numel()))
+            if self._segment is not None:
+                self._segment.close()
+            self._segment, self._memory = segment, segment.tensor()
+            self._fields.payload = segment.address.encode()
+        self._fields.payload_bytes = nbytes
+        return self._memory[:nbytes]
+
+    def _post(self) -> list[Tensor]:
+        """Show this member's payload, and wait for all; everyone's, to be read before `_finish`."""
+        counters = self._counters
+        counters.check()
+        counters.wait("posted", counters.advance("posted"))
+        pages = [page.fields for page in counters.pages]
+        return [counters.map(rank, page.payload)[: page.payload_bytes] for rank, page in enumerate(pages)]
+
+    def _finish(self) -> None:
+        """Wait until all have read all payloads, so that any member may write again, or close."""
+        self._counters.wait("read", self._counters.advance("read"))
