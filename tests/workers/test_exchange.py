@@ -53,10 +53,9 @@ from unisono.decisions.tree import Node
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
 from unisono.exchange import Exchange, Share, combine, two_level
 from unisono.exchange.context import Context
-from unisono.exchange.host import Host, HostCombine
+from unisono.exchange.host import Host
 from unisono.exchange.memory import Segment
 from unisono.exchange.pages import MAX_NODES, MAX_TEAM, WorkerPage
-from unisono.exchange.reduce import Reduction
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import Wire
@@ -105,10 +104,10 @@ def test_every_step_gives_the_bits_of_the_tree(kind: str, size: int, tmp_path: p
         assert result["left"][1] <= 0, "threads"
 
 
-LETTERS = [0, 1, 100, 5000, 0, 300_000, 17]
+PAYLOADS = [0, 1, 100, 5000, 0, 300_000, 17]
 
 
-def letter(rank: int, size: int) -> bytes:
+def payload(rank: int, size: int) -> bytes:
     return bytes([rank + 1]) * (size * (rank + 1) // 2)
 
 
@@ -132,10 +131,10 @@ def tensors_of(rank: int) -> list[Tensor]:
     ]
 
 
-def _letters_and_tensors(seat: Seat, kind: str, path: str) -> None:
+def _payloads_and_tensors(seat: Seat, kind: str, path: str) -> None:
     exchange = Member(kind, seat, path).enter(1, range(seat.size))
-    for length in LETTERS:
-        assert exchange.all_gather(letter(seat.rank, length)) == [letter(r, length) for r in range(seat.size)]
+    for length in PAYLOADS:
+        assert exchange.all_gather(payload(seat.rank, length)) == [payload(r, length) for r in range(seat.size)]
     for source in range(seat.size):
         for own, theirs in zip(tensors_of(seat.rank), tensors_of(source), strict=True):
             stride = own.stride()
@@ -146,9 +145,9 @@ def _letters_and_tensors(seat: Seat, kind: str, path: str) -> None:
 
 
 @every_kind
-def test_letters_and_tensors_arrive_as_they_were_sent(kind: str, size: int, tmp_path: pathlib.Path) -> None:
+def test_payloads_and_tensors_arrive_as_they_were_sent(kind: str, size: int, tmp_path: pathlib.Path) -> None:
     """Any length, dtype and stride, from every source."""
-    with Team(size, _letters_and_tensors, kind, str(tmp_path)) as team:
+    with Team(size, _payloads_and_tensors, kind, str(tmp_path)) as team:
         assert team.results() == [None] * size
 
 
@@ -230,27 +229,15 @@ NUM_LEAVES = 9
 POINTS = ["before combine", "published", "summed"]
 
 
-def _hold_at(point: str, seat: Seat) -> None:
-    """Make this process stop for ever at a point inside its combine, and say that it is there."""
-
-    def stop(*_: object, **__: object) -> None:
-        seat.say(point)
-        seat.hear()
-
-    if point == "before combine":
-        stop()
-    elif point == "published":
-        HostCombine.nodes = stop  # type: ignore[method-assign, assignment]
-        Reduction.fold = stop  # type: ignore[method-assign, assignment]
-    else:
-        HostCombine.commit = stop  # type: ignore[method-assign, assignment]
-        send, sent = Wire.all_gather, []
-
-        def all_gather(wire: Wire, out: Tensor, data: Tensor) -> Any:
-            sent.append(data)
-            return stop() if len(sent) == 2 else send(wire, out, data)  # the second is the vote
-
-        Wire.all_gather = all_gather  # type: ignore[method-assign, assignment]
+def _stop_at(point: str, seat: Seat, exchange: Exchange, share: Share) -> None:
+    """Take part in a combine until a point inside of it, say so, and stop there for ever."""
+    if point != "before combine":
+        current = exchange.begin(share)
+        current.publish(0).wait()
+        if point == "summed":
+            current.reduce(0).wait()
+    seat.say(point)
+    seat.hear()
 
 
 def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_kind: str) -> dict[str, Any]:
@@ -265,7 +252,7 @@ def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_ki
         hurry(exchange, 4 * SILENCE_S)
     share = share_of(exchange, 1, NUM_LEAVES)
     if seat.rank == victim:
-        _hold_at(point, seat)
+        _stop_at(point, seat, exchange, share)
     whole = {node: content(slot) for node, slot in share.slots.items()}
     # A network tells that a peer is gone; in shared memory and with two levels somebody has to say so.
     if kind != "network":
@@ -347,32 +334,6 @@ def test_nodes_move_to_another_kind_of_exchange(kind: str, size: int, later_kind
             for rank in set(range(size)) - {1}:
                 team.say(rank, "a member was killed")
         _check_survivors(team.results(), 1)
-
-
-def _die_after_commit(seat: Seat, path: str) -> Outcome:
-    member = Member("shared", seat, path)
-    exchange = member.enter(1, range(seat.size))
-    exchange.prepare(layouts()[0])
-    share, collect = share_of(exchange, 1, NUM_LEAVES), HostCombine.collect
-
-    def wait_first(*arguments: Any) -> None:
-        seat.say("committed")
-        seat.hear()
-        collect(*arguments)
-
-    HostCombine.collect = wait_first  # type: ignore[method-assign]
-    return Outcome.of(combine(exchange, share, telemetry_of(seat.rank, 1)))
-
-
-def test_after_a_commit_everybody_can_finish(tmp_path: pathlib.Path) -> None:
-    """A member dies when all have committed, and nobody has read its sum."""
-    with Team(3, _die_after_commit, str(tmp_path)) as team:
-        for rank in range(3):
-            assert team.hear(rank) == "committed"
-        team.kill(1)
-        team.say(0, "go on")
-        team.say(2, "go on")
-        assert team.results() == [expected(0, 1, NUM_LEAVES), KILLED, expected(0, 1, NUM_LEAVES)]
 
 
 # -- the subtle ones, in one process -----------------------------------------------------------------
@@ -698,13 +659,13 @@ def test_memory_that_a_process_may_not_have_is_not_the_loss_of_another(limit: in
         there.close()
 
 
-def test_letters_that_grow_do_not_leave_their_memory_behind(pair: Pair) -> None:
-    """Whoever reads a letter keeps its segment mapped as long as the generation lives."""
+def test_payloads_that_grow_do_not_leave_their_memory_behind(pair: Pair) -> None:
+    """Whoever reads a payload keeps its segment mapped as long as the generation lives."""
     sizes = range(10_000, 100_000, 1000)
 
     def post(member: SharedMemory) -> None:
         for size in sizes:
-            assert [len(letter) for letter in member.all_gather(b"x" * size)] == [size, size]
+            assert [len(each) for each in member.all_gather(b"x" * size)] == [size, size]
 
     together(*(lambda member=member: post(member) for member in pair.members))
     for member in pair.members:

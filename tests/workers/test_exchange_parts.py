@@ -7,9 +7,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch.distributed as dist
 
-from tests.waiting import WAIT_S
 from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
     CPU,
     AlarmError,
@@ -36,8 +34,6 @@ from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange import Combine, Committed, Exchange, Handle, Share, combine
 from unisono.exchange.alone import Alone
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Slot, parts_of
-from unisono.exchange.network import Network
-from unisono.exchange.wire import Wire
 
 Order = Callable[[int], list[tuple[str, int]]]
 """For a number of parts: what is called until the commit, in this order. "wait" is for a reduce."""
@@ -347,13 +343,17 @@ def test_a_commit_waits_for_the_reduce_of_every_part() -> None:
         current.commit(telemetry_of(0, 0))
 
 
-def test_rows_that_were_offered_are_of_a_combine_in_one_part() -> None:
+def _offer_and_begin_in_parts(seat: Seat, path: str) -> None:
     layout = layouts()[0]
-    wire = Wire(dist.HashStore(), 0, 1, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=WAIT_S)
-    exchange = Network(wire)
+    exchange = Member("network", seat, path).enter(1, range(1))
     exchange.prepare(layout)
     share = share_of(exchange, 0, 1)
     exchange.offer(share, layout.num_rows)
     with pytest.raises(ValueError, match="in one part"):
         exchange.begin(share, cut(layout, *EDGES))
     exchange.close()
+
+
+def test_rows_that_were_offered_are_of_a_combine_in_one_part(tmp_path: pathlib.Path) -> None:
+    with Team(1, _offer_and_begin_in_parts, str(tmp_path)) as team:
+        assert team.results() == [None]

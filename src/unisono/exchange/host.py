@@ -64,7 +64,7 @@ from torch import Tensor
 
 from unisono.decisions.tree import Node, outermost
 from unisono.errors import RecipeError
-from unisono.exchange import Deferred
+from unisono.exchange import Deferred, Share, check_reduced
 from unisono.exchange.counters import Counters
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 from unisono.exchange.gathering import Gathering
@@ -159,20 +159,14 @@ class Host:
     def release(self, slot: Slot) -> None:
         self._worker_page.slots.release(slot)
 
-    def begin(self, slots: Mapping[Node, Slot], chunks: Chunks) -> HostCombine:
-        """Begin a combine of this member's nodes. Waits for nobody."""
-        self.counters.waiting_s = 0.0
-        with self.counters.or_leave():
-            if chunks != self._chunks:
-                self._make_room(chunks)
-        return HostCombine(self, self._layout, slots, chunks)
-
-    def _make_room(self, chunks: Chunks) -> None:
-        """Get memory for the results of these chunks.
+    def make_room(self, chunks: Chunks) -> None:
+        """Get memory for the sums of this member's chunks.
 
         New memory, whenever the rows in it are others: a sum does not write the padding in its rows, which has to be
         zero for the digest. What others still collect of the last combine, they have mapped.
         """
+        if chunks == self._chunks:
+            return
         if self._segment is not None:
             self._segment.close()
         self._segment, self.result, address = None, torch.empty(0, dtype=torch.uint8), ""
@@ -205,40 +199,60 @@ class Host:
 
 
 class HostCombine:
-    """The moves of one combine among the members of a host."""
+    """What a combine is among the members of a host. A subclass says how a chunk is summed, and what a commit is.
 
-    def __init__(self, host: Host, layout: FlatLayout, slots: Mapping[Node, Slot], chunks: Chunks) -> None:
-        self._host = host
+    Args:
+        parts: by part, by owner (local ranks 0, 1, ...), the rows that this owner sums.
+        room: rows that the sum of a chunk needs in its owner's memory.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        layout: FlatLayout,
+        share: Share,
+        parts: Sequence[Sequence[range]],
+        room: Callable[[range], int] = len,
+    ) -> None:
+        self.host = host
+        self.layout = layout
+        self.share = share
+        self.chunks = placed(parts, room)
+        self.nodes: Mapping[Node, Rows] = {}
+        """The nodes of all members, after the first published part: to read rows of published parts."""
         self._counters = host.counters
         self._fields = host.counters.own.fields
-        self._layout = layout
-        self._slots = slots
-        self._chunks = chunks
-        self._is_begun = False
-        self._nodes: dict[Node, Rows] = {}
+        self._published: dict[int, Deferred[None]] = {}
+        self._reduced: set[int] = set()
+        self._digest = 0
         self._results: list[Tensor] = []
+        self._total = 0.0
+        self._counters.waiting_s = 0.0
+        with self._counters.or_leave():
+            host.make_room(self.chunks)
 
     def publish(self, part: int) -> Deferred[None]:
-        """Say that the rows of this part are complete. The handle: everybody has, and what they show is mapped."""
         with self._counters.or_leave():
             self._counters.check()
-            if not self._is_begun:
+            if not self._published:
                 self._show_nodes()
-                self._host.work.end()
-                self._is_begun = True
-            return Deferred(partial(self._meet, self._counters.advance("published")))
+                self.host.work.end()
+            self._published[part] = Deferred(partial(self._meet, self._counters.advance("published")))
+        return self._published[part]
 
     def _show_nodes(self) -> None:
-        if len(self._slots) > MAX_NODES:
+        slots = self.share.slots
+        if len(slots) > MAX_NODES:
             raise RecipeError(
-                f"this worker holds {len(self._slots)} nodes of the summation tree and can show {MAX_NODES}; "
+                f"this worker holds {len(slots)} nodes of the summation tree and can show {MAX_NODES}; "
                 "use fewer micro-batches"
             )
-        for index, (node, slot) in enumerate(self._slots.items()):
-            self._fields.nodes[index] = NodeFields(node.level, node.index, self._host.find(slot).encode())
-        self._fields.num_nodes = len(self._slots)
+        for index, (node, slot) in enumerate(slots.items()):
+            self._fields.nodes[index] = NodeFields(node.level, node.index, self.host.find(slot).encode())
+        self._fields.num_nodes = len(slots)
 
     def _meet(self, published: int) -> None:
+        """Wait until all have published that part; map what they show."""
         counters = self._counters
         counters.wait("published", published)
         if self._results:
@@ -249,42 +263,48 @@ class HostCombine:
                 for record in page.fields.nodes[: page.fields.num_nodes]:
                     found[Node(record.level, record.index)] = (rank, record.slot)
             counted = outermost(found)
-            self._nodes = {node: Rows(counters.map(*place), 0) for node, place in found.items() if node in counted}
+            self.nodes = {node: Rows(counters.map(*place), 0) for node, place in found.items() if node in counted}
             self._results = [counters.map(rank, page.fields.result) for rank, page in enumerate(counters.pages)]
 
-    def nodes(self) -> Mapping[Node, Rows]:
-        """Return the nodes of all members, to read rows of published parts, until this member's `commit`."""
-        return self._nodes
+    def reduce(self, part: int) -> Deferred[None]:
+        return Deferred(partial(self._reduce, part, self._published[part]))
 
-    def sum_of(self, part: int) -> Rows:
+    def _reduce(self, part: int, published: Deferred[None]) -> None:
+        published.wait()
+        with self._counters.or_leave():
+            self._digest += self.sum_chunk(part)
+        self._reduced.add(part)
+
+    def sum_chunk(self, part: int) -> int:
+        """Write the sum of this member's chunk of a part to `own_sum`; return its digest."""
+        raise AssertionError("a subclass sums")
+
+    def own_sum(self, part: int) -> Rows:
         """Return where this member writes the sum of its chunk of a part."""
-        return self._chunks[part][self._host.rank].of(self._host.result)
+        return self.chunks[part][self.host.rank].of(self.host.result)
 
-    def tell(self, telemetry: bytes) -> int:
-        """Show this member's telemetry before the commit; return what to give to `told`."""
+    def digest(self) -> int:
+        """Return the digest of all that this member has summed.
+
+        Raises:
+            ValueError: a part is not reduced.
+        """
+        check_reduced(self._reduced, len(self.chunks))
+        return self._digest & 0xFFFFFFFFFFFFFFFF
+
+    def show(self, telemetry: bytes) -> None:
+        """Write this member's telemetry to its page, for who waits for a counter that comes after it."""
         ctypes.memmove(self._fields.telemetry, telemetry, len(telemetry))
-        return self._counters.advance("told")
-
-    def told(self, value: int) -> list[bytes]:
-        """Wait until all members of this host have shown their telemetry; return it by local rank."""
-        self._counters.wait("told", value)
-        return self.telemetry()
 
     def telemetry(self) -> list[bytes]:
-        """Return the telemetry of the members of this host, by local rank. Before the next combine begins."""
+        """Return the telemetry of the members of this host, by local rank."""
         return [bytes(page.fields.telemetry) for page in self._counters.pages]
 
-    def commit(self, digest: int, team_telemetry: bytes = b"") -> Deferred[int]:
-        """Say that this member's chunks of all parts are summed. The handle: everybody's are; gives the digest.
-
-        Args:
-            team_telemetry: what came from other hosts, for the others of this one.
-        """
+    def say_reduced(self, digest: int) -> Deferred[int]:
+        """Say that this member's chunks of all parts are summed. The handle: everybody's are; gives the digest."""
         with self._counters.or_leave():
             self._counters.verify()
             self._fields.digest = digest
-            ctypes.memmove(self._fields.team_telemetry, team_telemetry, len(team_telemetry))
-            self._fields.team_telemetry_bytes = len(team_telemetry)
             return Deferred(partial(self._await_commit, self._counters.advance("reduced")))
 
     def _await_commit(self, reduced: int) -> int:
@@ -292,22 +312,24 @@ class HostCombine:
         digest: int = sum(page.fields.digest for page in self._counters.pages)
         return digest & 0xFFFFFFFFFFFFFFFF
 
-    def team_telemetry(self, rank: int) -> bytes:
-        """Return what that member gave to `commit`. After the commit."""
-        fields = self._counters.pages[rank].fields
-        return ctypes.string_at(fields.team_telemetry, fields.team_telemetry_bytes)
-
     def total_weight(self) -> float:
-        """Return the total weight, from the chunk that holds it. After the commit."""
-        entry = self._layout.scalars
+        """Return the total weight, from the chunk that holds it. After the commit, and before `collect`."""
+        entry = self.layout.scalars
         row = entry.offset * entry.sum_dtype.itemsize // ROW_BYTES
-        owner, chunk = next((o, c) for part in self._chunks for o, c in enumerate(part) if row in c.rows)
+        owner, chunk = next((o, c) for part in self.chunks for o, c in enumerate(part) if row in c.rows)
         start = entry.offset - chunk.rows.start * ROW_BYTES // entry.sum_dtype.itemsize
-        return float(chunk.of(self._results[owner]).memory.view(entry.sum_dtype)[start])
+        self._total = float(chunk.of(self._results[owner]).memory.view(entry.sum_dtype)[start])
+        return self._total
 
-    def collect(self, part: int, total: float, out: Slot) -> None:
+    def result(self) -> Slot:
+        return next(iter(self.share.slots.values()), None) or self.host.slot()
+
+    def collect(self, part: int, out: Slot) -> Deferred[None]:
+        return Deferred(partial(self._collect, part, out))
+
+    def _collect(self, part: int, out: Slot) -> None:
         """Read every owner's chunk of a part into ``out``, divided by the total weight."""
-        for owner, chunk in enumerate(self._chunks[part]):
+        for owner, chunk in enumerate(self.chunks[part]):
             rows = chunk.of(self._results[owner])
             for first, end in blocks(chunk.rows.start, chunk.rows.stop, out.memory.device):
-                divide_rows(self._layout, rows, total, first, end, out)
+                divide_rows(self.layout, rows, self._total, first, end, out)

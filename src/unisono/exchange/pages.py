@@ -56,7 +56,6 @@ class GenerationFields(ctypes.Structure):
         ("todo", ctypes.c_uint32 * MAX_WORK),
         ("taken", ctypes.c_uint32 * MAX_WORK),
         ("num_nodes", ctypes.c_uint64),
-        ("team_telemetry_bytes", ctypes.c_uint64),
         ("digest", ctypes.c_uint64),
         ("payload_bytes", ctypes.c_uint64),
         ("result", _Address),

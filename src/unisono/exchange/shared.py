@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
-from unisono.exchange import Combine, Committed, Deferred, Share, Work, check_reduced
+from unisono.exchange import Combine, Committed, Deferred, Share, Work
 from unisono.exchange.context import Context
 from unisono.exchange.flat import FlatLayout, Slot, fold_rows, parts_of, split_rows
-from unisono.exchange.host import Host, placed
+from unisono.exchange.host import Host, HostCombine
 
 __all__ = ["SharedMemory", "build"]
 
@@ -65,54 +65,20 @@ class SharedMemory:
         self._host.close()
 
 
-class _SharedCombine:
-    def __init__(self, host: Host, layout: FlatLayout, share: Share, chunks: Sequence[Sequence[range]]) -> None:
-        self._host = host
-        self._layout = layout
-        self._share = share
-        self._chunks = chunks
-        self._moves = host.begin(share.slots, placed(chunks))
-        self._published: dict[int, Deferred[None]] = {}
-        self._reduced: set[int] = set()
-        self._digest = 0
-        self._total = 0.0
-
-    def publish(self, part: int) -> Deferred[None]:
-        self._published[part] = self._moves.publish(part)
-        return self._published[part]
-
-    def reduce(self, part: int) -> Deferred[None]:
-        return Deferred(partial(self._reduce, part, self._published[part]))
-
-    def _reduce(self, part: int, published: Deferred[None]) -> None:
-        published.wait()
-        chunk = self._chunks[part][self._host.rank]
-        if chunk:
-            with self._host.counters.or_leave():
-                self._digest += fold_rows(
-                    self._layout,
-                    self._moves.nodes(),
-                    self._share.num_leaves,
-                    chunk.start,
-                    chunk.stop,
-                    [self._moves.sum_of(part)],
-                    multipliers=self._layout.multipliers,
-                )
-        self._reduced.add(part)
+class _SharedCombine(HostCombine):
+    def sum_chunk(self, part: int) -> int:
+        rows = self.chunks[part][self.host.rank].rows
+        if not rows:
+            return 0
+        num_leaves, out = self.share.num_leaves, [self.own_sum(part)]
+        multipliers = self.layout.multipliers
+        return fold_rows(self.layout, self.nodes, num_leaves, rows.start, rows.stop, out, multipliers=multipliers)
 
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
-        check_reduced(self._reduced, len(self._chunks))
-        self._moves.tell(telemetry)
-        return Deferred(partial(self._await_commit, self._moves.commit(self._digest & 0xFFFFFFFFFFFFFFFF)))
+        digest = self.digest()
+        self.show(telemetry)
+        return Deferred(partial(self._commit, self.say_reduced(digest)))
 
-    def _await_commit(self, committed: Deferred[int]) -> Committed:
+    def _commit(self, committed: Deferred[int]) -> Committed:
         digest = committed.wait()
-        self._total = self._moves.total_weight()
-        telemetry = tuple(self._moves.telemetry())
-        return Committed(digest, telemetry, self._total, self._host.counters.waiting_s)
-
-    def result(self) -> Slot:
-        return next(iter(self._share.slots.values()), None) or self._host.slot()
-
-    def collect(self, part: int, out: Slot) -> Deferred[None]:
-        return Deferred(partial(self._moves.collect, part, self._total, out))
+        return Committed(digest, tuple(self.telemetry()), self.total_weight(), self.host.counters.waiting_s)

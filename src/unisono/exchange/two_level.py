@@ -8,6 +8,7 @@ host once for each node that the host as a whole holds, not for each member.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from unisono.decisions.tree import schedule
 from unisono.errors import UsageError
-from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Share, Work, check_reduced
+from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Share, Work
 from unisono.exchange.context import Context
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, fold_rows, parts_of, split_rows
-from unisono.exchange.host import Host, placed
+from unisono.exchange.host import Host, HostCombine
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.pages import MAX_TEAM
 from unisono.exchange.reduce import Reduction, padded_rows
@@ -122,7 +123,7 @@ class TwoLevel:
             self._wire.close()
 
 
-class _TwoLevelCombine:
+class _TwoLevelCombine(HostCombine):
     """
     Args:
         lanes: by part, by lane, the rows.
@@ -137,84 +138,62 @@ class _TwoLevelCombine:
         share: Share,
         lanes: Sequence[Sequence[range]],
     ) -> None:
-        self._host = host
+        super().__init__(host, layout, share, lanes, lambda lane: padded_rows(lane, len(hosts)))
         self._wire = wire
         self._hosts = hosts
-        self._layout = layout
-        self._share = share
-        self._lanes = lanes
-        self._moves = host.begin(share.slots, placed(lanes, lambda lane: padded_rows(lane, len(hosts))))
-        self._published: dict[int, Deferred[None]] = {}
+        self._num_members = sum(map(len, hosts))
         self._reductions: list[Reduction] = []
-        self._reduced: set[int] = set()
-        self._digest = 0
-        self._total = 0.0
 
-    def publish(self, part: int) -> Deferred[None]:
-        self._published[part] = self._moves.publish(part)
-        return self._published[part]
-
-    def reduce(self, part: int) -> Deferred[None]:
-        return Deferred(partial(self._reduce, part, self._published[part]))
-
-    def _reduce(self, part: int, published: Deferred[None]) -> None:
-        published.wait()
-        if self._wire is not None:
-            with self._host.counters.or_leave():
-                self._carry(part, self._wire)
-        self._reduced.add(part)
-
-    def _carry(self, part: int, wire: Wire) -> None:
+    def sum_chunk(self, part: int) -> int:
         """Sum this member's lane of a part over all hosts."""
-        lane = self._lanes[part][self._host.rank]
-        layout, num_leaves = self._layout, self._share.num_leaves
+        wire = self._wire
+        if wire is None:
+            return 0
+        lane = self.chunks[part][self.host.rank].rows
+        num_leaves = self.share.num_leaves
         nbytes = padded_rows(lane, wire.size) * ROW_BYTES
-        plan = [schedule([n for r in ranks for n in self._share.plan[r]], num_leaves)[1] for ranks in self._hosts]
+        plan = [schedule([n for r in ranks for n in self.share.plan[r]], num_leaves)[1] for ranks in self._hosts]
         own = {node: Rows(torch.zeros(nbytes, dtype=torch.uint8), lane.start) for node in plan[wire.rank]}
         if own:
-            fold_rows(layout, self._moves.nodes(), num_leaves, lane.start, lane.stop, list(own.values()))
-        self._host.counters.verify()  # before anything of it leaves the host
-        reduction = Reduction(wire, layout, lane, plan, num_leaves)
+            fold_rows(self.layout, self.nodes, num_leaves, lane.start, lane.stop, list(own.values()))
+        self.host.counters.verify()  # before anything of it leaves the host
+        reduction = Reduction(wire, self.layout, lane, plan, num_leaves)
         self._reductions.append(reduction)
         reduction.send(own, len(lane))
-        self._digest += reduction.fold(self._moves.sum_of(part).memory, layout.multipliers)
+        return reduction.fold(self.own_sum(part).memory, self.layout.multipliers)
 
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
-        check_reduced(self._reduced, len(self._lanes))
-        with self._host.counters.or_leave():
-            return Deferred(partial(self._commit, self._moves.tell(telemetry)))
+        digest, counters = self.digest(), self.host.counters
+        with counters.or_leave():
+            counters.check()
+            self.show(telemetry)
+            return Deferred(partial(self._commit, digest, counters.advance("told")))
 
-    def _commit(self, told: int) -> Committed:
-        with self._host.counters.or_leave():
-            digest, team = self._vote(told, self._wire) if self._wire is not None else (0, b"")
-            digest = self._moves.commit(digest, team).wait()
-        self._total = self._moves.total_weight()
-        team = self._moves.team_telemetry(0)
+    def _commit(self, digest: int, told: int) -> Committed:
+        counters, waiting_s = self.host.counters, 0.0
+        with counters.or_leave():
+            if self._wire is not None:
+                digest = self._vote(digest, told, self._wire)
+                waiting_s = self._wire.waiting_s
+            digest = self.say_reduced(digest).wait()
+        fields = counters.pages[0].fields
+        team = ctypes.string_at(fields.team_telemetry, self._num_members * TELEMETRY_BYTES)
         telemetry = tuple(team[i : i + TELEMETRY_BYTES] for i in range(0, len(team), TELEMETRY_BYTES))
-        waiting_s = self._host.counters.waiting_s + (self._wire.waiting_s if self._wire else 0.0)
-        return Committed(digest, telemetry, self._total, waiting_s)
+        return Committed(digest, telemetry, self.total_weight(), counters.waiting_s + waiting_s)
 
-    def _vote(self, told: int, wire: Wire) -> tuple[int, bytes]:
-        """Make sure that all hosts hold the sums of this lane.
+    def _vote(self, digest: int, told: int, wire: Wire) -> int:
+        """Make sure that all hosts hold the sums of this lane; return its digest over all hosts.
 
-        In the first lane the telemetry of a host's members goes with the vote: over a long way the number of gathers
-        is the time of a step.
-
-        Returns:
-            The lane's digest and, in the first lane, everybody's telemetry.
+        In the first lane the telemetry of a host's members goes with the vote, and everybody's goes to this member's
+        page: over a long way the number of gathers is the time of a step.
         """
         for reduction in self._reductions:
             reduction.gather()
-        is_first = self._host.rank == 0
-        own = b"".join(self._moves.told(told)) if is_first else b""
-        sizes = [len(ranks) * TELEMETRY_BYTES if is_first else 0 for ranks in self._hosts]
-        digest = (self._digest & 0xFFFFFFFFFFFFFFFF).to_bytes(DIGEST_BYTES, "little")
-        votes = wire.all_gather_equal(digest + own.ljust(max(sizes), b"\0"))
+        counters, own, sizes = self.host.counters, b"", [0] * wire.size
+        if self.host.rank == 0:
+            counters.wait("told", told)
+            own, sizes = b"".join(self.telemetry()), [len(ranks) * TELEMETRY_BYTES for ranks in self._hosts]
+        votes = wire.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + own.ljust(max(sizes), b"\0"))
         team = b"".join(vote[DIGEST_BYTES : DIGEST_BYTES + size] for vote, size in zip(votes, sizes, strict=True))
-        return sum(int.from_bytes(vote[:DIGEST_BYTES], "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF, team
-
-    def result(self) -> Slot:
-        return next(iter(self._share.slots.values()), None) or self._host.slot()
-
-    def collect(self, part: int, out: Slot) -> Deferred[None]:
-        return Deferred(partial(self._moves.collect, part, self._total, out))
+        ctypes.memmove(counters.own.fields.team_telemetry, team, len(team))
+        return sum(int.from_bytes(vote[:DIGEST_BYTES], "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF
