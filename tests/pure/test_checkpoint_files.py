@@ -171,7 +171,7 @@ def test_where_a_large_file_is_damaged_is_said(tmp_path: Path) -> None:
 
 
 def test_a_write_that_is_given_up_leaves_no_facts(tmp_path: Path) -> None:
-    asked = iter([True, False])
+    asked = iter([False, True])
     assert files.write_file(tmp_path / "file", memoryview(bytearray(2 * BLOCK_BYTES)), lambda: next(asked)) is None
     assert (tmp_path / "file").stat().st_size == BLOCK_BYTES
 

@@ -46,6 +46,7 @@ __all__ = [
     "Manifest",
     "Problem",
     "Slice",
+    "candidates",
     "complete",
     "encode_header",
     "find",
@@ -199,6 +200,11 @@ def find(place: str | os.PathLike[str]) -> Path:
     raise CheckpointError(f"{path} holds no checkpoint; give the directory of a run, or one of its checkpoints")
 
 
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints that a result of `find` stands for, the newest last."""
+    return complete(folder) or ([] if folder.name == FOLDER else [folder])
+
+
 # -- writing -----------------------------------------------------------------------------------------
 
 
@@ -216,17 +222,17 @@ def encode_header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: Path, data: memoryview, go_on: Callable[[], bool] = lambda: True) -> FileFacts | None:
+def write_file(path: Path, data: memoryview, is_abandoned: Callable[[], bool] = lambda: False) -> FileFacts | None:
     """Write a file and wait until it is on the disk.
 
     Args:
-        go_on: asked before every block; None is returned when it says no.
+        is_abandoned: asked before every block; None is returned when it is.
     """
     starts = range(0, max(len(data), 1), BLOCK_BYTES)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for start in starts:
-            if not go_on():
+            if is_abandoned():
                 return None
             block = data[start : start + BLOCK_BYTES]
             while block:
