@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import files
-from unisono.checkpoint.files import Manifest, Problem, Slice
+from unisono.checkpoint.files import Manifest, Problem
 from unisono.errors import CheckpointError
 from unisono.state import pack, unpack
 
@@ -135,7 +135,7 @@ def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
     if facts is None:
         raise Problem(f"the manifest of {checkpoint.name} names no {files.SKELETON}")
     data = bytearray(facts.num_bytes)
-    files.read_blocks(checkpoint / files.SKELETON, facts, [Slice(0, memoryview(data))])
+    files.read_blocks(checkpoint / files.SKELETON, facts, [memoryview(data)])
     return bytes(data)
 
 
@@ -148,15 +148,12 @@ def _fill(checkpoint: Path, manifest: Manifest, tensors: Sequence[Tensor], wante
             raise Problem(f"the manifest of {checkpoint.name} names no part {part}")
         facts = manifest.files[names[part]]
         inside = [(entry, tensor) for entry, tensor in pairs if entry.part == part and entry.num_bytes]
-        start = facts.num_bytes - sum(entry.num_bytes for entry, _ in inside)
-        slices = [Slice(0, memoryview(bytearray(start)))]
+        header = facts.num_bytes - sum(entry.num_bytes for entry, _ in inside)
+        memory = [memoryview(bytearray(header))]
         for entry, tensor in inside:
-            address = tensor.data_ptr()
-            is_wanted = address in wanted
-            data = files.memory_at(address, entry.num_bytes, tensor) if is_wanted else bytearray(entry.num_bytes)
-            slices.append(Slice(start, memoryview(data)))
-            start += entry.num_bytes
-        files.read_blocks(checkpoint / names[part], facts, slices)
+            address, size = tensor.data_ptr(), entry.num_bytes
+            memory.append(files.memory_at(address, size, tensor) if address in wanted else memoryview(bytearray(size)))
+        files.read_blocks(checkpoint / names[part], facts, memory)
 
 
 def _dtype(name: str) -> torch.dtype:
