@@ -617,7 +617,7 @@ class InSight(RunDirectory):
 def make_saver(worker_id: str, policy: unisono.Checkpoints | None, directory: RunDirectory) -> saving.Saver:
     state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
     saver = saving.Saver(policy, directory, torch.device("cpu"), lambda: state)
-    saver.join(worker_id, writer.Origin(), is_newcomer=False)
+    saver.join(worker_id, {}, {})
     return saver
 
 
@@ -648,16 +648,24 @@ class Members:
         for saver in self.savers:
             saver.boundary(self.moment)
 
-    def step(self, number: int = 1) -> None:
-        """Combine, update, come to the boundary after it; the disk is fast."""
+    def step(self, number: int = 1, *, slow_disk: bool = False) -> None:
+        """Combine, update, come to the boundary after it."""
         for _ in range(number):
-            reports = [saver.report() for saver in self.savers]
-            self.total += 1
-            for saver in self.savers:
-                saver.on_reports(reports, self.generation, self.ids)
+            self.combine(self.savers)
             self.boundary()
-            for saver in self.savers:
-                saver._writer.drain()
+            if not slow_disk:
+                self.drain()
+
+    def combine(self, committed: list[saving.Saver]) -> None:
+        """Combine; only some members get to know it."""
+        reports = [saver.report() for saver in self.savers]
+        self.total += 1
+        for saver in committed:
+            saver.on_reports(reports, self.generation, self.ids)
+
+    def drain(self) -> None:
+        for saver in self.savers:
+            saver._writer.drain()
 
     def save_last(self) -> None:
         for saver in self.savers:
@@ -670,10 +678,10 @@ class Members:
         for saver in self.savers:
             saver.confirm()
 
-    def lose_first(self) -> None:
+    def lose(self, rank: int = 0) -> None:
         """In the middle of a step, which the others finish in the next generation."""
-        self.savers[0]._writer.close()
-        del self.savers[0], self.ids[0]
+        self.savers[rank]._writer.close()
+        del self.savers[rank], self.ids[rank]
         self.generation += 1
 
 
@@ -714,9 +722,74 @@ def test_a_checkpoint_that_is_lost_with_who_publishes_it_is_made_again(
     members.step(11)
     assert steps(tmp_path) == there
     monkeypatch.undo()
-    members.lose_first()
+    members.lose()
     members.step(8)
     assert steps(tmp_path) == then
+
+
+def test_no_part_is_removed_while_the_publisher_still_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another member was lost then. What is published is whole, and is not made again."""
+    goes_on = threading.Event()
+
+    def hold(name: str) -> None:
+        assert name != "checkpoint_before_manifest" or goes_on.wait(WAIT_S)
+
+    monkeypatch.setattr(writer, "point", hold)
+    members = Members(tmp_path, reaches=(True, True, True), policy=unisono.Checkpoints(every_steps=10, keep=10))
+    members.step(10)
+    members.step(slow_disk=True)
+    members.lose(2)
+    members.step(2, slow_disk=True)
+    assert len(list((tmp_path / files.FOLDER).glob(".step-*/part-*.safetensors"))) == 3
+    goes_on.set()
+    members.drain()
+    members.step(4)
+    assert names(tmp_path) == [files.step_name(10)]
+    check_whole(tmp_path)
+
+
+def test_a_member_that_is_a_step_ahead_takes_no_snapshot_alone(tmp_path: Path) -> None:
+    """It has seen the commit that the others repeat without the lost one; then all take one at the same boundary."""
+    members = Members(tmp_path, reaches=(True, True, True))
+    members.step()
+    members.combine(members.savers[:1])
+    members.savers[0].boundary(members.moment)
+    members.drain()
+    members.lose(2)
+    members.total -= 1
+    members.combine(members.savers)
+    members.savers[1].boundary(members.moment)
+    members.drain()
+    assert steps(tmp_path) == []
+    members.step(2)
+    assert names(tmp_path) == [files.step_name(3)]
+    check_whole(tmp_path)
+
+
+@pytest.mark.parametrize("who", ["part-00001", "manifest"])
+def test_all_members_end_when_a_checkpoint_that_must_succeed_did_not(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that have done their part: none of them waits for the others in a step that never comes."""
+    write = files.write_file
+
+    def write_some(path: Path, data: memoryview, *rest: Any) -> Any:
+        if path.name.startswith(who):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, data, *rest)
+
+    members = Members(tmp_path, policy=unisono.Checkpoints(every_steps=2, must_succeed=True))
+    monkeypatch.setattr(files, "write_file", write_some)
+    members.step(2)
+    for _ in range(2 if who == "manifest" else 1):
+        members.combine(members.savers)
+        members.drain()
+    for saver in members.savers:
+        with pytest.raises(CheckpointError, match=r"step 2 was not written.* The run ends because"):
+            saver.boundary(members.moment)
+        saver.close()
 
 
 def test_who_does_not_see_the_directory_does_not_ask_for_what_is_there(tmp_path: Path) -> None:
@@ -733,8 +806,8 @@ def test_the_first_that_sees_the_directory_writes_the_last_checkpoint(tmp_path: 
     assert steps(tmp_path) == [3]
     assert [saver.saved for saver in members.savers] == [-1, 3, -1]
     members.step()
-    members.lose_first()
-    members.lose_first()
+    members.lose()
+    members.lose()
     members.save_last()  # before a step of that generation: it is the first, and sees it
     assert steps(tmp_path) == [3, 4]
 
@@ -760,7 +833,7 @@ def test_a_checkpoint_that_was_asked_for_is_written_by_the_next_if_its_writer_is
         members.save_last()
     assert steps(tmp_path) == []
     monkeypatch.undo()
-    members.lose_first()
+    members.lose()
     if when == "in the last step":
         members.step(3)
     else:
@@ -803,7 +876,7 @@ def test_who_is_left_knows_who_sees_the_directory(tmp_path: Path) -> None:
     """From what was said before the loss: nothing more is said when no step follows."""
     members = Members(tmp_path, reaches=(True, False, True), policy=unisono.Checkpoints())
     members.step(3)
-    members.lose_first()
+    members.lose()
     members.save_last()
     assert steps(tmp_path) == [3]
     assert [saver.saved for saver in members.savers] == [-1, 3]

@@ -26,9 +26,11 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import reduce
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +47,7 @@ __all__ = [
     "FileFacts",
     "Manifest",
     "Problem",
-    "Slice",
+    "candidates",
     "complete",
     "encode_header",
     "find",
@@ -199,6 +201,11 @@ def find(place: str | os.PathLike[str]) -> Path:
     raise CheckpointError(f"{path} holds no checkpoint; give the directory of a run, or one of its checkpoints")
 
 
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints that a result of `find` stands for, the newest last."""
+    return complete(folder) or ([] if folder.name == FOLDER else [folder])
+
+
 # -- writing -----------------------------------------------------------------------------------------
 
 
@@ -216,17 +223,17 @@ def encode_header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: Path, data: memoryview, go_on: Callable[[], bool] = lambda: True) -> FileFacts | None:
+def write_file(path: Path, data: memoryview, is_abandoned: Callable[[], bool] = lambda: False) -> FileFacts | None:
     """Write a file and wait until it is on the disk.
 
     Args:
-        go_on: asked before every block; None is returned when it says no.
+        is_abandoned: asked before every block; None is returned when it is.
     """
     starts = range(0, max(len(data), 1), BLOCK_BYTES)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for start in starts:
-            if not go_on():
+            if is_abandoned():
                 return None
             block = data[start : start + BLOCK_BYTES]
             while block:
@@ -363,13 +370,6 @@ class Problem(CheckpointError):
     """A checkpoint is not what its manifest says."""
 
 
-class Slice(msgspec.Struct):
-    """Where some bytes of a file go to."""
-
-    start: int
-    data: memoryview
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """What a checkpoint says of itself, checked.
 
@@ -394,75 +394,70 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_blocks(path: Path, facts: FileFacts, slices: Sequence[Slice] = ()) -> None:
+def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -> None:
     """Read a file into memory, and check every byte of it.
 
     Args:
-        slices: in order, without gaps, the whole file; without them it is only checked.
+        into: memory for the whole file, in order; without it the file is only checked.
 
     Raises:
         Problem: it is not what it should be; says how and where.
     """
     name = f"{path.parent.name}/{path.name}"
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        raise Problem(f"{name} is missing") from None
-    except OSError as error:
-        raise Problem(f"{name} cannot be read: {error.strerror}") from error
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != facts.num_bytes:
-            raise Problem(f"{name} has {size} bytes, not {facts.num_bytes}: it was cut off or changed")
-
-        blocks = range(0, size, BLOCK_BYTES)
-        if len(facts.crc32) != max(len(blocks), 1):
-            raise Problem(f"{name} has {len(facts.crc32)} checksums for {len(blocks)} blocks")
-        # One thread reads, in order, which disks like best; others take the checksums of what was read.
-        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "unisono-check") as pool:
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(MAX_THREADS, "unisono-check") as pool:
+            size = os.fstat(file.fileno()).st_size
+            if size != facts.num_bytes:
+                raise Problem(f"{name} has {size} bytes, not {facts.num_bytes}: it was cut off or changed")
+            num_blocks = max(-(-size // BLOCK_BYTES), 1)
+            if len(facts.crc32) != num_blocks:
+                raise Problem(f"{name} has {len(facts.crc32)} checksums for {num_blocks} blocks")
+            # One thread reads, in order, which disks like best; others take the checksums of what was read.
             checks = []
-            for start in blocks:
-                pieces = list(_pieces(slices, start, min(start + BLOCK_BYTES, size)))
-                _read_into(descriptor, pieces, start, name)
-                checks.append(pool.submit(_check_pieces, pieces))
-            for number, (start, check) in enumerate(zip(blocks, checks, strict=True)):
+            for pieces in _blocks(into) if into else _scratch(size):
+                for piece in pieces:
+                    _read_into(file, piece, name)
+                checks.append(pool.submit(reduce, lambda check, piece: zlib.crc32(piece, check), pieces, 0))
+            for number, check in enumerate(checks):
                 if check.result() != facts.crc32[number]:
+                    start = number * BLOCK_BYTES
                     raise Problem(
                         f"{name} is damaged in bytes {start} to {min(start + BLOCK_BYTES, size)}: CRC-32 "
                         f"{check.result():08x}, not {facts.crc32[number]:08x}"
                     )
+    except FileNotFoundError:
+        raise Problem(f"{name} is missing") from None
     except OSError as error:
         raise Problem(f"{name} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
 
 
-def _read_into(descriptor: int, pieces: Sequence[memoryview], start: int, name: str) -> None:
-    for piece in pieces:
-        rest = piece
+def _blocks(memory: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut memory into blocks; each of them may consist of several pieces."""
+    pieces: list[memoryview] = []
+    room = BLOCK_BYTES
+    for each in memory:
+        rest = each
         while rest:
-            number = os.preadv(descriptor, [rest], start)
-            if number == 0:
-                raise Problem(f"{name} ends at byte {start}")
-            rest = rest[number:]
-            start += number
+            pieces.append(rest[:room])
+            rest, room = rest[room:], room - len(pieces[-1])
+            if room == 0:
+                yield pieces
+                pieces, room = [], BLOCK_BYTES
+    if pieces:
+        yield pieces
 
 
-def _check_pieces(pieces: Sequence[memoryview]) -> int:
-    check = 0
-    for piece in pieces:
-        check = zlib.crc32(piece, check)
-    return check
+def _scratch(size: int) -> Iterator[list[memoryview]]:
+    for start in range(0, size, BLOCK_BYTES):
+        yield [memoryview(bytearray(min(BLOCK_BYTES, size - start)))]
 
 
-def _pieces(slices: Sequence[Slice], start: int, end: int) -> Iterable[memoryview]:
-    if not slices:
-        yield memoryview(bytearray(end - start))
-        return
-    for piece in slices:
-        low, high = max(start, piece.start), min(end, piece.start + len(piece.data))
-        if low < high:
-            yield piece.data[low - piece.start : high - piece.start]
+def _read_into(file: FileIO, piece: memoryview, name: str) -> None:
+    while piece:
+        number = file.readinto(piece)
+        if not number:
+            raise Problem(f"{name} ends before byte {file.tell() + len(piece)}")
+        piece = piece[number:]
 
 
 def verify(checkpoint: Path) -> Manifest:

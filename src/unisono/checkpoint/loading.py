@@ -1,23 +1,25 @@
-"""Checkpoints, read: for a run that goes on, and for everything else that wants the weights."""
+"""Read checkpoints: for a run that goes on, and for everything else that wants the weights."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import files
-from unisono.checkpoint.files import Manifest, Problem, Slice
+from unisono.checkpoint.files import Manifest, Problem
 from unisono.errors import CheckpointError
-from unisono.state import unpack
+from unisono.state import pack, unpack
 
 __all__ = ["Loaded", "load_model", "newest", "read"]
+
+T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
@@ -28,7 +30,7 @@ class Loaded(NamedTuple):
     state: dict[str, Any]
     """As the tracked objects gave it, on the CPU."""
     broken: list[str]
-    """Newer checkpoints that could not be used, and why."""
+    """Why newer checkpoints could not be used."""
 
 
 def read(checkpoint: Path) -> tuple[Manifest, dict[str, Any]]:
@@ -37,18 +39,11 @@ def read(checkpoint: Path) -> tuple[Manifest, dict[str, Any]]:
     Raises:
         Problem: it is broken.
     """
-    manifest = files.read_manifest(checkpoint)
-    tensors = _read_tensors(checkpoint, manifest, range(len(manifest.tensors)))
-    skeleton = _read_skeleton(checkpoint, manifest)
-    try:
-        state: dict[str, Any] = unpack(skeleton, [tensors[place] for place in range(len(tensors))])
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise Problem(f"{checkpoint.name}/{files.SKELETON} is not one of this version: {error}") from error
-    return manifest, state
+    return _read(checkpoint, lambda state: state)
 
 
 def newest(place: str | os.PathLike[str]) -> Loaded | None:
-    """The newest checkpoint that is what it should be; None if a run has not written any.
+    """Read the newest checkpoint that is not broken; None if a run has not written any.
 
     Args:
         place: a run's directory, or one checkpoint, which is then the only one that will do.
@@ -56,28 +51,16 @@ def newest(place: str | os.PathLike[str]) -> Loaded | None:
     Raises:
         CheckpointError: there are some, and all are broken; or the path holds nothing of this kind.
     """
-    folder = files.find(place)
-    single = folder.name != files.FOLDER and not files.complete(folder)
-    candidates = [folder] if single else files.complete(folder)
-    broken: list[str] = []
-    for path in reversed(candidates):
-        try:
-            manifest, state = read(path)
-        except Problem as problem:
-            broken.append(str(problem))
-            continue
-        return Loaded(path, manifest, state, broken)
-    if broken:
-        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(broken)}")
-    return None
+    found = _first_whole(place, read)
+    return Loaded(found[0], *found[1], found[2]) if found is not None else None
 
 
 def load_model(
     place: str | os.PathLike[str], model: nn.Module | None = None, *, name: str | None = None
 ) -> dict[str, Any]:
-    """The weights of a run, without a run.
+    """Return the weights of a run, without a run.
 
-    Reads the newest checkpoint that is what it should be (or the one that is named). No pickle is involved.
+    Reads the newest checkpoint that is not broken (or the one that is named). No pickle is involved.
 
     Args:
         place: a run's directory or one of its checkpoints.
@@ -91,74 +74,60 @@ def load_model(
     Raises:
         CheckpointError: there is no checkpoint, all are broken, or the object is not in it.
     """
+
+    def read_object(path: Path) -> dict[str, Any]:
+        weights: dict[str, Any] = _read(path, lambda state: _choose(state["objects"], name, path))[1]
+        return weights
+
+    found = _first_whole(place, read_object)
+    if found is None:
+        raise CheckpointError(f"{place} holds no checkpoint yet")
+    path, weights, broken = found
+    if broken:
+        warnings.warn(f"{'; '.join(broken)}; {path.name} is used", stacklevel=2)
+    if model is not None:
+        model.load_state_dict(weights)
+    return weights
+
+
+def _first_whole(place: str | os.PathLike[str], read_one: Callable[[Path], T]) -> tuple[Path, T, list[str]] | None:
+    """Return the newest checkpoint that can be read, with what was read, and why newer ones cannot be."""
     folder = files.find(place)
-    single = folder.name != files.FOLDER and not files.complete(folder)
-    candidates = [folder] if single else files.complete(folder)
-    if not candidates:
-        raise CheckpointError(f"{folder} holds no checkpoint yet")
     broken: list[str] = []
-    for path in reversed(candidates):
+    for path in reversed(files.candidates(folder)):
         try:
-            found = _read_object(path, name)
+            return path, read_one(path), broken
         except Problem as problem:
             broken.append(str(problem))
-            continue
-        if broken:
-            warnings.warn(f"{'; '.join(broken)}; {path.name} is used", stacklevel=2)
-        if model is not None:
-            model.load_state_dict(found)
-        return found
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(broken)}")
+    if broken:
+        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(broken)}")
+    return None
 
 
-def _read_object(checkpoint: Path, name: str | None) -> dict[str, Any]:
-    manifest = files.read_manifest(checkpoint)
-    whole = unpack(_read_skeleton(checkpoint, manifest), _Places())
-    objects: dict[str, Any] = whole["objects"]
+def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> Any:
+    """Return the state of the object that is meant."""
     if name is None:
-        flat = [key for key, value in objects.items() if value and all(isinstance(v, _Place) for v in value.values())]
-        name = "model" if "model" in objects else flat[0] if len(flat) == 1 else None
+        modules = [
+            key for key, value in objects.items() if value and all(isinstance(v, Tensor) for v in value.values())
+        ]
+        name = "model" if "model" in objects else modules[0] if len(modules) == 1 else None
     if name is None or name not in objects:
         asked = "which one: name=..." if name is None else f"there is no {name!r}"
         raise CheckpointError(f"{checkpoint.name} holds {', '.join(sorted(objects))}; {asked}")
-    places: list[int] = []
-    _collect(objects[name], places)
-    tensors = _read_tensors(checkpoint, manifest, places)
-    found: dict[str, Any] = _replace(objects[name], tensors)
-    return found
+    return objects[name]
 
 
-class _Place(int):
-    """Stands for the tensor of this number, which was not read."""
-
-
-class _Places(Sequence[Any]):
-    def __getitem__(self, place: Any) -> Any:
-        return _Place(place)
-
-    def __len__(self) -> int:
-        return 0
-
-
-def _collect(value: Any, places: list[int]) -> None:
-    if isinstance(value, _Place):
-        places.append(int(value))
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, places)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, places)
-
-
-def _replace(value: Any, tensors: dict[int, Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[int(value)]
-    if isinstance(value, dict):
-        return type(value)((key, _replace(item, tensors)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replace(item, tensors) for item in value)
-    return value
+def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any]) -> tuple[Manifest, Any]:
+    """Read what ``choose`` takes of a state; its tensors have no content yet when it is called."""
+    manifest = files.read_manifest(checkpoint)
+    tensors = [torch.empty(entry.shape, dtype=_dtype(entry.dtype)) for entry in manifest.tensors]
+    try:
+        state: dict[str, Any] = unpack(_read_skeleton(checkpoint, manifest), tensors)
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise Problem(f"{checkpoint.name}/{files.SKELETON} is not one of this version: {error}") from error
+    chosen = choose(state)
+    _fill(checkpoint, manifest, tensors, {one.data_ptr() for one in pack(chosen).tensors if one.numel()})
+    return manifest, chosen
 
 
 def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
@@ -166,40 +135,25 @@ def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
     if facts is None:
         raise Problem(f"the manifest of {checkpoint.name} names no {files.SKELETON}")
     data = bytearray(facts.num_bytes)
-    files.read_blocks(checkpoint / files.SKELETON, facts, [Slice(0, memoryview(data))])
+    files.read_blocks(checkpoint / files.SKELETON, facts, [memoryview(data)])
     return bytes(data)
 
 
-def _read_tensors(checkpoint: Path, manifest: Manifest, places: Sequence[int]) -> dict[int, Tensor]:
-    """These tensors, each in memory of its own; every byte of the parts that hold them is checked."""
-    wanted = set(places)
-    tensors: dict[int, Tensor] = {}
+def _fill(checkpoint: Path, manifest: Manifest, tensors: Sequence[Tensor], wanted: Collection[int]) -> None:
+    """Read the tensors at the addresses ``wanted``, and check every byte of the parts that hold them."""
     names = sorted(name for name in manifest.files if name.startswith("part-"))
-    for part in sorted({manifest.tensors[place].part for place in wanted}):
+    pairs = sorted(zip(manifest.tensors, tensors, strict=True), key=lambda pair: pair[0].start)
+    for part in sorted({entry.part for entry, tensor in pairs if tensor.data_ptr() in wanted}):
         if part >= len(names):
             raise Problem(f"the manifest of {checkpoint.name} names no part {part}")
         facts = manifest.files[names[part]]
-        inside = sorted(
-            (entry.start, place)
-            for place, entry in enumerate(manifest.tensors)
-            if entry.part == part and entry.num_bytes
-        )
-        start = facts.num_bytes - sum(manifest.tensors[place].num_bytes for _, place in inside)
-        slices = [Slice(0, memoryview(bytearray(start)))]
-        for _, place in inside:
-            entry = manifest.tensors[place]
-            if place in wanted:
-                tensors[place] = torch.empty(entry.shape, dtype=_dtype(entry.dtype))
-                data = files.memory_at(tensors[place].data_ptr(), entry.num_bytes, tensors[place])
-            else:
-                data = memoryview(bytearray(entry.num_bytes))
-            slices.append(Slice(start, data))
-            start += entry.num_bytes
-        files.read_blocks(checkpoint / names[part], facts, slices)
-    for place in wanted - tensors.keys():  # those without an element
-        entry = manifest.tensors[place]
-        tensors[place] = torch.empty(entry.shape, dtype=_dtype(entry.dtype))
-    return tensors
+        inside = [(entry, tensor) for entry, tensor in pairs if entry.part == part and entry.num_bytes]
+        header = facts.num_bytes - sum(entry.num_bytes for entry, _ in inside)
+        memory = [memoryview(bytearray(header))]
+        for entry, tensor in inside:
+            address, size = tensor.data_ptr(), entry.num_bytes
+            memory.append(files.memory_at(address, size, tensor) if address in wanted else memoryview(bytearray(size)))
+        files.read_blocks(checkpoint / names[part], facts, memory)
 
 
 def _dtype(name: str) -> torch.dtype:

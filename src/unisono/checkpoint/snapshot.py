@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import torch
 from torch import Tensor
 
 from unisono.checkpoint import files
-from unisono.checkpoint.files import Entry
-from unisono.decisions.cadence import Place, assign_parts
+from unisono.checkpoint.files import Entry, Manifest
+from unisono.decisions.cadence import assign_parts
 from unisono.state import Packed
 
 __all__ = ["LateCopy", "Layout", "Memory", "Snapshot", "choose_late", "tensor_names"]
@@ -78,12 +79,12 @@ class LateCopy:
         self._target, self._source = target, source
         self._version = source._version
 
-    def run(self, goes_on: Callable[[], bool]) -> None:
-        """Copy the tensor, as long as ``goes_on()`` is true."""
+    def run(self, is_abandoned: Callable[[], bool]) -> None:
+        """Copy the tensor, until it is abandoned."""
         # Not by torch, whose number of threads belongs to the thread that trains.
         size = self._source.numel() * self._source.element_size()
         for start in range(0, size, COPY_BYTES):
-            if goes_on():
+            if not is_abandoned():
                 source = self._source.data_ptr() + start
                 ctypes.memmove(self._target.data_ptr() + start, source, min(COPY_BYTES, size - start))
 
@@ -97,27 +98,35 @@ class LateCopy:
 class Snapshot:
     """The state of a run at a boundary, as one member writes it."""
 
-    place: Place
-    generation: int
+    manifest: Manifest
+    """Without the files, which are to be written."""
     folder: Path
     """The directory of the checkpoint before it gets its final name."""
     layout: Layout
     skeleton: bytes
-    metrics: dict[str, float]
-    num_workers: int
-    began: float
-    """`time.monotonic` of the moment before the copy."""
     part: int | None
     """The part that this member writes; None: this member writes nothing."""
     data: memoryview
     """The bytes of that part."""
     late: tuple[LateCopy, ...]
     """The copies that are still to be made into ``data``."""
+    began: float
+    """`time.monotonic` before the copy."""
+    copied: Event = field(default_factory=Event)
+    """Set when the late copies are made."""
+    abandoned: Event = field(default_factory=Event)
+    """Set when nobody needs the snapshot any more."""
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> Path:
         """The file that this member writes."""
-        return None if self.part is None else self.folder / files.part_name(self.part, len(self.layout.headers))
+        assert self.part is not None
+        return self.folder / files.part_name(self.part, len(self.layout.headers))
+
+    @property
+    def final(self) -> Path:
+        """The directory of the checkpoint when it is complete."""
+        return self.folder.with_name(files.step_name(self.manifest.step))
 
 
 def choose_late(tensors: Sequence[Tensor], stable: Collection[int]) -> set[int]:

@@ -47,7 +47,7 @@ def checkpoints(
 
 def _find(directory: Path, step: int | None) -> list[Path]:
     folder = files.find(directory)
-    found = files.complete(folder) or ([] if folder.name == files.FOLDER else [folder])
+    found = files.candidates(folder)
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint yet")
     if step is None:

@@ -114,7 +114,8 @@ class Keeper:
         self._metrics = dict(self._resumption.metrics)
         self.journal.go_on_at(rounds.place.lines, lines)
         self._directory.enter(self._run_id)
-        self._saver.join(self._worker_id, self._resumption.origin(cursor), is_newcomer=rounds.number > 0)
+        recipe, fingerprint = self._resumption.whole_recipe(cursor), self._resumption.fingerprint()
+        self._saver.join(self._worker_id, recipe, fingerprint, is_newcomer=rounds.number > 0)
 
     def close(self) -> None:
         """End what was begun, whatever happened."""

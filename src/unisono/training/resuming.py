@@ -16,7 +16,6 @@ import torch
 
 from unisono.checkpoint import files
 from unisono.checkpoint.loading import Loaded, newest
-from unisono.checkpoint.writer import Origin
 from unisono.decisions.cadence import Place, differences, table
 from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, UsageError
@@ -93,16 +92,17 @@ class Resumption:
         """Return what the scripts of all workers must agree on."""
         return {**asdict(cursor), "threads": self._threads}
 
-    def origin(self, cursor: Cursor) -> Origin:
-        """Return what a checkpoint of this run says about the run."""
-        return Origin(self._whole_recipe(cursor), fingerprint(str(self._device)))
-
-    def _whole_recipe(self, cursor: Cursor) -> dict[str, Any]:
+    def whole_recipe(self, cursor: Cursor) -> dict[str, Any]:
+        """Return what a script must agree with that goes on from a checkpoint of this run."""
         shapes = {
             name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
             for name, parameter in self._tracked.parameters()
         }
         return {**self.recipe(cursor), FIXED: shapes}
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what the arithmetic of this worker depends on."""
+        return fingerprint(str(self._device))
 
     # -- the beginning -------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Resumption:
         if place.phase != phase:
             self._tracked.load_models(loaded.state)
             return place
-        self._check(loaded, self._whole_recipe(cursor))
+        self._check(loaded, self.whole_recipe(cursor))
         self._tracked.load(loaded.state)
         self._loaded = None
         moved = self._set_aside(loaded, path)  # first: the journal would not reach as far as these
@@ -166,7 +166,7 @@ class Resumption:
             facts["command"] = command
         if self._resume:
             facts["resumed"] = before.get("resumed", [])
-        return {**facts, "recipe": self.recipe(cursor), "fingerprint": fingerprint(str(self._device))}
+        return {**facts, "recipe": self.recipe(cursor), "fingerprint": self.fingerprint()}
 
     def _find(self, directory: Path) -> Loaded | None:
         files.take_over(directory / files.FOLDER)
