@@ -103,7 +103,7 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
                 url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
                 own = agent._Agent(job, url, "token", secret, Plain(), head)
                 running = asyncio.create_task(own.run())
-                while not own._agent_id:
+                while not own._following.agent_id:
                     await asyncio.sleep(0)
                 os.kill(os.getpid(), signal.SIGINT)
                 await reached.wait()
@@ -366,11 +366,11 @@ def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
         child = spawn("w1", [sys.executable, "-c", "import signal; signal.pause()"], os.environ, ())
         try:
             for _ in range(2):  # the second time by a head that follows one that has died
-                guest._hear(Start(worker_ids=["w1"]))
-                guest._hear(Start(worker_ids=["w2"], delay_s=60.0))
+                guest.hear(Start(worker_ids=["w1"]))
+                guest.hear(Start(worker_ids=["w2"], delay_s=60.0))
             (late,) = guest._late.values()
             for worker_id in ("w1", "w2"):
-                guest._hear(Evict(worker_id=worker_id, reason="one too many"))
+                guest.hear(Evict(worker_id=worker_id, reason="one too many"))
             nursery.unborn["w1"](child)
             assert await child.ended_within(WAIT_S)
             assert child.exit_code == -signal.SIGKILL
@@ -400,7 +400,7 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
         with contextlib.closing(Memory("unisono-token")) as secret:
             guest = agent._Agent(job, "ws://127.0.0.1:1", "token", secret, Plain(), None)
             guest._nursery = cast(Nursery, nursery)
-            guest._hear(Start(worker_ids=["w1"]))
+            guest.hear(Start(worker_ids=["w1"]))
             nursery.alive = False
             nursery.unborn["w1"]("the nursery has ended")
         (child,) = children
@@ -427,8 +427,8 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
             own = agent._Agent(
                 job, "ws://127.0.0.1:1", "token", secret, Plain(), cast(headprocess.HeadProcess, object())
             )
-        own._hear(Welcome(run_id="this run", heartbeat_s=0.5, warnings=[], options={}, agent_id="agent0"))
-        own._hear(RunDirectory(path=str(tmp_path)))
+        own._following.run_id = "this run"
+        own.hear(RunDirectory(path=str(tmp_path)))
         own._conclude(ended)
         return own._how_to_go_on(ended)
 
