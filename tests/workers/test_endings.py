@@ -405,7 +405,7 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
             nursery.unborn["w1"]("the nursery has ended")
         (child,) = children
         assert guest._workers == {"w1": child}
-        assert guest._outbox.empty()
+        assert not guest._following._outbox
         child.kill()
         assert await child.ended_within(WAIT_S)
 
