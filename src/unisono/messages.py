@@ -1,12 +1,14 @@
-"""What members, agents, the head and the watchers say to each other: frozen, validated, without pickle.
+"""The messages between workers, agents, the head and commands: frozen, validated, without pickle.
 
-Every message is a msgspec struct with its class name as tag, encoded as MessagePack; `decode` refuses whatever is not
-one. Members and agents speak to the head only. A `Notice` is the head's decision about the membership::
+Every message is a msgspec struct with its class name as tag, encoded as MessagePack; `decode` refuses everything else.
+Workers and agents send messages to the head only. A `Notice` is the head's decision about the membership::
 
     worker                           head                          agent
       Hello   ------------------->          <-------------------  AgentHello
               <-------------------  Welcome  ------------------->
       Ready   ------------------->  "admit me at a step boundary"
+                                    Snapshot ------------------>  held for a head that may follow
+                                          <-------------------  Kept
               <-------------------  Notice (a generation, with its reason)
       Holding ------------------->  "I have the run's state"
       Beat    ------------------->  every heartbeat_s, with progress
@@ -17,7 +19,7 @@ one. Members and agents speak to the head only. A `Notice` is the head's decisio
               <-------------------  Ended    ------------------->
 
 `Scale` and `Stop` may also come from outside (``unisono scale``, ``unisono stop``): they are then the first and only
-message of their connection, and the answer is `Announcement`.
+message of their connection, and the answer is an `Announcement`.
 """
 
 from __future__ import annotations
@@ -70,9 +72,9 @@ PROTOCOL = 1
 
 
 def is_refusal(status: int) -> bool:
-    """Whether an HTTP status says that this connection is not wanted, now or later.
+    """Return whether an HTTP status refuses this connection, now and later.
 
-    A server error is not such a word: a head that is about to end answers 503, and whoever asks looks for it again.
+    A server error does not: a head that is about to end answers 503, and another one may follow.
     """
     return status < 500
 
@@ -82,7 +84,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class MemberInfo(Message):
-    """A worker as its peers need to know it. ``worker_id`` is stable for the worker's life."""
+    """What its peers need to know of a worker. ``worker_id`` is stable for the worker's life."""
 
     worker_id: str
     host: str
@@ -92,7 +94,7 @@ class MemberInfo(Message):
     board: str = ""
     """Address of its page in shared memory (`unisono.exchange.pages`); empty where the host has none."""
     address: str = "127.0.0.1"
-    """The interface that its data connections listen on."""
+    """The interface on which it listens for data connections."""
 
 
 # -- worker to head ----------------------------------------------------------------------------------
@@ -103,11 +105,11 @@ class Hello(Message):
 
     info: MemberInfo
     fingerprint: dict[str, str]
-    """What equal bits depend on: instruction set, torch, threads ... (`unisono.fingerprint`)."""
+    """Everything that the bits of a result depend on: instruction set, torch, threads ... (`unisono.fingerprint`)."""
     script: str = ""
     """Checksum of the text of its script; empty where that is not one file."""
     generation: int = 0
-    """The newest generation that it holds: not 0 when it comes back after its connection broke."""
+    """The newest generation that it holds; not 0 when the worker connects again after its connection broke."""
     term: int = 0
     """The highest term of a head that it has heard of."""
     protocol: int = PROTOCOL
@@ -121,13 +123,13 @@ class Ready(Message):
 
 
 class Holding(Message):
-    """This worker holds the run's state since the start of this generation: it may finish a step with others."""
+    """This worker has held the run's state since the start of this generation, so it can finish a step with others."""
 
     generation: int
 
 
 class Beat(Message):
-    """Heartbeat, with progress. Sent by a thread, so it says "the process lives"; ``progress`` says "it works"."""
+    """Heartbeat, sent by a thread: it shows that the process lives; ``progress`` shows whether the script gets on."""
 
     generation: int
     phase: int
@@ -135,26 +137,26 @@ class Beat(Message):
     microbatch: int
     """The leaf being computed; -1 outside of one."""
     progress: int
-    """Grows whenever the main thread gets anywhere; the same value for long means that it hangs."""
+    """Grows whenever the main thread gets on; the same value for a long time means that the main thread hangs."""
     waiting: bool
-    """The main thread waits for others: no progress is no reproach. Only while somebody waits can another be late."""
+    """The main thread waits for other workers, so it is not late itself. A worker is only late while others wait."""
     num_steps: int = 0
-    """In how many steps of the run it has been; in its first one a worker may be slow."""
+    """Steps of the run in which the worker has taken part; in its first one a worker may be slow."""
     seconds_at: float = 0.0
-    """How long the main thread has been at this progress value."""
+    """Seconds since ``progress`` has grown."""
     evaluates: bool = False
     """``microbatch`` is a batch of an evaluation."""
     samples: list[int] = []
-    """The first ones of that micro-batch, when it has been there for a while."""
+    """The first samples of that micro-batch, if the worker has been computing it for a while."""
 
 
 class Suspect(Message):
-    """This member's exchange failed in a way that the head may not have seen (a cut link, a deadline)."""
+    """This member's exchange failed for a reason that the head may not know (a cut cable, a deadline)."""
 
     generation: int
     reason: str
     peers: list[str] = []
-    """Whom it suspects, where it knows."""
+    """The workers that it waited for, where it knows them."""
 
 
 class StepDone(Message):
@@ -174,7 +176,7 @@ class Happened(Message):
 
 
 class Failed(Message):
-    """User code raised (or the script used the library wrongly)."""
+    """The script raised an error, of its own or because it used the library wrongly."""
 
     error: str
     """Class and message, one line."""
@@ -185,22 +187,22 @@ class Failed(Message):
     samples: list[int] = []
     """Indices of the samples of that micro-batch."""
     retry: bool = False
-    """The error came out of a micro-batch's computation, so another worker may try it."""
+    """The computation of a micro-batch raised the error, so another worker may try that micro-batch."""
     exit_code: int = 1
-    """What the command shall exit with: the script's own where it called ``sys.exit``."""
+    """Exit code for the command: the script's own if it called ``sys.exit``."""
 
 
 class Leaving(Message):
-    """The script is at the end of its ``with unisono.Run(...)``, and waits there for the others.
+    """The script waits for the others at the end of its ``with unisono.Run(...)``.
 
-    Or it has left a training loop before its end, and begins another.
+    Or it has left a training loop before the loop's end, and begins another one.
     """
 
     phase: int
     step: int
-    """The first step that it has no part in."""
+    """The first step in which the worker takes no part."""
     goes_on: bool = False
-    """It begins another ``run.steps``."""
+    """The script begins another ``run.steps``."""
 
 
 class Finished(Message):
@@ -208,19 +210,19 @@ class Finished(Message):
 
     phase: int = -1
     step: int = -1
-    """The first step that it had no part in, where it left the training loop before its end. -1: it did not."""
+    """The first step in which the worker took no part, if it left the training loop before its end; else -1."""
 
 
 class Left(Message):
-    """Drained: this worker is out at a step boundary and ends by itself."""
+    """This worker has left the run at a step boundary, as it was asked to, and ends by itself."""
 
 
 class RunDirectory(Message):
-    """The script chose this run directory; the head leaves its address there."""
+    """The script has chosen this run directory; the head writes its address there."""
 
     path: str
     on_signal: int = -1
-    """At SIGTERM, stop the run at the end of the step, where it writes a checkpoint, and exit with this code.
+    """At SIGTERM, stop the run at the end of the step, with a checkpoint, and exit with this code.
     -1: end at once."""
 
 
@@ -235,7 +237,7 @@ class StoreCall(Message):
     amount: int = 0
     timeout_s: float = 60.0
     generation: int = 0
-    """For whose sake: its keys go when it is over. 0: they stay."""
+    """The generation that needs the keys: they are deleted when it is over. 0: they stay."""
 
 
 # -- head to worker ----------------------------------------------------------------------------------
@@ -251,11 +253,11 @@ class Welcome(Message):
     warnings: list[str] = []
     """E.g. how this worker's fingerprint differs from the first one's."""
     agent_id: str = ""
-    """To an agent: what it is called here."""
+    """To an agent: the name that the head has given it."""
 
 
 class Notice(Message):
-    """A decision about the membership. Notices are numbered; only the newest counts."""
+    """The next generation. Only the newest notice counts."""
 
     generation: int
     members: list[MemberInfo]
@@ -268,7 +270,7 @@ class Notice(Message):
     """Finish the step, then wait for another notice before the next."""
     reason: str = ""
     warnings: list[str] = []
-    """Of those who are new in it and may compute differently; the journal says so."""
+    """One for each new member that may compute differently; the journal records them."""
 
 
 class StoreAnswer(Message):
@@ -281,12 +283,12 @@ class StoreAnswer(Message):
 
 
 class Ended(Message):
-    """The run is over, well or not. Also the last thing that agents hear."""
+    """The run is over, well or not: the last message to workers and agents."""
 
     ok: bool
     reason: str
     worker_id: str = ""
-    """Whose failure it was."""
+    """The worker that failed, where one did."""
     traceback: str = ""
     exit_code: int = 0
     step: int = -1
@@ -303,16 +305,16 @@ class AgentHello(Message):
     pid: int
     num_workers: int
     primary: bool = False
-    """It started the head: when it goes, the run ends."""
+    """It has started the head: when this agent goes, the run ends."""
     agent_id: str = ""
-    """What a `Welcome` has called it: it comes back after the head was away."""
+    """The name that a `Welcome` has given it, if it connects again."""
     term: int = 0
     """The highest term of a head that it has heard of."""
     protocol: int = PROTOCOL
 
 
 class WorkerExit(Message):
-    """A worker's process has ended: what a closed connection cannot say."""
+    """A worker's process has ended; a closed connection alone does not show that."""
 
     worker_id: str
     exit_code: int
@@ -322,7 +324,7 @@ class WorkerExit(Message):
 
 
 class Start(Message):
-    """Agent, start these workers. An id is never used again."""
+    """Order to an agent: start these workers. An id is never used again."""
 
     worker_ids: list[str]
     delay_s: float = 0.0
@@ -330,7 +332,7 @@ class Start(Message):
 
 
 class Evict(Message):
-    """Agent, end this worker's process."""
+    """Order to an agent: end this worker's process."""
 
     worker_id: str
     reason: str
@@ -355,7 +357,7 @@ class Kept(Message):
 
 
 class WorkerLate(Message):
-    """To a worker that makes no progress: its Python stacks are wanted on its standard error."""
+    """Order to a worker that makes no progress: write the Python stacks to standard error."""
 
     worker_id: str
     step: int
@@ -364,32 +366,32 @@ class WorkerLate(Message):
 
 
 class Drain(Message):
-    """Take these workers out at the end of the step (all of this agent's where empty)."""
+    """Request of an agent: take these workers out at the end of the step (empty: all of this agent's workers)."""
 
     worker_ids: list[str] = []
     reason: str = ""
 
 
 class Scale(Message):
-    """From outside: make it this many workers."""
+    """Request from outside: change the number of workers."""
 
     num_workers: int
 
 
 class Stop(Message):
-    """From outside: end the run at the end of the step."""
+    """Request from outside: end the run at the end of the step."""
 
     reason: str
 
 
 class Announcement(Message):
-    """Agent, show this: what the head decided, and why."""
+    """A sentence for the user, e.g. what the head has decided and why. Agents show it."""
 
     text: str
 
 
 class Lost(Message):
-    """Inside the head only: the connection of a worker or an agent has closed."""
+    """The connection of a worker or an agent has closed. Inside the head only, never sent."""
 
     reason: str = ""
 
@@ -408,10 +410,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The message in ``data``.
+    """Return the message in ``data``.
 
     Raises:
-        ProtocolError: it is none that this version knows.
+        ProtocolError: this version does not know such a message.
     """
     try:
         return _decoder.decode(data)

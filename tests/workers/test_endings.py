@@ -500,7 +500,7 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
             own = agent._Agent(
                 spec, "ws://127.0.0.1:1", "token", secret, Stream([Plain()]), cast(headprocess.HeadProcess, object())
             )
-        own._following._take(Welcome(run_id="this run", heartbeat_s=0.5, agent_id="agent0"))
+        own._following.run_id = "this run"
         own.hear(RunDirectory(path=str(tmp_path)))
         own._conclude(ended)
         return own._how_to_go_on(ended)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -25,10 +25,10 @@ from tests.pure.test_membership import step_done, training
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono import events
-from unisono.cli.reach import ask_status, find
+from unisono.cli.reach import Address, NotGoing, ask_status, find
 from unisono.decisions.following import StaleHead
 from unisono.decisions.membership import heirs
-from unisono.decisions.membership.roster import Agent, Policy, State
+from unisono.decisions.membership.roster import Agent, Policy, State, WorkerState
 from unisono.head.memory import Memory
 from unisono.head.server import MAX_STEPS_QUEUED, Head
 from unisono.journal import JOURNAL, compare, read
@@ -167,6 +167,48 @@ def test_another_head_takes_over_and_no_worker_restarts(
     assert compare(tmp_path / "one", run.directory).startswith("identical: 12 steps")
     generations = {line["generation"] for line in read(run.directory / JOURNAL) if line["kind"] == "step"}
     assert (generations == {1}) is not also_a_worker, output
+
+
+def test_a_machine_that_has_joined_follows_the_next_head_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers go on, and one of them that is lost is replaced there."""
+    monkeypatch.setattr("unisono.cli.reach.TIMEOUT_S", WAIT_S)
+    join = [sys.executable, "-m", "unisono", "join", "-n", "1"]
+    with held_run(tmp_path, SCRIPT, 1) as run:
+        address = find(str(run.directory))
+        command = [*join, address.url, "--token-file", run.directory / "token"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as guest:
+            try:
+                before = workers_of(address, 2)
+                old = run.head()
+                os.kill(old, signal.SIGKILL)
+                wait_until_gone({old}, time.monotonic() + WAIT_S)
+                assert workers_of(address, 2) == before
+                os.kill(before["w1"], signal.SIGKILL)
+                assert list(workers_of(address, 2, without=["w1"])) == ["w0", "w2"]
+                run.go_on()
+                output, told = run.output(), guest.communicate(timeout=WAIT_S)[0]
+            except BaseException:
+                guest.kill()
+                raise
+    assert (run.process.returncode, guest.returncode) == (0, 0), output + told
+    assert "another one takes over" in output
+    assert "worker w1" in output
+    assert "worker w2 replaces it now" in output
+
+
+def workers_of(address: Address, num_workers: int, without: Collection[str] = ()) -> dict[str, int]:
+    """The pids of so many workers that wait to be admitted or take part, when they are there."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        with contextlib.suppress(NotGoing):
+            states = {WorkerState.READY.value, WorkerState.ADMITTED.value, WorkerState.HOLDING.value}
+            found = [worker for worker in ask_status(address)["workers"] if worker["state"] in states]
+            pids = {worker["worker_id"]: worker["pid"] for worker in found}
+            if len(pids) == num_workers and not pids.keys() & set(without):
+                return pids
+        assert time.monotonic() < deadline
 
 
 def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp_path: Path) -> None:

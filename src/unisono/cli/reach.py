@@ -18,7 +18,7 @@ TIMEOUT_S = 10.0
 
 
 class NotGoing(UsageError):
-    """There is no head where the run directory says, or it says nothing."""
+    """No head listens at the address in the run directory, or there is no address."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Address:
 
 
 def find(run: str) -> Address:
-    """Where the head of the run in this directory listens.
+    """Return where the head of the run in this directory listens.
 
     Raises:
         NotGoing: no run is going there. UsageError: one may be, but this user cannot read how to reach it.
@@ -67,7 +67,7 @@ def read_token(path: str) -> str:
 
 
 def ask_status(address: Address) -> dict[str, Any]:
-    """The head's account of the run.
+    """Return the head's account of the run.
 
     Raises:
         NotGoing: nobody answers there. UsageError: that is no address, or the token is not the run's.

@@ -23,7 +23,7 @@ class Keys:
         self._changed: set[asyncio.Event] = set()
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
-        """What one call of `unisono.store.HeadStore` gets; errors are told in the answer."""
+        """Return the answer to one call of `unisono.store.HeadStore`; it carries errors as well."""
         try:
             values, amount = await self._do(call)
         except (ProtocolError, DeadlineExceeded) as error:
@@ -65,7 +65,7 @@ class Keys:
         )
 
     def end_generations(self, before: int) -> None:
-        """Forget the keys that were made for the sake of generations with lower numbers: these are over."""
+        """Delete the keys of generations with lower numbers: these are over."""
         self._oldest = max(self._oldest, before)
         for generation in [number for number in self._made_for if number < before]:
             for key in self._made_for.pop(generation):
@@ -73,7 +73,7 @@ class Keys:
 
     def _put(self, key: str, value: bytes, call: StoreCall) -> None:
         if 0 < call.generation < self._oldest:
-            return  # it has not heard yet that this generation is over, and nobody will ask
+            return  # the caller has not heard yet that this generation is over, and nobody will ask for the key
         if key not in self._values and len(self._values) >= self.MAX_KEYS:
             raise ProtocolError(f"the store holds {self.MAX_KEYS} keys already")
         self._values[key] = value

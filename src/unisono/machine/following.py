@@ -286,8 +286,12 @@ class Following:
 async def _connect(host: str, port: int) -> socket.socket:
     """Return a non-blocking socket that is connected to the first address of this host that answers."""
     loop = asyncio.get_running_loop()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:  # a name: to look it up may take long
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)

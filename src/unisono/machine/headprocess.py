@@ -40,10 +40,10 @@ class Service:
 
 
 def listen(service: Service) -> socket.socket:
-    """The socket of the run.
+    """Return the socket on which the run's heads listen.
 
     Raises:
-        UsageError: there is none at this address; says why.
+        UsageError: this address cannot be used; says why.
     """
     try:
         family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
@@ -58,7 +58,7 @@ def listen(service: Service) -> socket.socket:
 
 
 def reachable(bind: str) -> str:
-    """The address under which workers, here and elsewhere, find what listens on ``bind``."""
+    """Return the address at which workers, here and elsewhere, reach a socket that listens on ``bind``."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(bind).is_unspecified:
             return bind
@@ -73,7 +73,7 @@ def reachable(bind: str) -> str:
 
 
 def address(host: str, port: int) -> str:
-    """What others connect to."""
+    """Return the URL of a head."""
     return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
 
 

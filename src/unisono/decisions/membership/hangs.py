@@ -1,15 +1,15 @@
-"""Is a worker late, or does it hang? From its heartbeats, and from who waits for it.
+"""Is a worker late, or does it hang? Judged by its heartbeats, and by the workers that wait for it.
 
-A worker is only late where others wait for it: a slow team has no one to blame. Members that hold the run's state can
-go on without it, so they do (it is left aside, and ended later). Newcomers that are being admitted wait as well, but
-between two steps a script may do for long what it likes, and all members at once; so their waiting counts within a
-micro-batch only, and with much more patience: there may be nobody who could go on.
+A worker is only late where others wait for it: in a team that is slow together no worker is to blame. Members that hold
+the run's state can go on without the late one, so they do (it is left aside, and ended later). Newcomers that are being
+admitted wait as well; but between two steps a script may be busy for long, on all members at once, so their waiting
+counts within a micro-batch only, and with much more patience: perhaps no other worker could go on.
 
-Members at the end of the run have nothing to go on with either. What the last one does there (an export of the main
-worker) may be slow; it is reported, and when it takes very long the run ends, and not well.
+Members at the end of the run have nothing to go on with either. The last one may be busy there for long (an export of
+the main worker); it is reported, and after a very long time the run ends as failed.
 
-One that stands where another has hung before (the same micro-batch, the same samples) needs nobody who waits: there it
-is the script or its data, which hangs on every worker, and the run ends.
+A worker that stands where another one has hung before (the same micro-batch, the same samples) is judged even if no
+worker waits: the script or its data hangs there on every worker, so the run ends.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from unisono.messages import Beat
 __all__ = ["FIRST_STEP", "Hang", "Limits", "Verdict", "Waiting", "judge"]
 
 FIRST_STEP: Final = 10
-"""So many times longer may the first step of a worker take before it counts as hanging; and a micro-batch that only
-newcomers wait for; and what is done after the training loop."""
+"""Factor of patience: for the first step of a worker, for a micro-batch that only newcomers wait for, and for the work
+after the training loop."""
 
 
 class Waiting(enum.Enum):
-    """Who waits for a worker."""
+    """The workers that wait for a worker."""
 
     NOBODY = "nobody"
     NEWCOMERS = "newcomers"
@@ -40,13 +40,13 @@ class Waiting(enum.Enum):
 class Verdict(enum.Enum):
     FINE = "fine"
     LATE = "late"
-    """It is reported, with its stack."""
+    """The worker is reported, with its stack."""
     ASIDE = "aside"
     """The others compute its micro-batches and go on."""
     HANGS = "hangs"
-    """It is ended."""
+    """The worker is ended."""
     HANGS_AGAIN = "hangs again"
-    """Where another has hung: the run ends."""
+    """Another worker has hung there: the run ends."""
     HANGS_AT_END = "hangs at the end"
     """All others are at the end of the run: the run ends."""
 
@@ -61,28 +61,28 @@ class Limits:
 
     @property
     def shortest_s(self) -> float:
-        """Whoever makes progress within this is fine, whatever else is known."""
+        """A worker that makes progress within this time is fine, whatever else is known."""
         return min(self.late_s, self.aside_s, self.hang_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Where a worker hung that the others went on without."""
+    """The position at which a worker hung; the others went on without it."""
 
     worker_id: str
     beat: Beat
 
     def is_at(self, beat: Beat) -> bool:
-        """Whether a worker that says this stands at the same place."""
-        return _place(self.beat) == _place(beat)
+        """Return whether a worker with this heartbeat stands at the same position."""
+        return _position(self.beat) == _position(beat)
 
     def is_passed(self, beat: Beat) -> bool:
-        """Whether a member that says this has got further."""
+        """Return whether a member with this heartbeat has got further."""
         return (beat.phase, beat.step) > (self.beat.phase, self.beat.step)
 
 
 def judge(beat: Beat, waiting: Waiting, *, is_known: bool, limits: Limits) -> Verdict:
-    """What to think of a worker that computes.
+    """Judge a worker that computes.
 
     Args:
         is_known: another worker has hung where this one stands.
@@ -105,5 +105,5 @@ def judge(beat: Beat, waiting: Waiting, *, is_known: bool, limits: Limits) -> Ve
     return late
 
 
-def _place(beat: Beat) -> tuple[int, int, int, bool]:
+def _position(beat: Beat) -> tuple[int, int, int, bool]:
     return beat.phase, beat.step, beat.microbatch, beat.evaluates

@@ -1,4 +1,4 @@
-"""Whether a worker that says hello would compute what the others compute."""
+"""Would a worker that says hello compute the same bits as the others?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["differences", "objection", "refusal"]
 
 
 def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """What in two fingerprints is not the same, in words."""
+    """Return the entries in which two fingerprints differ, as sentences."""
     return [
         f"{key} is {other.get(key, 'unknown')!r} and not {first.get(key, 'unknown')!r}"
         for key in sorted({*first, *other})
@@ -20,7 +20,7 @@ def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]
 
 
 def refusal(state: State, hello: Hello) -> str:
-    """Why this worker may not take part, up to the remedy; "" where it may."""
+    """Return why this worker may not take part and what to do about it; "" if it may."""
     if not state.policy.allow_different_script and (text := _other_script(state, hello)):
         return (
             f"{text}, so it would compute other gradients, and is refused; was the script edited after the run had "
@@ -32,7 +32,7 @@ def refusal(state: State, hello: Hello) -> str:
 
 
 def objection(state: State, hello: Hello) -> str:
-    """What speaks against this worker, as a sentence without its subject; "" where nothing does."""
+    """Return how this worker differs, as a sentence without its subject; "" if it does not."""
     texts = []
     if found := differences(state.fingerprint or hello.fingerprint, hello.fingerprint):
         texts.append(f"computes differently: {', '.join(found)}")

@@ -1,4 +1,4 @@
-"""What the membership table knows: settings, workers, machines, the newest generation.
+"""The state of the membership table: settings, workers, machines, the newest generation.
 
 A worker goes through::
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 START_HANGS: Final = 10
-"""So many times `Policy.hang_s` may pass from the start of a process to its first word: it may load over a network."""
+"""So many times `Policy.hang_s` may pass from the start of a process to its hello: it may load over a network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Policy:
     maximum: int
     """More are not admitted."""
     grows: bool = True
-    """A machine that joins raises ``maximum`` by its workers as long as it is there."""
+    """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
     max_restarts: int = 10
     """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
@@ -62,23 +62,24 @@ class Policy:
     allow_different_script: bool = False
     """Admit, with a warning, a worker whose script has another text than the run's."""
     heartbeat_s: float = 0.5
-    """How often a member says something."""
+    """Time between two heartbeats of a worker."""
     heartbeat_timeout_s: float = 5.0
-    """A member that says nothing for this long, while others do, is lost."""
+    """A member that is silent for this long, while others are heard, is lost."""
     late_s: float = 3.0
-    """A member that others wait for and that gets nowhere for this long is reported."""
+    """A member that others wait for and that makes no progress for this long is reported."""
     aside_s: float = 10.0
-    """A member that others wait for and that gets nowhere for this long is left out: they compute its micro-batches."""
+    """A member that others wait for and that makes no progress for this long is left aside: they compute its
+    micro-batches."""
     hang_s: float = 60.0
     """... and for this long is ended."""
     grace_s: float = 0.05
-    """How long a closed connection may be without an agent that watches the process."""
+    """A worker that no agent watches is lost so long after its connection closed."""
     reconnect_s: float = 1.0
-    """How long a closed connection may be when an agent would know of the process's end."""
+    """A worker that an agent watches may connect again for so long after its connection closed."""
     away_s: float = 60.0
-    """How long a machine may take to find a head that has taken over."""
+    """Time for a machine to connect to a head that has taken over."""
     suspect_s: float = 1.0
-    """How long a broken exchange waits for its cause to be known before the same members try again."""
+    """Time in which a loss may explain a broken exchange, before the same members try again."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.start <= self.maximum:
@@ -94,7 +95,7 @@ class Policy:
 
 
 class WorkerState(enum.Enum):
-    """Where a worker stands; the value is the word for it."""
+    """The stages of a worker's life; the value is what the user reads."""
 
     ORDERED = "ordered"
     """An agent was told to start it."""
@@ -107,7 +108,7 @@ class WorkerState(enum.Enum):
     HOLDING = "training"
     """It holds the run's state: it can go on when others are lost."""
     ASIDE = "aside"
-    """It hangs: the others go on without it. It may still wake up, and then ends to join again."""
+    """It makes no progress, so the others go on without it. If it wakes up, it ends, and another one joins."""
     FINISHED = "finished"
     LEFT = "left"
     LOST = "lost"
@@ -124,13 +125,13 @@ class Worker:
     worker_id: str
     state: WorkerState
     agent: str = ""
-    """Who started it; empty when nobody did, or that agent is gone."""
+    """The agent that started it; empty when none did, or that agent is gone."""
     info: MemberInfo | None = None
     phase: int = 0
     generation: int = 0
-    """The newest generation that it said `Holding` of."""
+    """The newest generation for which it sent `Holding`."""
     heard_at: float = 0.0
-    """While it is ordered: when it was to be started."""
+    """When it was heard last; while it is ordered: when it was to be started."""
     closed_at: float | None = None
     """Since when its connection is closed."""
     beat: Beat | None = None
@@ -138,9 +139,9 @@ class Worker:
     """The progress value at which it was reported late."""
     draining: bool = False
     num_unreached: int = 0
-    """How often in a row the others could not exchange with the newcomers of which it was one."""
+    """How often in a row the members could not exchange with the newcomers, of which it was one."""
     warning: str = ""
-    """With which it was admitted."""
+    """Warning with which it was admitted."""
 
     @property
     def number(self) -> int:
@@ -157,26 +158,26 @@ class Agent:
     host: str
     primary: bool
     adds: int = 0
-    """By how much it raises `Policy.maximum` while it is there."""
+    """Number by which it raises `Policy.maximum` while it is connected."""
     pid: int = 0
     away_at: float | None = None
     """Since when a head that has taken over waits for it."""
     lags: bool = False
     """It has not said in time that it holds the state, so decisions do not wait for it."""
     wanted: int = 0
-    """How many workers it had, or was to start, when its connection broke."""
+    """Number of workers that it had, or was to start, when its connection broke."""
     used_restarts: int = 0
     has_served: bool = False
     """One of its workers has held the run's state."""
     failure: str = ""
     """Why the last of its workers was lost, while none had served yet."""
     refused: str = ""
-    """Why it has to go: none of its workers could take part."""
+    """Why it is sent away: none of its workers could take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that the table knows."""
+    """Everything that the membership table knows."""
 
     policy: Policy
     term: int = 1
@@ -184,18 +185,18 @@ class State:
     workers: Mapping[str, Worker] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
     absent: Mapping[str, Agent] = field(default_factory=dict)
-    """Those whose connection broke; they may come back, and are then who they were."""
+    """Agents whose connection broke; if they connect again, they keep their names."""
     num_agents: int = 0
-    """How many there have been: names are not used again."""
+    """Number of agents so far: names are not used again."""
     next_number: int = 0
     notice: Notice | None = None
     """The newest."""
     unknown: int = 0
-    """The newest generation that a member held and this head had never heard of; 0: none."""
+    """The newest generation that a member held although this head had never announced it; 0: none."""
     before: tuple[str, ...] = ()
     """The members of the generation before a planned one."""
     held: bool = False
-    """Somebody has held the run's state: there is something to lose."""
+    """A worker has held the run's state: there is something to lose."""
     fingerprint: Mapping[str, str] | None = None
     script: str = ""
     """The checksum of the script's text, as the command that started the run has read it; "": unknown."""
@@ -203,25 +204,25 @@ class State:
     """The last step that is done."""
     step_seconds: float = 0.0
     tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
-    """By step and micro-batch: where its computation has raised."""
+    """(step, micro-batch) -> the worker on which its computation raised, and the error."""
     hangs: tuple[Hang, ...] = ()
-    """Where workers hung that the others went on without, in the step that is being done."""
+    """Positions, in the step under way, at which workers hung; the others went on without them."""
     leaving: Mapping[str, Leaving] = field(default_factory=dict)
-    """By worker that has left a training loop: what it said of that."""
+    """Worker that has left a training loop -> its report."""
     suspected_at: float | None = None
     suspicion: str = ""
-    """Who found the exchange broken then, and how."""
+    """The worker that found the exchange broken then, and how."""
     suspicions: Suspicions = field(default_factory=Suspicions)
     unreached: bool = False
-    """A member that stays could not exchange in the newest generation, a planned one."""
+    """In the newest generation, a planned one, a member of the generation before could not exchange."""
     finishing: bool = False
     stopping: str = ""
     ended: Ended | None = None
     witness_state: WorkerState = WorkerState.ADMITTED
-    """Whose beats show that silence is not everybody's: who holds the run's state, or who shall as the first. (This and
-    the next two are found by `noted`.)"""
+    """Workers in this state are the witnesses: their heartbeats show that not all are silent. (`noted` finds this and
+    the next two.)"""
     witnessed_at: float = 0.0
-    """When one of them was heard last."""
+    """When a witness was heard last."""
     due_at: float | None = None
     """When the table wants to see time pass."""
 
@@ -243,7 +244,7 @@ class State:
         return "paused" if self.notice.paused else "training"
 
     def silent_at(self, now: float = math.inf) -> dict[str, float]:
-        """When each worker that is waited for counts as lost if nothing more is heard.
+        """Return when each living worker counts as lost if nothing more is heard.
 
         Args:
             now: or if nothing more is heard of it while others are heard, where that comes to lie after ``now``.
@@ -271,7 +272,7 @@ class State:
 
     @property
     def limits(self) -> Limits:
-        """From when on a worker without progress is late, or hangs: where steps are slow, so is everything else."""
+        """Times after which a worker without progress is late, or hangs; longer where steps are slow."""
         policy, step_s = self.policy, self.step_seconds
         return Limits(
             late_s=max(policy.late_s, 5 * step_s),
@@ -281,12 +282,12 @@ class State:
 
     @property
     def quiet_s(self) -> float:
-        """When nothing was heard of any witness for this long, all are silent together; one beat does not do it."""
+        """When no witness was heard for this long, all are silent together; longer than between two heartbeats."""
         return (self.policy.heartbeat_s + self.policy.heartbeat_timeout_s) / 2
 
 
 def excused(state: State, seconds: float, now: float) -> State:
-    """The state after ``seconds`` up to ``now`` in which nobody could be heard: nobody was silent then."""
+    """Return the state without ``seconds`` up to ``now`` in which no worker could be heard: none was silent then."""
     workers = {
         worker_id: dataclasses.replace(worker, heard_at=max(worker.heard_at, min(worker.heard_at + seconds, now)))
         for worker_id, worker in state.workers.items()
@@ -333,6 +334,6 @@ def _due_at(state: State, now: float) -> float | None:
 
 
 def number_of(worker_id: str) -> int:
-    """The place of a worker in the order in which they were started; 0 for a name that is not of that kind."""
+    """Return the position of a worker in the order in which workers were started; 0 for a name of another kind."""
     digits = worker_id.removeprefix("w")
     return int(digits) if digits.isdecimal() else 0

@@ -1,8 +1,9 @@
-"""Whose fault is it that exchanges break although every member beats?
+"""Which member makes exchanges break, although every member sends heartbeats?
 
-A member whose exchange breaks reports it, and says for whom it has waited, where it knows. To report shows that its
-main thread works; so the one to blame is who was waited for and reports nothing, whatever its heartbeats say. The same
-members try again a few times before one of them has to go: a disk may be slow, a network away for a moment.
+A member whose exchange breaks reports that, and names the members that it has waited for, where it knows them. A report
+shows that the reporter's main thread works; so the member to blame is one that was waited for and reports nothing,
+whatever its heartbeats say. The same members try again a few times before one of them has to go: a disk may be slow, or
+a network be down for a moment.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ from typing import Final
 __all__ = ["MAX_TRIES", "Suspicions"]
 
 MAX_TRIES: Final = 3
-"""So often in a row the same members try again before one of them has to go."""
+"""The same members try again so many times in a row before one of them has to go."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspicions:
-    """What is known of the exchanges that broke since the last step was done."""
+    """The exchanges that broke since the last step was done."""
 
     num_broken: int = 0
     reports: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of the exchange that is broken now: by member that has reported it, whom that member waited for."""
+    """Reporter -> the members that it waited for, of the exchange that is broken now."""
     silent: Mapping[str, int] = field(default_factory=dict)
-    """By member: in how many of them the others waited for it while it reported nothing."""
+    """Member -> number of broken exchanges in which others waited for it and it reported nothing."""
     named: Mapping[str, int] = field(default_factory=dict)
-    """By member: how many reports have named it."""
+    """Member -> number of reports that have named it."""
 
     def reported(self, worker_id: str, peers: Sequence[str]) -> Suspicions:
-        """A member says that its exchange has broken, and for whom it waited."""
+        """Add a member's report: its exchange broke while it waited for these peers."""
         return dataclasses.replace(self, reports={**self.reports, worker_id: tuple(peers)})
 
     def given_up(self, members: Collection[str]) -> Suspicions:
-        """The broken exchange between ``members`` is over."""
+        """Count the broken exchange between ``members``, which is over."""
         waited_for = {peer for reporter, peers in self.reports.items() for peer in peers if peer != reporter}
         reporters = self.reports.keys()
-        # Where nobody knows for whom it has waited, it is one of those who say nothing.
+        # Where no report names anybody, it is one of the members that report nothing.
         silent = ((waited_for - reporters) & set(members)) or (set(members) - reporters)
         return Suspicions(
             num_broken=self.num_broken + 1,
@@ -47,13 +48,13 @@ class Suspicions:
         )
 
     def worst(self, members: Sequence[str]) -> tuple[str, bool]:
-        """The member to go on without.
+        """Return the member to go on without.
 
         Args:
             members: in the order in which they were started.
 
         Returns:
-            Its id, and whether there is evidence against it: where all report and name nobody, it is the newest.
+            Its id, and whether there is evidence against it: where all report and name nobody, it is the newest member.
         """
 
         def guilt(worker_id: str) -> tuple[int, int]:
