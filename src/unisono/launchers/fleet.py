@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from unisono.launchers.protocol import AgentCommand, Handle, Launcher, Machine
-from unisono.machine.agent import MachinesObserver
 from unisono.machine.children import TERMINATE_S
+from unisono.machine.machines import MachinesObserver
 from unisono.spec import RunSpec
 from unisono.words import exit_words, listed
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 from unisono.lifetime import Memory
@@ -15,9 +19,18 @@ from unisono.machine.placement import PLACEMENTS, Placement
 from unisono.messages import WorkerExit
 from unisono.spec import MachineSpec, WorkerSpec
 
-__all__ = ["NOT_STARTED", "Observer", "Workers"]
+__all__ = ["NOT_STARTED", "Observer", "Workers", "machine_label"]
 
 NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
+
+
+def machine_label() -> str:
+    """Return a label that is equal for processes that can share memory: host name, kernel, process namespace."""
+    marks = []
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):
+            marks.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
+    return f"{socket.gethostname()}-{zlib.crc32(' '.join(marks).encode()) & 0xFFFF:04x}"
 
 
 class Observer(Protocol):
