@@ -76,7 +76,6 @@ FLOORS = {
     "machine.children": 4,
     "machine.placement": 4,
     "machine.workers": 4,
-    "machine.machines": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
     "launcher": 5,
@@ -116,7 +115,7 @@ NEIGHBOURS = {
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"launchers"},
     # What the workers print goes to the screen.
-    "machine.agent": {"machine.children", "machine.headprocess", "machine.machines", "machine.workers", "watch"},
+    "machine.agent": {"machine.children", "machine.headprocess", "machine.workers", "watch"},
     "machine.headprocess": {"machine.children"},
     "machine.workers": {"machine.children", "machine.placement"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two

@@ -88,7 +88,7 @@ class Seen:
     def on_notice(self, text: str) -> None:
         self.said.put_nowait(text)
 
-    def on_machines_lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         self.said.put_nowait(f"lost: {reason}")
 
 
@@ -98,7 +98,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
 
     async def work() -> list[str]:
         agents = Fleet(rented, [LEFT, RIGHT], RunSpec(head_away_s=7.0), "ws://head:1", "secret")
-        agents.start(seen)
+        agents.start(seen, seen.on_lost)
         said = [await seen.said.get(), await seen.said.get()]
         rented.agents["left"].end(255)
         said.append(await seen.said.get())
@@ -129,7 +129,7 @@ def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeyp
 
     async def work() -> None:
         agents = Fleet(rented, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
-        agents.start(seen)
+        agents.start(seen, seen.on_lost)
         rented.agents["left"].end(0)
         await agents.close(0.01)
 

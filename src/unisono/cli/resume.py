@@ -30,7 +30,23 @@ class Resumed(NamedTuple):
         Raises:
             UsageError: the run does not name them, or the script or its folder is gone.
         """
-        return _recorded(Path(self.path), self.facts)
+        wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
+        match self.facts.get("command"):
+            case {"folder": str(folder), "arguments": [str(), *_] as arguments} if all(
+                isinstance(word, str) for word in arguments
+            ) and arguments != ["-m"]:
+                pass
+            case _:
+                raise UsageError(f"{self.path} does not say which script it was made with; {wanted}")
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
+        is_module = arguments[0] == "-m"
+        script, module = (None, arguments[1]) if is_module else (arguments[0], None)
+        command = script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))
+        click.echo(f"unisono: goes on with {shlex.join(command)} in {folder}", err=True)
+        return command
 
     def threads(self) -> int:
         """Return the threads of a worker of the run that is resumed; 1 where that is unknown."""
@@ -59,23 +75,3 @@ def resumed(path: Path, run_dir: str, *, overwrite: bool) -> Resumed:
     if not inside and not run_dir and not any((own / name).exists() for name in (RUN_FILE, JOURNAL, FOLDER)):
         raise UsageError(f"--resume {path}: that directory holds no run")
     return Resumed(run_dir or str(own), str(path.resolve()), read_facts(own))
-
-
-def _recorded(resume: Path, facts: dict[str, Any]) -> list[str]:
-    wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
-    match facts.get("command"):
-        case {"folder": str(folder), "arguments": [str(), *_] as arguments} if all(
-            isinstance(word, str) for word in arguments
-        ) and arguments != ["-m"]:
-            pass
-        case _:
-            raise UsageError(f"{resume} does not say which script it was made with; {wanted}")
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
-    is_module = arguments[0] == "-m"
-    script, module = (None, arguments[1]) if is_module else (arguments[0], None)
-    command = script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))
-    click.echo(f"unisono: goes on with {shlex.join(command)} in {folder}", err=True)
-    return command

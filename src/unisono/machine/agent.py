@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
@@ -33,9 +33,8 @@ from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, StopRun, re
 from unisono.errors import UsageError
 from unisono.journal import conclude
 from unisono.lifetime import Memory, bind_to_parent, end_when_silent, fill_standard_streams
-from unisono.machine.children import TERMINATE_S, Child
+from unisono.machine.children import TERMINATE_S, Child, Listener
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess, Service, address, listen, reachable
-from unisono.machine.machines import Machines
 from unisono.machine.workers import NOT_STARTED, Workers, machine_label
 from unisono.messages import (
     AgentHello,
@@ -61,7 +60,7 @@ from unisono.watch.relay import Relay
 from unisono.watch.terminal import Terminal, terminal
 from unisono.words import exit_words
 
-__all__ = ["join", "run"]
+__all__ = ["Machines", "join", "run"]
 
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
@@ -69,6 +68,20 @@ LAST_WORDS_S: Final = 0.5
 TELL_S: Final = 10.0  # for a head that stands still to tell the other machines that this command ends the run
 OPEN_S: Final = 10.0
 RETRY_S: Final = 0.05
+
+
+class Machines(Protocol):
+    """Agents on other machines that this command has started (`unisono.launchers.fleet.Fleet`)."""
+
+    def start(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
+        """Start the agents. ``on_lost`` receives why none is left, while the run may not be over.
+
+        Raises:
+            UsageError: one of them cannot be started.
+        """
+
+    async def close(self, patience_s: float) -> None:
+        """Wait for the agents to end by themselves, then end them."""
 
 
 def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Machines] | None = None) -> int:
@@ -157,7 +170,7 @@ class _Agent:
         self._head = head
         self._machines = machines
         self._host = machine_label()
-        self._workers = Workers(spec, head=url, host=self._host, secret=secret, observer=self)
+        self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
         self._agent_id = ""
         self._run_id = ""
         self._away_since: float | None = None
@@ -194,7 +207,7 @@ class _Agent:
         talk = asyncio.create_task(self._talk())
         try:
             if self._machines is not None:
-                self._machines.start(self)
+                self._machines.start(self, self._on_machines_lost)
             if self._spec.launched:
                 loop.add_reader(sys.stdin.fileno(), self._on_input)
             ended = await self._over
@@ -352,7 +365,7 @@ class _Agent:
     def _printer(self, name: str) -> Callable[[str, bool], None]:
         return lambda text, is_error: self._screen.worker_line(name, text, is_error=is_error)
 
-    # -- workers (`workers.Observer`) -----------------------------------------------------------------
+    # -- processes ----------------------------------------------------------------------------------
 
     def on_line(self, name: str, text: str, is_error: bool) -> None:
         self._screen.worker_line(name, text, is_error=is_error)
@@ -360,11 +373,11 @@ class _Agent:
     def on_notice(self, text: str) -> None:
         self._screen.say(text)
 
-    def on_machines_lost(self, reason: str) -> None:
+    def _on_machines_lost(self, reason: str) -> None:
         if not self._workers.running():
             self._end_now(reason, 1)
 
-    def on_exit(self, message: WorkerExit) -> None:
+    def _on_exit(self, message: WorkerExit) -> None:
         self._outbox.put_nowait(message)
         if self._num_signals:
             self._leave_when_alone()
