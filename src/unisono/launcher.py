@@ -25,7 +25,7 @@ T = TypeVar("T")
 NAME: Final = "unisono-launch"
 STOP_S: Final = 15.0
 NOT_OPTIONS: Final = ("module", "callable", "result", "outcome")
-"""Of the command, but not of `launch`, which has a function for it."""
+"""Options of the command that `launch` sets itself."""
 
 
 def launch(
@@ -50,7 +50,7 @@ def launch(
     more = _arguments(options)
     _check_call(main, args)
     pickled = cloudpickle.dumps(functools.partial(main, *args))
-    fill_standard_streams()  # or what is printed goes into the memory that gets a closed one's number
+    fill_standard_streams()  # else a closed one's number goes to a `Memory`, and output is written into it
     with Memory(NAME, pickled) as function, Memory(NAME) as result, Memory(NAME) as outcome:
         command = [
             *(sys.executable, "-u", "-P", "-m", "unisono", "run", "--workers", str(workers), "--threads", str(threads)),
@@ -64,21 +64,25 @@ def launch(
                 known.get("reason") or words or f"exit code {exit_code}", known.get("traceback", ""), exit_code
             )
         returned = result.read()
-        if not returned.endswith(pickle.STOP):  # nothing, or what a worker was killed over
+        if not returned.endswith(pickle.STOP):  # empty, or cut off where the worker was killed
             raise LaunchError(f"the run ended before the function had returned: {known['reason']}", "", exit_code)
         value: T = cloudpickle.loads(returned)
         return value
 
 
 def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """What would raise in every worker is refused here, where the line to change is the last one of the traceback."""
+    """Refuse a call that would fail in every worker: here the traceback ends at the line to change.
+
+    Raises:
+        LaunchError: ``main`` cannot be called with these arguments.
+    """
     name = getattr(main, "__qualname__", repr(main))
     if not callable(main):
         raise LaunchError(f"launch calls a function, got {name}", "", 2)
     try:
         inspect.signature(main).bind(*args)
     except ValueError:
-        return  # a builtin that does not tell
+        return  # a builtin without a signature
     except TypeError as error:
         raise LaunchError(
             f"launch cannot call {name} with the {count(len(args), 'argument')} that follow it: {error}", "", 2
@@ -86,7 +90,11 @@ def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _arguments(options: dict[str, Any]) -> list[str]:
-    """The options as they stand on the command line of `unisono run`."""
+    """Return the options as words of the command line of ``unisono run``.
+
+    Raises:
+        LaunchError: the command has no such option.
+    """
     from unisono.cli.run import run
 
     known = {option: param for param in run.params for option in param.opts if option.startswith("--")}
@@ -112,7 +120,7 @@ def _arguments(options: dict[str, Any]) -> list[str]:
 
 
 def _call(command: list[str]) -> tuple[int, str]:
-    """Run the command and show its output here; it ends when this process does. Returns its exit code and last line."""
+    """Run the command, which ends with this process, and show its output. Return its exit code and last line."""
     environment = {**os.environ, PARENT: str(os.getpid())}
     last = ""
     with subprocess.Popen(

@@ -33,6 +33,7 @@ FLOORS = {
     "decisions.checks": 1,
     "decisions.layout": 1,
     "telemetry": 1,
+    "decisions.signals": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,

@@ -15,12 +15,9 @@ import pytest
 from tests.waiting import WAIT_S
 from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono import launchers
-from unisono.decisions.membership import Policy
 from unisono.journal import compare, read
-from unisono.launchers import AgentCommand, Handle, Machine
+from unisono.launchers import AgentCommand, Handle, Machine, Policy, RunSpec, Service
 from unisono.lifetime import PARENT
-from unisono.machine.headprocess import Service
-from unisono.spec import RunSpec
 from unisono.testing import run_workers
 
 __all__ = ["mark", "nursery", "standing_nursery"]

@@ -25,7 +25,7 @@ from unisono import LaunchError, cli, launch, rundir
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
-from unisono.cli.run import count_workers, parse_workers
+from unisono.cli.workers import count_workers, parse_workers
 from unisono.errors import CheckpointError, UsageError
 from unisono.events import RunEnded, Seconds, StepFinished, WorkerTimes
 from unisono.journal import JOURNAL

@@ -375,7 +375,7 @@ class Exits:
 
 def workers_of(nursery: SlowNursery, secret: Memory, exits: Exits) -> Workers:
     spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
-    workers = Workers(spec, head="ws://127.0.0.1:1", host="lab", secret=secret, observer=exits)
+    workers = Workers(spec, head="ws://127.0.0.1:1", host="lab", secret=secret, listener=exits, on_exit=exits.on_exit)
     placement = workers._placement
     assert isinstance(placement, Fork)
     placement._nursery = cast(Nursery, nursery)
@@ -466,7 +466,9 @@ def test_a_replacement_takes_the_local_rank_of_the_lost_worker(monkeypatch: pyte
         exits = Exits()
         spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=2)
         with Memory("unisono-token") as secret:
-            workers = Workers(spec, head="ws://127.0.0.1:1", host="lab", secret=secret, observer=exits)
+            workers = Workers(
+                spec, head="ws://127.0.0.1:1", host="lab", secret=secret, listener=exits, on_exit=exits.on_exit
+            )
             workers.start(["w0", "w1", "w2"])
             first = workers._states["w0"]
             assert isinstance(first, _Started)

@@ -88,7 +88,7 @@ class Seen:
     def on_notice(self, text: str) -> None:
         self.said.put_nowait(text)
 
-    def on_machines_lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         self.said.put_nowait(f"lost: {reason}")
 
 
@@ -98,7 +98,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
 
     async def work() -> list[str]:
         agents = Fleet(rented, [LEFT, RIGHT], RunSpec(head_away_s=7.0), "ws://head:1", "secret")
-        agents.start(seen)
+        agents.start(seen, seen.on_lost)
         said = [await seen.said.get(), await seen.said.get()]
         rented.agents["left"].end(255)
         said.append(await seen.said.get())
@@ -129,7 +129,7 @@ def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeyp
 
     async def work() -> None:
         agents = Fleet(rented, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
-        agents.start(seen)
+        agents.start(seen, seen.on_lost)
         rented.agents["left"].end(0)
         await agents.close(0.01)
 
@@ -183,37 +183,49 @@ def test_agents_end_with_the_command_that_has_started_them(number: signal.Signal
     assert marked(mark) == {}
 
 
+UNREACHABLE = """
+    import sys
+    from unisono import launchers
+    from unisono.launchers.processes import Processes
+    from unisono.spec import RunSpec
+
+    class Unreachable:
+        def __init__(self):
+            self._processes = Processes()
+
+        def machines(self):
+            return [launchers.Machine(name="left", num_workers=1)]
+
+        def start(self, machine, command):
+            return self._processes.start(command, before=sys.argv[1:])
+
+        def close(self):
+            self._processes.close()
+
+    sys.exit(launchers.run(RunSpec(arguments=(__file__,)), Unreachable()))
+    """
+
+
+def run_unreachable(name: str, before: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    command = [sys.executable, "-P", name, *before]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+
+
 @pytest.mark.usefixtures("nursery")
 def test_a_run_ends_where_no_machine_can_be_reached(script: Callable[[str], str], tmp_path: Path) -> None:
-    name = script(
-        """
-        import sys
-        from unisono import launchers
-        from unisono.launchers.processes import Processes
-        from unisono.spec import RunSpec
-
-        class Unreachable:
-            def __init__(self):
-                self._processes = Processes()
-
-            def machines(self):
-                return [launchers.Machine(name="left", num_workers=1)]
-
-            def start(self, machine, command):
-                return self._processes.start(command, before=("sh", "-c", "echo no route to host; exit 255"))
-
-            def close(self):
-                self._processes.close()
-
-        sys.exit(launchers.run(RunSpec(arguments=(__file__,)), Unreachable()))
-        """
-    )
-    environment = {**os.environ, PARENT: str(os.getpid())}
-    command = [sys.executable, "-P", name]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
+    done = run_unreachable(script(UNREACHABLE), ["sh", "-c", "echo no route to host; exit 255"], tmp_path)
     why = "the agent of left ended with exit code 255: no route to host"
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines() == ["[left] no route to host"]
     assert done.stderr.splitlines() == [f"unisono: {why}", f"unisono: failed: no machine is left: {why}"]
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_does_not_begin_where_an_agent_cannot_be_started(script: Callable[[str], str], tmp_path: Path) -> None:
+    """The head, which is there already, ends (the fixture `mark` looks for it)."""
+    done = run_unreachable(script(UNREACHABLE), ["nowhere"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("UsageError: nowhere cannot be started: No such file or directory")

@@ -136,9 +136,6 @@ class Ended:
     def on_line(self, name: str, text: str, is_error: bool) -> None:
         pass
 
-    def on_end(self, child: Child) -> None:
-        raise AssertionError("there is no worker")
-
     def on_notice(self, text: str) -> None:
         asyncio.get_running_loop().call_soon(self.event.set)
 
@@ -147,7 +144,7 @@ def test_a_fork_that_the_nursery_did_not_live_to_make_is_reported(mark: str) -> 
     async def fork() -> list[Child | OSError]:
         with Memory("unisono-token") as secret:
             ended = Ended()
-            nursery = Nursery(os.environ, secret, ended)
+            nursery = Nursery(os.environ, secret, ended, lambda child: None)
             assert nursery.child is not None
             os.kill(nursery.child.pid, signal.SIGSTOP)
             results: list[Child | OSError] = []

@@ -1,30 +1,24 @@
-"""What is given on a command line, checked before anything is started."""
+"""Arguments of the commands, checked before anything is started."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 import os
-import resource
 import sys
 from collections.abc import Callable
-from typing import Final
+from pathlib import Path
 
 import click
 
 from unisono.errors import UsageError
-from unisono.words import count
 
-__all__ = ["check_open_files", "check_text", "check_workers", "seconds"]
-
-WORKERS_PER_CORE: Final = 64
-"""More than that is a slip of the finger, and would take the machine away from everybody."""
-
-FILES_PER_WORKER: Final = 2  # the agent reads its output; others of its machine map its memory
-FILES_BESIDE: Final = 40
+__all__ = ["check_directory", "check_text", "script_arguments", "seconds"]
 
 
 def seconds(name: str, default_s: float, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """An option that is a time above 0, and one that passes."""
+    """Return an option that is a finite time above 0."""
     return click.option(name, default=default_s, show_default=True, callback=_check_seconds, help=words)
 
 
@@ -49,23 +43,56 @@ def check_text(what: str, *texts: str) -> None:
             ) from None
 
 
-def check_workers(num_workers: int, num_machines: int = 1) -> None:
-    """Refuse a number of workers that cannot be meant."""
-    cores = os.cpu_count() or 1
-    if num_workers > WORKERS_PER_CORE * cores * num_machines:
-        place = f" of {num_machines} machines" if num_machines > 1 else ""
-        raise UsageError(
-            f"{num_workers} workers are more than {WORKERS_PER_CORE} for every core{place} ({count(cores, 'core')} "
-            "here); use fewer"
-        )
+def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:
+    """Return the arguments of a worker: the script or module, and its own arguments.
+
+    Raises:
+        UsageError: there is no such script or module.
+    """
+    if module:
+        rest = [script, *arguments] if script else list(arguments)
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise UsageError(f"there is no module {module!r} to run; the working directory is {os.getcwd()}")
+        return ["-m", module, *rest]
+    if script is None:
+        raise UsageError("which script? unisono run SCRIPT [--workers N] [-- ARGUMENTS]")
+    path = Path(script)
+    if path.is_dir():
+        raise UsageError(f"{script} is a directory; give the script in it")
+    if not path.is_file():
+        raise UsageError(f"there is no script {script} (looked in {os.getcwd()})")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"the script {script} cannot be read; check its permissions")
+    return [script, *arguments]
 
 
-def check_open_files(num_workers: int) -> None:
-    """Refuse to start more workers than the limit of open files lets this machine's processes speak with."""
-    needed = FILES_PER_WORKER * num_workers + FILES_BESIDE
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != limit < needed:
-        raise UsageError(
-            f"{count(num_workers, 'worker')} need about {needed} open files in one process, the limit is {limit}; "
-            f"raise it (ulimit -n {needed}), or use fewer"
-        )
+def check_directory(folder: Path) -> None:
+    """Check the run directory.
+
+    Raises:
+        UsageError: it cannot be written, or a run is going in it.
+    """
+    from unisono.rundir import ADDRESS_FILE, going
+
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--run-dir {folder} is not a directory")
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise UsageError(f"--run-dir {folder} cannot be made: {existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
+    try:
+        pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
+        os.kill(pid, 0)
+        is_head = b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes() if Path("/proc/self").exists() else True
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if is_head:
+        raise UsageError(going(folder, f"its head is pid {pid}"))

@@ -10,7 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from unisono.cli.given import check_open_files, check_text, check_workers, seconds
+from unisono.cli.given import check_text, seconds
+from unisono.cli.workers import check_open_files, check_workers, parse_workers
 from unisono.errors import UsageError
 from unisono.spec import MachineSpec, RunSpec
 
@@ -41,7 +42,6 @@ def join(
     They run the script that the run was started with. Ctrl-C takes them away again, at the end of the step.
     """
     from unisono.cli.reach import Address, ask_status, read_token
-    from unisono.cli.run import parse_workers
     from unisono.machine import agent
 
     if not url.startswith("ws://"):
@@ -50,22 +50,21 @@ def join(
         token = sys.stdin.readline().strip() if token_file == "-" else read_token(token_file)
     except FileNotFoundError:
         raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
-    found = ask_status(Address(url, token))
-    run = _spec_of(found)
+    run = _spec_of(ask_status(Address(url, token)))
     if ":" in workers:
         raise UsageError(f"--workers of a join is a number or 'auto', got {workers!r}")
-    number = parse_workers(workers, run.threads)[0]
+    number = parse_workers(workers, run.threads).start
     check_workers(number)
     check_open_files(number)
     check_text("--folder", folder)
     check_text("--run-dir", run_dir)
-    place = Path(folder or run.folder)
+    there = Path(folder or run.folder)
     script = Path(run.arguments[1] if run.arguments[0] == "--callable" else run.arguments[0])
-    if not place.is_dir():
-        raise UsageError(f"the run works in {place}, which is not on this machine; say where with --folder")
-    if run.arguments[0] != "-m" and not (place / script).is_file():
-        raise UsageError(f"the run's script {script} is not in {place}; say where it is with --folder")
-    os.chdir(place)
+    if not there.is_dir():
+        raise UsageError(f"the run works in {there}, which is not on this machine; say where with --folder")
+    if run.arguments[0] != "-m" and not (there / script).is_file():
+        raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
+    os.chdir(there)
     run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
     machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
     return agent.join(machine, url, token)

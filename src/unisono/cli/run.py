@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
-import shlex
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.given import check_open_files, check_text, check_workers, seconds
+from unisono.cli.given import check_directory, check_text, script_arguments, seconds
+from unisono.cli.resume import Resumed, resumed
+from unisono.cli.workers import Workers, check_open_files, check_workers, parse_workers
 from unisono.errors import UsageError
 from unisono.spec import RunSpec, StartMethod
 
 if TYPE_CHECKING:
+    from unisono.decisions.membership import Policy
     from unisono.machine.headprocess import Service
 
-__all__ = ["Options", "count_workers", "parse_workers", "render", "run", "script_arguments"]
+__all__ = ["Options", "read", "run"]
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})
@@ -71,7 +69,7 @@ def run(**given: Any) -> int:
     from unisono import launchers
 
     options = Options(**given)
-    spec, num_workers, service = render(options)
+    spec, num_workers, service = read(options)
     return launchers.run(
         spec,
         launchers.LAUNCHERS["local"](num_workers),
@@ -84,7 +82,7 @@ def run(**given: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line said; each field is an option of `run`."""
+    """The command line; each field is an option of `run`."""
 
     script: str | None
     arguments: tuple[str, ...]
@@ -130,9 +128,12 @@ class Options:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
 
-def render(options: Options) -> tuple[RunSpec, int, Service]:
-    """Return the settings of the run, the number of workers, and those of the head; checked before anything starts."""
-    from unisono.decisions.membership import Policy
+def read(options: Options) -> tuple[RunSpec, int, Service]:
+    """Return the settings of the run, the number of workers of this machine, and the settings of the head.
+
+    Raises:
+        UsageError: something is wrong with them. Nothing was started.
+    """
     from unisono.machine.headprocess import Service
 
     try:
@@ -140,31 +141,54 @@ def render(options: Options) -> tuple[RunSpec, int, Service]:
     except FileNotFoundError:
         raise UsageError("the working directory has been removed; go to another one (cd)") from None
     check_text("the run directory", options.run_dir, options.resume)
-    run_dir, resume, facts = options.run_dir, options.resume, dict[str, Any]()
-    if resume:
-        run_dir, resume, facts = _resumed(Path(resume), run_dir, overwrite=options.overwrite)
+    before = Resumed(options.run_dir, "", {})
+    if options.resume:
+        before = resumed(Path(options.resume), options.run_dir, overwrite=options.overwrite)
     elif options.resume_anyway:
         raise UsageError("--resume-anyway says what may differ when a run goes on; give --resume DIR as well")
+    run_dir = str(Path(before.run_dir).resolve()) if before.run_dir else ""
     if run_dir:
-        run_dir = str(Path(run_dir).resolve())
-        _check_directory(Path(run_dir))
-    if options.function:
-        command = ["--callable", options.function, options.result]
-    elif resume and options.script is None and options.module is None:
-        command = _recorded(Path(resume), facts)
-    else:
-        command = script_arguments(options.script, options.module, options.arguments)
-        check_text("the script or one of its arguments", *command)
-    threads = options.threads or _recorded_threads(facts)
-    first, minimum, maximum, grows = parse_workers(options.workers, threads)
-    num_workers = first if grows else min(maximum, max(first, count_workers(threads)))
+        check_directory(Path(run_dir))
+    arguments = _arguments(options, before)
+    threads = options.threads or before.threads()
+    workers = parse_workers(options.workers, threads)
+    num_workers = workers.on_this_machine(threads)
     check_workers(num_workers)
     check_open_files(num_workers)
-    policy = Policy(
-        start=first,
-        minimum=minimum,
-        maximum=maximum,
-        grows=grows,
+    spec = RunSpec(
+        arguments=tuple(arguments),
+        threads=threads,
+        run_dir=run_dir,
+        overwrite=options.overwrite,
+        resume=before.path,
+        resume_anyway=options.resume_anyway,
+        exchange=options.exchange,
+        timeout_s=options.timeout_s,
+        heartbeat_s=options.heartbeat_s,
+        head_away_s=options.head_away_s,
+    )
+    return spec, num_workers, Service(policy=_policy(options, workers), bind=options.bind, port=options.port)
+
+
+def _arguments(options: Options, before: Resumed) -> list[str]:
+    """Return the arguments of a worker."""
+    if options.function:
+        return ["--callable", options.function, options.result]
+    if before.path and options.script is None and options.module is None:
+        return before.arguments()
+    arguments = script_arguments(options.script, options.module, options.arguments)
+    check_text("the script or one of its arguments", *arguments)
+    return arguments
+
+
+def _policy(options: Options, workers: Workers) -> Policy:
+    from unisono.decisions.membership import Policy
+
+    return Policy(
+        start=workers.start,
+        minimum=workers.minimum,
+        maximum=workers.maximum,
+        grows=workers.grows,
         max_restarts=options.max_restarts,
         strict=options.strict,
         allow_different_script=options.allow_different_script,
@@ -174,150 +198,3 @@ def render(options: Options) -> tuple[RunSpec, int, Service]:
         hang_s=options.hang_s,
         away_s=options.head_away_s,
     )
-    spec = RunSpec(
-        arguments=tuple(command),
-        threads=threads,
-        run_dir=run_dir,
-        overwrite=options.overwrite,
-        resume=resume,
-        resume_anyway=options.resume_anyway,
-        exchange=options.exchange,
-        timeout_s=options.timeout_s,
-        heartbeat_s=options.heartbeat_s,
-        head_away_s=options.head_away_s,
-    )
-    return spec, num_workers, Service(policy=policy, bind=options.bind, port=options.port)
-
-
-def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:
-    """What a worker is to run, checked before anything is started."""
-    if module:
-        rest = [script, *arguments] if script else list(arguments)
-        sys.path.insert(0, os.getcwd())
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError):
-            found = None
-        finally:
-            sys.path.pop(0)
-        if found is None:
-            raise UsageError(f"there is no module {module!r} to run; the working directory is {os.getcwd()}")
-        return ["-m", module, *rest]
-    if script is None:
-        raise UsageError("which script? unisono run SCRIPT [--workers N] [-- ARGUMENTS]")
-    path = Path(script)
-    if path.is_dir():
-        raise UsageError(f"{script} is a directory; give the script in it")
-    if not path.is_file():
-        raise UsageError(f"there is no script {script} (looked in {os.getcwd()})")
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"the script {script} cannot be read; check its permissions")
-    return [script, *arguments]
-
-
-def parse_workers(text: str, threads: int) -> tuple[int, int, int, bool]:
-    """Start, minimum, maximum, and whether machines that join raise the maximum."""
-    wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {text!r}")
-    if text == "auto":
-        number = count_workers(threads)
-        return number, 1, number, True
-    first, colon, last = text.partition(":")
-    try:
-        low, high = int(first), int(last if colon else first)
-    except ValueError:
-        raise wrong from None
-    if not 1 <= low <= high:
-        raise wrong
-    return (low, low, high, False) if colon else (low, 1, low, True)
-
-
-def count_workers(threads: int) -> int:
-    """As many workers as this machine is good for: every GPU, else every core, without importing torch."""
-    gpus = _count_gpus()
-    if gpus:
-        return gpus
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads)
-
-
-def _count_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    folder = Path("/proc/driver/nvidia/gpus")
-    if folder.is_dir():
-        return len(list(folder.iterdir()))
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-
-
-def _resumed(path: Path, run_dir: str, *, overwrite: bool) -> tuple[str, str, dict[str, Any]]:
-    """The run's directory, what to go on from, and what the run says of itself, that ``--resume`` means."""
-    from unisono.checkpoint.files import FOLDER
-    from unisono.journal import JOURNAL
-    from unisono.rundir import RUN_FILE, read_facts
-
-    if overwrite:
-        raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
-    if not path.is_dir():
-        raise UsageError(f"--resume {path}: there is no such directory")
-    inside = path.parent.name == FOLDER
-    own = path.parent.parent if inside else path
-    if not inside and not run_dir and not any((own / name).exists() for name in (RUN_FILE, JOURNAL, FOLDER)):
-        raise UsageError(f"--resume {path}: that directory holds no run")
-    return run_dir or str(own), str(path.resolve()), read_facts(own)
-
-
-def _recorded(resume: Path, facts: dict[str, Any]) -> list[str]:
-    """What the run was started with. Goes to the folder where that was."""
-    wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
-    match facts.get("command"):
-        case {"folder": str(folder), "arguments": [str(), *_] as arguments} if all(
-            isinstance(word, str) for word in arguments
-        ) and arguments != ["-m"]:
-            pass
-        case _:
-            raise UsageError(f"{resume} does not say which script it was made with; {wanted}")
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
-    is_module = arguments[0] == "-m"
-    script, module = (None, arguments[1]) if is_module else (arguments[0], None)
-    command = script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))
-    click.echo(f"unisono: goes on with {shlex.join(command)} in {folder}", err=True)
-    return command
-
-
-def _recorded_threads(facts: dict[str, Any]) -> int:
-    match facts.get("recipe"):
-        case {"threads": int(threads)} if threads >= 1:
-            return threads
-    return 1
-
-
-def _check_directory(folder: Path) -> None:
-    """The run directory can be written, and no run is going in it."""
-    from unisono.rundir import ADDRESS_FILE, going
-
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--run-dir {folder} is not a directory")
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        raise UsageError(f"--run-dir {folder} cannot be made: {existing} is not a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
-    try:
-        pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
-        os.kill(pid, 0)
-        is_head = b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes() if Path("/proc/self").exists() else True
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if is_head:
-        raise UsageError(going(folder, f"its head is pid {pid}"))

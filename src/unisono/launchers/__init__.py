@@ -23,7 +23,7 @@ from unisono.machine import agent
 from unisono.machine.headprocess import Service
 from unisono.spec import MachineSpec, RunSpec, StartMethod
 
-__all__ = ["HERE", "LAUNCHERS", "AgentCommand", "Handle", "Launcher", "Machine", "run"]
+__all__ = ["HERE", "LAUNCHERS", "AgentCommand", "Handle", "Launcher", "Machine", "Policy", "RunSpec", "Service", "run"]
 
 LAUNCHERS: Final[dict[str, Callable[[int], Launcher]]] = {"local": Local}
 """By name: makes the launcher for the number of workers that the command line asks for."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from unisono.launchers.protocol import AgentCommand, Handle, Launcher, Machine
-from unisono.machine.agent import MachinesObserver
-from unisono.machine.children import TERMINATE_S
+from unisono.machine.children import TERMINATE_S, Listener
 from unisono.spec import RunSpec
 from unisono.words import exit_words, listed
 
@@ -50,8 +49,8 @@ class Fleet:
         self._agents: list[_Agent] = []
         self._is_closing = False
 
-    def start(self, observer: MachinesObserver) -> None:
-        """Start the agents.
+    def start(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
+        """Start the agents. ``on_lost`` receives why none is left, while the run may not be over.
 
         Raises:
             UsageError: one of them cannot be started.
@@ -66,11 +65,11 @@ class Fleet:
             code = 1
             try:
                 for line in agent.handle.stdout or ():
-                    post(self._on_line, observer, agent, line.rstrip("\n"))
+                    post(self._on_line, listener, agent, line.rstrip("\n"))
                 code = agent.handle.wait()
             except Exception as error:  # of a launcher: the machine counts as lost
-                post(self._on_line, observer, agent, f"{type(error).__name__}: {error}")
-            post(self._on_end, observer, agent, code)
+                post(self._on_line, listener, agent, f"{type(error).__name__}: {error}")
+            post(self._on_end, listener, on_lost, agent, code)
 
         for machine in self._machines:
             agent = _Agent(machine.name, self._launcher.start(machine, self._command(machine)))
@@ -101,23 +100,23 @@ class Fleet:
         join = ["join", self._url, "--token-file", "-", "--launched", *options]
         return AgentCommand(words=(sys.executable, "-P", "-m", "unisono", *join), secret=self._token)
 
-    def _on_line(self, observer: MachinesObserver, agent: _Agent, text: str) -> None:
+    def _on_line(self, listener: Listener, agent: _Agent, text: str) -> None:
         agent.last_lines.append(text)
-        observer.on_line(agent.name, text, False)
+        listener.on_line(agent.name, text, False)
 
-    def _on_end(self, observer: MachinesObserver, agent: _Agent, exit_code: int) -> None:
+    def _on_end(self, listener: Listener, on_lost: Callable[[str], None], agent: _Agent, exit_code: int) -> None:
         agent.exit_code = exit_code
         agent.ended.set()
         if exit_code:
-            asyncio.get_running_loop().call_later(VERDICT_S, self._report, observer, agent)
+            asyncio.get_running_loop().call_later(VERDICT_S, self._report, listener, on_lost, agent)
 
-    def _report(self, observer: MachinesObserver, agent: _Agent) -> None:
+    def _report(self, listener: Listener, on_lost: Callable[[str], None], agent: _Agent) -> None:
         if self._is_closing:
             return  # the run is over, and that has ended the agent
-        observer.on_notice(_how_it_ended(agent))
+        listener.on_notice(_how_it_ended(agent))
         if all(other.ended.is_set() for other in self._agents):
             failures = listed([_how_it_ended(other) for other in self._agents if other.exit_code])
-            observer.on_machines_lost(f"no machine is left: {failures}")
+            on_lost(f"no machine is left: {failures}")
 
 
 def _how_it_ended(agent: _Agent) -> str:

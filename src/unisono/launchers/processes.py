@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from collections.abc import Sequence
 
 from unisono.errors import UsageError
 from unisono.launchers.protocol import AgentCommand
@@ -17,7 +18,7 @@ class Processes:
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, command: AgentCommand, *, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start(self, command: AgentCommand, *, before: Sequence[str] = ()) -> subprocess.Popen[str]:
         """Start an agent.
 
         Args:

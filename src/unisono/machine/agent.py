@@ -19,7 +19,6 @@ import shlex
 import signal
 import socket
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
@@ -28,14 +27,15 @@ import msgspec
 
 from unisono import messages
 from unisono.checkpoint import files
+from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.journal import conclude
 from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
-from unisono.machine.children import NOT_STARTED, TERMINATE_S
+from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, address, listen, reachable
-from unisono.machine.workers import Workers
+from unisono.machine.workers import Workers, machine_label
 from unisono.messages import (
     AgentHello,
     Drain,
@@ -52,7 +52,7 @@ from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
 from unisono.watch import Stream, make
 
-__all__ = ["Machines", "MachinesObserver", "join", "machine_label", "run"]
+__all__ = ["Machines", "join", "run"]
 
 FINISH_S: Final = 30.0  # after a good end, for what a script does at its exit
 FAIL_S: Final = 1.0  # after a bad one, until workers are asked to end
@@ -60,24 +60,11 @@ LAST_WORDS_S: Final = 0.5
 TELL_S: Final = 10.0  # for a head that stands still to tell the other machines that this command ends the run
 
 
-class MachinesObserver(Protocol):
-    """Receives what agents on other machines print, and how they end."""
-
-    def on_line(self, name: str, text: str, is_error: bool) -> None:
-        """Receive one line of the output of the agent on machine ``name``."""
-
-    def on_notice(self, text: str) -> None:
-        """Receive a sentence for the user."""
-
-    def on_machines_lost(self, reason: str) -> None:
-        """Receive that no agent is left, and that one of them has failed. The run may be over."""
-
-
 class Machines(Protocol):
     """Agents on other machines that this command has started (`unisono.launchers.fleet.Fleet`)."""
 
-    def start(self, observer: MachinesObserver) -> None:
-        """Start the agents.
+    def start(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
+        """Start the agents. ``on_lost`` receives why none is left, while the run may not be over.
 
         Raises:
             UsageError: one of them cannot be started.
@@ -149,15 +136,6 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
         secret.close()
 
 
-def machine_label() -> str:
-    """Equal for processes that can share memory: the host's name, and a mark of its kernel and process namespace."""
-    marks = []
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
-            marks.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
-    return f"{socket.gethostname()}-{zlib.crc32(' '.join(marks).encode()) & 0xFFFF:04x}"
-
-
 class _Agent:
     """The workers of this machine.
 
@@ -184,14 +162,13 @@ class _Agent:
         self._host = machine_label()
         hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=spec.num_workers, primary=self._is_primary)
         self._following = Following(url, token, hello, self, away_s=spec.run.head_away_s, head=head)
-        self._workers = Workers(spec, head=url, host=self._host, secret=secret, observer=self)
+        self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._num_signals = 0
-        self._on_signal = -1
+        self._checkpoint_code = -1  # see `reaction`
+        self._stop: StopRun | None = None
         self.run_dir = ""
         """Where the script wants the run to be, when it has said so."""
-        self._stops_for = ""
-        self._stop_code = 0
 
     async def run(self) -> int:
         """Work until the run is over, or this agent is asked to leave. Returns the exit code."""
@@ -200,7 +177,7 @@ class _Agent:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # under nohup: the run is to outlive its terminal
-            loop.add_signal_handler(number, self._signalled, number)
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             self._start_helpers()
         except BaseException as error:
@@ -211,7 +188,7 @@ class _Agent:
         talk = asyncio.create_task(self._following.run())
         try:
             if self._machines is not None:
-                self._machines.start(self)
+                self._machines.start(self, self._on_machines_lost)
             if self._spec.launched:
                 loop.add_reader(sys.stdin.fileno(), self._on_input)
             ended = await self._over
@@ -247,9 +224,9 @@ class _Agent:
             case Evict():
                 self._workers.evict(message.worker_id)
             case Ended():
-                self.end(self._left_by_signal(message))
+                self.end(self._with_own_exit_code(message))
             case RunDirectory():
-                self._on_signal = message.on_signal
+                self._checkpoint_code = message.on_signal
                 self.run_dir = message.path
 
     def announce(self, text: str) -> None:
@@ -264,7 +241,7 @@ class _Agent:
         if not self._over.done():
             self._over.set_result(ended)
 
-    # -- workers (`workers.Observer`) -----------------------------------------------------------------
+    # -- processes ----------------------------------------------------------------------------------
 
     def on_line(self, name: str, text: str, is_error: bool) -> None:
         self._stream.emit(WorkerOutput(source=name, text=text, is_error=is_error))
@@ -272,11 +249,11 @@ class _Agent:
     def on_notice(self, text: str) -> None:
         self.announce(text)
 
-    def on_machines_lost(self, reason: str) -> None:
+    def _on_machines_lost(self, reason: str) -> None:
         if not self._workers.running():
             self._end_now(reason, 1)
 
-    def on_exit(self, message: WorkerExit) -> None:
+    def _on_exit(self, message: WorkerExit) -> None:
         self._following.say(message)
         if self._num_signals:
             self._leave_when_alone()
@@ -286,25 +263,28 @@ class _Agent:
         if not self._is_primary and not self._workers.running():
             self.end(Ended(ok=True, reason="all workers of this machine have left"))
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
+        found = reaction(
+            number,
+            num_before=self._num_signals,
+            is_primary=self._is_primary,
+            has_workers=self._workers.have_started(),
+            checkpoint_code=self._checkpoint_code,
+        )
         self._num_signals += 1
-        code = 128 + number
-        if self._num_signals > 1:
-            self._end_now("ended by a second signal", code)
-            self._workers.kill()
-        elif not self._is_primary and number is not signal.SIGHUP and self._workers.have_started():
-            self.announce("the workers of this machine leave at the end of the step (again: end them now)")
-            self._following.say(Drain(reason=f"{self._host} leaves"))
-            self._leave_when_alone()
-        else:
-            word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-            if number is signal.SIGHUP or self._on_signal < 0:
-                self._end_now(word, code)
-                return
-            self._stops_for = f"{word}, with a checkpoint"
-            self._stop_code = self._on_signal if number == signal.SIGTERM else code
-            self.announce(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
-            self._following.say(Stop(reason=self._stops_for))
+        match found:
+            case EndRun(reason, exit_code):
+                self._end_now(reason, exit_code)
+                if isinstance(found, KillWorkers):
+                    self._workers.kill()
+            case LeaveRun():
+                self.announce("the workers of this machine leave at the end of the step (again: end them now)")
+                self._following.say(Drain(reason=f"{self._host} leaves"))
+                self._leave_when_alone()
+            case StopRun(word, reason):
+                self._stop = found
+                self.announce(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
+                self._following.say(Stop(reason=reason))
 
     def _on_input(self) -> None:
         """Notice the end of standard input: whatever has started this agent is gone, or wants it to end."""
@@ -325,10 +305,11 @@ class _Agent:
             self._following.hurry()
         self.end(ended)
 
-    def _left_by_signal(self, ended: Ended) -> Ended:
-        """With the exit code that is due where it was a signal that has ended the run."""
-        if self._stops_for and ended.ok and ended.reason == self._stops_for:
-            return msgspec.structs.replace(ended, exit_code=self._stop_code)
+    def _with_own_exit_code(self, ended: Ended) -> Ended:
+        """Return the end of the run, with the exit code of the signal where that has ended the run."""
+        stop = self._stop
+        if stop is not None and ended.ok and ended.reason == stop.reason:
+            return msgspec.structs.replace(ended, exit_code=stop.exit_code)
         return ended
 
     async def _end_machines(self, ended: Ended | None) -> None:
@@ -385,7 +366,7 @@ class _Agent:
 
     def _how_to_go_on(self, ended: Ended) -> str:
         """For a run that this machine has started and that ended before its time."""
-        if (ended.ok and not self._stops_for) or not self._holds_run_dir():
+        if (ended.ok and self._stop is None) or not self._holds_run_dir():
             return ""
         done = []
         with contextlib.suppress(OSError):  # a directory that has gone meanwhile

@@ -14,7 +14,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from unisono.lifetime import end_group
 
@@ -23,6 +23,7 @@ __all__ = [
     "NOT_STARTED",
     "TERMINATE_S",
     "Child",
+    "Listener",
     "Output",
     "exit_code_of",
     "reap_all",
@@ -35,6 +36,16 @@ MAX_LINE_BYTES: Final = 65536
 PIPE_BYTES: Final = 1 << 20  # the most that a pipe holds
 NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
+
+
+class Listener(Protocol):
+    """Receives what the processes of a run print, and sentences about them."""
+
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        """Receive one line of the output of process ``name``."""
+
+    def on_notice(self, text: str) -> None:
+        """Receive a sentence for the user."""
 
 
 class Output:

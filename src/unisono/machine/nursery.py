@@ -4,18 +4,19 @@ Importing torch takes two or three seconds of a core. Done once for all workers 
 time of one, a replacement starts in milliseconds, and what was imported is shared memory. The nursery itself never
 computes and starts no thread, so a fork copies a quiet process.
 
-An agent starts one for itself and speaks to it over a pair of sockets: `ForkRequest` with the worker's output pipes and
-the token attached, and back `Forked`. The worker is the agent's child, not the nursery's: it is forked by a process
-that ends at once, and the agent adopts orphans. So the kernel ends it with the agent, and it outlives the nursery.
+An agent starts a nursery for itself and talks to it over a pair of sockets: `ForkRequest` with the worker's output
+pipes and the token attached, and back `Forked`. The worker is the agent's child, not the nursery's: it is forked by a
+process that ends at once, and the agent adopts orphans. So the kernel ends the worker with the agent, and the worker
+outlives the nursery.
 
-A nursery can also stand by itself and serve many runs, one after the other or at once. Then workers are its own
+A nursery can also stand by itself and serve many runs, one after the other or at once. Workers are then its own
 children; it reports their ends to the agent (`WorkerEnded`), and ends them when the agent ends. The same holds where
 orphans cannot be adopted::
 
     python -m unisono.machine.nursery --listen /run/user/1000/nursery &
     UNISONO_NURSERY=/run/user/1000/nursery unisono run train.py
 
-Its workers order sets of strings as it does: by the ``PYTHONHASHSEED`` that it was started with, else by 0.
+Its workers order sets of strings as the nursery does: by the ``PYTHONHASHSEED`` that it was started with, else by 0.
 """
 
 from __future__ import annotations
@@ -90,14 +91,14 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
 def main() -> int:
     """Be a nursery. In a child, be a worker. Returns the exit code of the process."""
     if not os.environ.get("PYTHONHASHSEED"):
-        # It counts from the start of a process: for the workers that are forked here, from that of this one.
+        # Python reads the variable when a process starts; workers that are forked here inherit this process's.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     bind_to_parent(signal.SIGKILL)
     name_process("unisono nursery")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
-    # What every worker needs; the script's own imports find it there.
+    # Modules that every worker needs; the script's own imports find them loaded.
     import torch._dynamo  # noqa: F401 - a second's import, which the first optimizer would do
 
     import unisono.machine.worker
@@ -115,7 +116,7 @@ def main() -> int:
 
 
 class _Nursery:
-    """Serves one agent (``channel``), or all that connect to ``listener``."""
+    """Serves one agent (``channel``), or all agents that connect to ``listener``."""
 
     def __init__(self, listener: socket.socket | None, channel: socket.socket | None) -> None:
         self._listener = listener

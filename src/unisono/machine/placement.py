@@ -16,11 +16,21 @@ import msgspec
 
 from unisono.errors import UsageError
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, adopt_orphans, end_group
-from unisono.machine.children import MAX_LINE_BYTES, TERMINATE_S, Child, Output, exit_code_of, reap_all, spawn, watch
+from unisono.machine.children import (
+    MAX_LINE_BYTES,
+    TERMINATE_S,
+    Child,
+    Listener,
+    Output,
+    exit_code_of,
+    reap_all,
+    spawn,
+    watch,
+)
 from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
 from unisono.spec import RunSpec, WorkerSpec
 
-__all__ = ["PLACEMENTS", "Fork", "Listener", "Nursery", "Placement", "Spawn"]
+__all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Spawn"]
 
 NURSERY: Final = "UNISONO_NURSERY"
 """Name of the environment variable with the socket of a nursery that stands by itself."""
@@ -30,17 +40,8 @@ OnStarted = Callable[[Child | OSError], None]
 """Callback: the worker's process, or the reason why there is none."""
 
 
-class Listener(Protocol):
-    """Receives what the processes of a machine print, and their ends."""
-
-    def on_line(self, name: str, text: str, is_error: bool) -> None:
-        """Receive one line of the output of process ``name``."""
-
-    def on_end(self, child: Child) -> None:
-        """Receive the end of a worker."""
-
-    def on_notice(self, text: str) -> None:
-        """Receive a sentence for the user."""
+OnEnd = Callable[[Child], None]
+"""Callback: a worker's process has ended."""
 
 
 class Placement(Protocol):
@@ -71,10 +72,11 @@ def inherited_environment(run: RunSpec) -> dict[str, str]:
 class Spawn:
     """Starts each worker by its command."""
 
-    def __init__(self, run: RunSpec, secret: Memory, listener: Listener) -> None:
+    def __init__(self, run: RunSpec, secret: Memory, listener: Listener, on_end: OnEnd) -> None:
         self._run = run
         self._secret = secret
         self._listener = listener
+        self._on_end = on_end
 
     def open(self) -> None:
         pass
@@ -89,7 +91,7 @@ class Spawn:
                 inherited_environment(self._run) | handed,
                 (self._secret.descriptor,),
                 on_line=partial(self._listener.on_line, spec.worker_id),
-                on_end=self._listener.on_end,
+                on_end=self._on_end,
             )
         except OSError as error:
             on_started(error)
@@ -103,15 +105,16 @@ class Spawn:
 class Fork:
     """Forks workers from a nursery. Where the nursery has ended, each worker starts by its command instead."""
 
-    def __init__(self, run: RunSpec, secret: Memory, listener: Listener) -> None:
+    def __init__(self, run: RunSpec, secret: Memory, listener: Listener, on_end: OnEnd) -> None:
         self._run = run
         self._secret = secret
         self._listener = listener
-        self._otherwise = Spawn(run, secret, listener)
+        self._on_end = on_end
+        self._otherwise = Spawn(run, secret, listener, on_end)
         self._nursery: Nursery | None = None
 
     def open(self) -> None:
-        self._nursery = Nursery(inherited_environment(self._run), self._secret, self._listener)
+        self._nursery = Nursery(inherited_environment(self._run), self._secret, self._listener, self._on_end)
 
     def start(self, spec: WorkerSpec, on_started: OnStarted) -> None:
         nursery = self._nursery
@@ -136,7 +139,8 @@ class Fork:
             await self._nursery.close()
 
 
-PLACEMENTS: Final[Mapping[str, Callable[[RunSpec, Memory, Listener], Placement]]] = {"fork": Fork, "spawn": Spawn}
+Builder = Callable[[RunSpec, Memory, Listener, OnEnd], Placement]
+PLACEMENTS: Final[Mapping[str, Builder]] = {"fork": Fork, "spawn": Spawn}
 """By `MachineSpec.start`."""
 
 
@@ -150,10 +154,11 @@ class Nursery:
         OSError: the process could not be started. UsageError: no nursery answers where one is said to stand.
     """
 
-    def __init__(self, environment: Mapping[str, str], secret: Memory, listener: Listener) -> None:
+    def __init__(self, environment: Mapping[str, str], secret: Memory, listener: Listener, on_end: OnEnd) -> None:
         self._loop = asyncio.get_running_loop()
         self._secret = secret
         self._listener = listener
+        self._on_worker_end = on_end
         self.child: Child | None = None
         """The nursery's process; None where it stands by itself."""
         standing = os.environ.get(NURSERY, "")
@@ -191,7 +196,7 @@ class Nursery:
                 on_started(OSError(answer.error))
                 return
             output = Output((out, error), partial(self._listener.on_line, name))
-            child = Child(name, answer.pid, output, self._listener.on_end)
+            child = Child(name, answer.pid, output, self._on_worker_end)
             if self._adopts:
                 watch(child, partial(exit_code_of, answer.pid))
             else:

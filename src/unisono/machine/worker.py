@@ -1,7 +1,7 @@
 """A worker's process: ``python -m unisono.machine.worker SCRIPT ARGUMENTS``, started by `unisono.machine.agent`.
 
-It connects to the head, runs the script as ``python SCRIPT ARGUMENTS`` would, and reports how it went. ``-m MODULE``
-runs a module; ``--callable FILE RESULT`` calls a pickled function (`unisono.launch`).
+The worker connects to the head, runs the script as ``python SCRIPT ARGUMENTS`` would, and reports how the script ended.
+``-m MODULE`` runs a module; ``--callable FILE RESULT`` calls a pickled function (`unisono.launch`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["STACK_SIGNAL", "main"]
 _kept: Final[list[BaseException]] = []
 
 STACK_SIGNAL: Final = "UNISONO_STACK_SIGNAL"
-"""The environment variable with the name of a signal at which workers write their Python stacks, for who looks into a
-run by hand. By default there is none: all signals are the script's.
+"""Name of the environment variable with a signal at which workers write their Python stacks, for somebody who examines
+a run by hand. By default there is no such signal: all signals belong to the script.
 """
 
 
@@ -51,9 +51,9 @@ def main() -> int:
 
 
 def _end_at_once(code: list[int], own: int) -> None:
-    """Leave the process where its orderly end would wait for a machine that is out of reach.
+    """Skip the interpreter's shutdown where that would do harm.
 
-    And where it is a fork of the worker: that end would take apart what belongs to the worker.
+    It would wait for a machine that is out of reach. In a fork of the worker, it would destroy objects of the worker.
     """
     wire = sys.modules.get("unisono.exchange.wire")
     if os.getpid() != own or (wire is not None and wire.release_abandoned()):
@@ -127,7 +127,7 @@ def _device(local_rank: int) -> str:
 
 
 def _run_and_report(member: Member, arguments: list[str]) -> int:
-    """Run the script, and tell the head how it ended."""
+    """Run the script and tell the head how it ended. Returns the exit code, also in a fork of the worker."""
     own = os.getpid()
     error: BaseException | None = None
     try:
@@ -140,11 +140,11 @@ def _run_and_report(member: Member, arguments: list[str]) -> int:
 
 
 def _end_of_fork(error: BaseException | None) -> int:
-    """A fork of this worker has come to the script's end in its own way. What Python would do, which is no news."""
+    """Return the exit code of a fork of this worker that has come to the end of the script; the head is not told."""
     if isinstance(error, SystemExit):
         return _exit_code(error)
     if error is not None:
-        _kept.append(error)  # its frames hold what belongs to the worker
+        _kept.append(error)  # its frames hold objects of the worker, which must not be freed here
         with contextlib.suppress(Exception):
             sys.stderr.write(trimmed_traceback(error))
         return 1
@@ -152,7 +152,7 @@ def _end_of_fork(error: BaseException | None) -> int:
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """That of a process which ends so; says what there is to say."""
+    """Return the exit code of ``sys.exit(...)``, and print its message as Python would."""
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0
     with contextlib.suppress(Exception):
@@ -161,9 +161,9 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _report(member: Member, error: BaseException | None) -> int:
-    """Tell the head how the script ended. The traceback goes to the head, which shows it once."""
+    """Tell the head how the script ended; return the exit code. The head shows the traceback, once."""
     if isinstance(error, RunStopped):
-        # The run is over, or goes on without this worker. Either way the head knows why, and nobody failed here.
+        # The run is over or goes on without this worker. The head knows why; the script has not failed.
         end = member.end()
         if end is not None:
             return end.exit_code
@@ -186,7 +186,7 @@ def _report(member: Member, error: BaseException | None) -> int:
 
 
 def _finish(member: Member) -> int:
-    """Stay until all have finished: the others may still read this worker's shared memory."""
+    """Wait until all workers have finished: the others may still read this worker's shared memory."""
     _flush()
     if member.ended() is None and not member.has_left:
         member.waiting(True)
@@ -207,7 +207,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _run_script(arguments: list[str]) -> None:
-    path = os.path.abspath(arguments[0])  # as `python` does: a script may change the directory
+    path = os.path.abspath(arguments[0])  # as `python` does: the script may change the working directory
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = types.ModuleType("__main__")
@@ -235,7 +235,7 @@ def _call(function: Path, result: Path) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # whatever the script has put there, None included
+        with contextlib.suppress(Exception):  # the script may have put anything there, None included
             stream.flush()
 
 

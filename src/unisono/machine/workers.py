@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Iterable
+import socket
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 from unisono.lifetime import Memory
-from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child
+from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
 from unisono.machine.placement import PLACEMENTS, Placement
 from unisono.messages import WorkerExit
 from unisono.spec import MachineSpec, WorkerSpec
 
-__all__ = ["Observer", "Workers"]
+__all__ = ["Workers", "machine_label"]
 
 
-class Observer(Protocol):
-    """Receives what the workers of a machine print, and how each of them ended."""
-
-    def on_line(self, name: str, text: str, is_error: bool) -> None:
-        """Receive one line of a worker's output."""
-
-    def on_exit(self, message: WorkerExit) -> None:
-        """Receive the end of a worker's process, or that it could not be started."""
-
-    def on_notice(self, text: str) -> None:
-        """Receive a sentence for the user."""
+def machine_label() -> str:
+    """Return a label that is equal for processes that can share memory: host name, kernel, process namespace."""
+    marks = []
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):
+            marks.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
+    return f"{socket.gethostname()}-{zlib.crc32(' '.join(marks).encode()) & 0xFFFF:04x}"
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,24 @@ class Workers:
         head: the head's address.
         host: label of this machine: equal for workers that can share memory.
         secret: the run's token.
+        on_exit: receives the end of a worker's process, or that it could not be started.
     """
 
-    def __init__(self, spec: MachineSpec, *, head: str, host: str, secret: Memory, observer: Observer) -> None:
+    def __init__(
+        self,
+        spec: MachineSpec,
+        *,
+        head: str,
+        host: str,
+        secret: Memory,
+        listener: Listener,
+        on_exit: Callable[[WorkerExit], None],
+    ) -> None:
         self._spec = spec
         self._head = head
         self._host = host
-        self._observer = observer
-        self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, self)
+        self._on_exit = on_exit
+        self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, listener, self._report)
         self._states: dict[str, _State] = {}
         self._is_closing = False
 
@@ -144,18 +153,10 @@ class Workers:
                 await self.ended_within(TERMINATE_S)
         await self._placement.close()
 
-    # -- what processes do (`placement.Listener`) ------------------------------------------------------
-
-    def on_line(self, name: str, text: str, is_error: bool) -> None:
-        self._observer.on_line(name, text, is_error)
-
-    def on_end(self, child: Child) -> None:
+    def _report(self, child: Child) -> None:
         assert child.exit_code is not None
         words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
-        self._observer.on_exit(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
-
-    def on_notice(self, text: str) -> None:
-        self._observer.on_notice(text)
+        self._on_exit(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
 
     # -- one worker ------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class Workers:
             assert isinstance(state, _Starting)
             if isinstance(result, OSError):
                 words = f"it {NOT_STARTED.format(result)}"
-                self._observer.on_exit(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
+                self._on_exit(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
                 return
             self._states[worker_id] = _Started(local_rank, result)
             if self._is_closing or state.is_evicted:

@@ -1,0 +1,77 @@
+"""The run that ``unisono run --resume`` goes on with."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from unisono.cli.given import script_arguments
+from unisono.errors import UsageError
+
+__all__ = ["Resumed", "resumed"]
+
+
+class Resumed(NamedTuple):
+    """What ``--resume`` means."""
+
+    run_dir: str
+    path: str
+    """The run or the checkpoint to resume from; "" where no run is resumed."""
+    facts: dict[str, Any]
+    """The description of the run that is resumed."""
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the workers of the run that is resumed. Goes to the folder where the run began.
+
+        Raises:
+            UsageError: the run does not name them, or the script or its folder is gone.
+        """
+        wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
+        match self.facts.get("command"):
+            case {"folder": str(folder), "arguments": [str(), *_] as arguments} if all(
+                isinstance(word, str) for word in arguments
+            ) and arguments != ["-m"]:
+                pass
+            case _:
+                raise UsageError(f"{self.path} does not say which script it was made with; {wanted}")
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
+        is_module = arguments[0] == "-m"
+        script, module = (None, arguments[1]) if is_module else (arguments[0], None)
+        command = script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))
+        click.echo(f"unisono: goes on with {shlex.join(command)} in {folder}", err=True)
+        return command
+
+    def threads(self) -> int:
+        """Return the threads of a worker of the run that is resumed; 1 where that is unknown."""
+        match self.facts.get("recipe"):
+            case {"threads": int(threads)} if threads >= 1:
+                return threads
+        return 1
+
+
+def resumed(path: Path, run_dir: str, *, overwrite: bool) -> Resumed:
+    """Find the run that is to be resumed.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from unisono.checkpoint.files import FOLDER
+    from unisono.journal import JOURNAL
+    from unisono.rundir import RUN_FILE, read_facts
+
+    if overwrite:
+        raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
+    if not path.is_dir():
+        raise UsageError(f"--resume {path}: there is no such directory")
+    inside = path.parent.name == FOLDER
+    own = path.parent.parent if inside else path
+    if not inside and not run_dir and not any((own / name).exists() for name in (RUN_FILE, JOURNAL, FOLDER)):
+        raise UsageError(f"--resume {path}: that directory holds no run")
+    return Resumed(run_dir or str(own), str(path.resolve()), read_facts(own))

@@ -1,0 +1,62 @@
+"""What a signal to the command of a machine asks for."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+__all__ = ["EndRun", "KillWorkers", "LeaveRun", "Reaction", "StopRun", "reaction"]
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """End the run at once; in ``unisono join``, end this machine's part of the run."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class KillWorkers(EndRun):
+    """... and wait for nothing."""
+
+
+@dataclass(frozen=True)
+class LeaveRun:
+    """Take this machine's workers out of the run at the end of the step."""
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """End the run at the end of the step, with a checkpoint."""
+
+    word: str
+    reason: str
+    """Why the run ends then."""
+    exit_code: int
+    """Of the command, if that is why the run has ended."""
+
+
+Reaction = EndRun | KillWorkers | LeaveRun | StopRun
+
+
+def reaction(
+    number: signal.Signals, *, num_before: int, is_primary: bool, has_workers: bool, checkpoint_code: int
+) -> Reaction:
+    """Return what to do about a signal.
+
+    Args:
+        num_before: so many signals came before it.
+        is_primary: this command has started the run.
+        has_workers: this machine has started a worker.
+        checkpoint_code: the exit code at SIGTERM of a run that writes a checkpoint then; -1: the run writes none.
+    """
+    code = 128 + number
+    if num_before:
+        return KillWorkers("ended by a second signal", code)
+    if not is_primary and has_workers and number is not signal.SIGHUP:
+        return LeaveRun()
+    word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    if number is signal.SIGHUP or checkpoint_code < 0:
+        return EndRun(word, code)
+    return StopRun(word, f"{word}, with a checkpoint", checkpoint_code if number == signal.SIGTERM else code)

@@ -1,0 +1,40 @@
+"""What a signal to the command of a machine asks for."""
+
+from __future__ import annotations
+
+from signal import SIGHUP, SIGINT, SIGTERM, Signals
+
+import pytest
+
+from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, Reaction, StopRun, reaction
+
+STOPS = "interrupted, with a checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_primary", "has_workers", "checkpoint_code", "expected"),
+    [
+        (SIGINT, True, True, -1, EndRun("interrupted", 130)),
+        (SIGTERM, True, False, -1, EndRun("ended by SIGTERM", 143)),
+        (SIGINT, True, True, 0, StopRun("interrupted", STOPS, 130)),
+        (SIGTERM, True, True, 75, StopRun("ended by SIGTERM", "ended by SIGTERM, with a checkpoint", 75)),
+        (SIGHUP, True, True, 75, EndRun("ended by SIGHUP", 129)),
+        (SIGINT, False, True, -1, LeaveRun()),
+        (SIGTERM, False, True, 75, LeaveRun()),
+        (SIGHUP, False, True, -1, EndRun("ended by SIGHUP", 129)),
+        (SIGINT, False, False, -1, EndRun("interrupted", 130)),
+    ],
+)
+def test_a_first_signal(
+    number: Signals, is_primary: bool, has_workers: bool, checkpoint_code: int, expected: Reaction
+) -> None:
+    found = reaction(
+        number, num_before=0, is_primary=is_primary, has_workers=has_workers, checkpoint_code=checkpoint_code
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("is_primary", [True, False])
+def test_a_second_signal_waits_for_nothing(is_primary: bool) -> None:
+    found = reaction(SIGINT, num_before=1, is_primary=is_primary, has_workers=True, checkpoint_code=0)
+    assert found == KillWorkers("ended by a second signal", 130)
