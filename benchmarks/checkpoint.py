@@ -40,7 +40,7 @@ import unisono
 from benchmarks.report import median_interval, print_table, write_json
 from unisono.checkpoint import files
 from unisono.journal import read
-from unisono.state import pack
+from unisono.state.packing import pack
 
 SIZES = {"100MB": 100 * 10**6, "1GB": 10**9}
 ROUNDS = {"quick": 4, "full": 10}

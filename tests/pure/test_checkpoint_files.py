@@ -16,7 +16,7 @@ from unisono.checkpoint.files import BLOCK_BYTES, Entry, FileFacts, Manifest, Pr
 from unisono.checkpoint.loading import load_model, newest, read
 from unisono.checkpoint.snapshot import Layout, tensor_names
 from unisono.errors import CheckpointError
-from unisono.state import pack
+from unisono.state.packing import pack
 
 STATE = {
     "objects": {

@@ -30,10 +30,10 @@ from unisono.exchange import Exchange, wire
 from unisono.exchange.context import Context
 from unisono.exchange.pages import WorkerPage
 from unisono.member import Member
+from unisono.rounds.connect import EXCHANGES
 from unisono.rounds.standing import Report
 from unisono.rounds.team import AloneTeam
 from unisono.rounds.team import Team as RunTeam
-from unisono.training.connect import EXCHANGES
 from unisono.training.run import Run
 
 __all__ = ["AloneRun", "Place", "StaticRun", "train_on"]

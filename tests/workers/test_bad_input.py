@@ -39,8 +39,8 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.standing import Report
 from unisono.rounds.team import AloneTeam
 from unisono.rounds.together import Together
+from unisono.state.tracked import Tracked
 from unisono.training.step import Step
-from unisono.training.tracked import Tracked
 
 
 def says(*parts: str) -> str:

@@ -46,9 +46,9 @@ from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, Usag
 from unisono.faults import POINTS
 from unisono.journal import JOURNAL, Journal, compare, read
 from unisono.rundir import RunDirectory, describe
+from unisono.state.tracked import Tracked
 from unisono.testing import Faults, Outcome, run_workers
 from unisono.training.keeping import Keeper
-from unisono.training.tracked import Tracked
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 ROOT = str(Path(__file__).resolve().parents[2])

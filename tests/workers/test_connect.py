@@ -16,8 +16,8 @@ from unisono.exchange.context import Context
 from unisono.exchange.pages import WorkerPage
 from unisono.member import Member
 from unisono.messages import MemberInfo, Notice
+from unisono.rounds.connect import AUTO, EXCHANGES, build_exchange, choose_kind, hosts_of
 from unisono.spec import WorkerSpec
-from unisono.training.connect import AUTO, EXCHANGES, build_exchange, choose_kind, hosts_of
 
 
 def notice(*places: tuple[str, str]) -> Notice:

@@ -28,7 +28,7 @@ from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import StepError
-from unisono.training.data import Fetcher
+from unisono.microbatch.data import Fetcher
 
 CPU = torch.device("cpu")
 

@@ -22,9 +22,9 @@ from unisono.decisions.cursor import Cursor
 from unisono.errors import StepError
 from unisono.exchange.alone import Alone
 from unisono.journal import read
+from unisono.microbatch.folding import GradientFolder
 from unisono.rounds.life import Rounds
-from unisono.training.buffers import Buffers
-from unisono.training.folding import GradientFolder
+from unisono.state.buffers import Buffers
 
 SEED = 11
 EXACT = 1e-10

@@ -35,10 +35,10 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
 from unisono.rounds.standing import Report
 from unisono.rounds.team import AloneTeam, HeadTeam
-from unisono.state import quick_digest
+from unisono.state.packing import quick_digest
+from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
 from unisono.training.keeping import Keeper
-from unisono.training.tracked import Tracked
 
 CPU = torch.device("cpu")
 NUM_LEAVES = 6

@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import (
 
 from tests.workers.models import bits_of
 from unisono.errors import UsageError
-from unisono.state import digest_of_state, digest_of_tensor, pack, unpack
-from unisono.training.tracked import Tracked
+from unisono.state.packing import digest_of_state, digest_of_tensor, pack, unpack
+from unisono.state.tracked import Tracked
 
 settings.register_profile("checks", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile("person", deadline=None, max_examples=200)

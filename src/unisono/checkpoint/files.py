@@ -3,7 +3,7 @@
     RUN/checkpoints/step-0000000120/
         part-00000-of-00002.safetensors     tensors, whole; every part is a safetensors file of its own
         part-00001-of-00002.safetensors
-        skeleton.msgpack                    what is not a tensor, and where each tensor belongs (`unisono.state`)
+        skeleton.msgpack                    settings and where each tensor belongs (`unisono.state.packing`)
         manifest.json                       step, recipe, every tensor, every file with its size and checksums
 
 Parts are written by different processes into one directory with a name that begins with a dot. When all of them are on

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unisono.checkpoint import files
 from unisono.checkpoint.files import Manifest, Problem
 from unisono.errors import CheckpointError
-from unisono.state import pack, unpack
+from unisono.state.packing import pack, unpack
 
 __all__ = ["Loaded", "load_model", "newest", "read"]
 

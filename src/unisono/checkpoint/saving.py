@@ -27,7 +27,7 @@ from unisono.decisions.cadence import CheckpointReport, Checkpoints, Place, Stat
 from unisono.decisions.layout import EVERYTHING, replicated
 from unisono.errors import CheckpointError
 from unisono.rundir import RunDirectory
-from unisono.state import Packed, pack
+from unisono.state.packing import Packed, pack
 
 __all__ = ["Moment", "Saver"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from unisono.checkpoint import files
 from unisono.checkpoint.files import Entry, Manifest
 from unisono.decisions.cadence import assign_parts
-from unisono.state import Packed
+from unisono.state.packing import Packed
 
 __all__ = ["LateCopy", "Layout", "Memory", "Snapshot", "choose_late", "tensor_names"]
 

@@ -14,7 +14,7 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.standing import Report
 from unisono.rounds.team import LOST
 from unisono.rounds.transfer import broadcast_state, share_state
-from unisono.state import pack
+from unisono.state.packing import pack
 
 __all__ = ["Admission"]
 

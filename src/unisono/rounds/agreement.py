@@ -19,12 +19,12 @@ import msgspec
 from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError
+from unisono.microbatch.folding import Fingerprint
 from unisono.rounds.members import Members
 from unisono.rounds.team import LOST
-from unisono.state import described, quick_digest
+from unisono.state.packing import described, quick_digest
+from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
-from unisono.training.folding import Fingerprint
-from unisono.training.tracked import Tracked
 from unisono.words import listed
 
 __all__ = ["Agreement", "Digests", "check_digests"]

@@ -28,15 +28,15 @@ from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
 from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
+from unisono.microbatch.data import Fetcher
+from unisono.microbatch.guards import Structure
+from unisono.microbatch.randomness import seed_place
 from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Gathered
-from unisono.state import digest_of_state, pack, quick_digest, unpack
-from unisono.training.buffers import Buffers
-from unisono.training.data import Fetcher
-from unisono.training.guards import Structure
-from unisono.training.randomness import seed_place
-from unisono.training.tracked import Tracked
+from unisono.state.buffers import Buffers
+from unisono.state.packing import digest_of_state, pack, quick_digest, unpack
+from unisono.state.tracked import Tracked
 
 __all__ = ["Evaluator", "Totals", "check_batches", "evaluate", "evaluate_alone"]
 
@@ -64,7 +64,7 @@ class Evaluator:
         self._buffers.start_step()
 
     def comes(self, batch: int) -> bool:
-        """Return whether a batch comes from where others come; see `unisono.training.data.Fetcher.comes`."""
+        """Return whether a batch comes from where others come; see `unisono.microbatch.data.Fetcher.comes`."""
         return self._fetcher.comes(0, batch)
 
     def totals(self, batch: int) -> Totals:

@@ -16,6 +16,11 @@ from unisono.errors import DivergenceError, StepError
 from unisono.exchange import Share
 from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
+from unisono.microbatch.data import Fetcher
+from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.guards import Guards
+from unisono.microbatch.losses import Microbatch
+from unisono.microbatch.randomness import seed_place
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.balancing import Helping
 from unisono.rounds.clock import Clock
@@ -23,11 +28,6 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Summed
 from unisono.rounds.team import LOST
 from unisono.telemetry import StepSeconds, StepTelemetry
-from unisono.training.data import Fetcher
-from unisono.training.folding import GradientFolder
-from unisono.training.guards import Guards
-from unisono.training.microbatch import Microbatch
-from unisono.training.randomness import seed_place
 
 __all__ = ["CommittedStep", "GradientRound", "StepContext"]
 

@@ -28,7 +28,7 @@ from unisono.rounds.members import Members
 from unisono.rounds.standing import Behind, Level, Met, Report, Standing, check_alike, plan_of_missing
 from unisono.rounds.team import LOST, Team
 from unisono.rounds.transfer import share_state
-from unisono.training.tracked import Tracked
+from unisono.state.tracked import Tracked
 
 __all__ = ["Rounds"]
 

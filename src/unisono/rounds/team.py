@@ -202,7 +202,7 @@ class HeadTeam:
 
     Args:
         member: this worker's connection to the head.
-        build: makes the exchange of a generation (`unisono.training.connect.build_exchange`), without waiting for the
+        build: makes the exchange of a generation (`unisono.rounds.connect.build_exchange`), without waiting for the
             others.
     """
 

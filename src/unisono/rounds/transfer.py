@@ -15,8 +15,8 @@ from unisono.exchange import Exchange
 from unisono.faults import point
 from unisono.rounds.standing import Report
 from unisono.rounds.team import Team
-from unisono.state import Packed, digest_of_tensor, pack, unpack
-from unisono.training.tracked import Tracked
+from unisono.state.packing import Packed, digest_of_tensor, pack, unpack
+from unisono.state.tracked import Tracked
 
 __all__ = ["agree", "broadcast_state", "share_state"]
 

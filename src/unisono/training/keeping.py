@@ -17,13 +17,13 @@ from unisono.decisions.cadence import CheckpointReport, Checkpoints, Place
 from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal
+from unisono.process import Process, tell
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import Team
 from unisono.rounds.together import together
 from unisono.rundir import RunDirectory
-from unisono.training.process import Process, tell
+from unisono.state.tracked import Tracked
 from unisono.training.resuming import Resumption
-from unisono.training.tracked import Tracked
 
 __all__ = ["Keeper"]
 

@@ -11,18 +11,18 @@ from unisono.decisions.cursor import Cursor
 from unisono.errors import StepError
 from unisono.faults import at_step, point
 from unisono.journal import Journal
+from unisono.microbatch.data import Fetcher
+from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
+from unisono.microbatch.randomness import seed_place
+from unisono.process import Process
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.clock import Clock
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
-from unisono.training.data import Fetcher
-from unisono.training.folding import GradientFolder
-from unisono.training.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
+from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
-from unisono.training.process import Process
-from unisono.training.randomness import seed_place
 from unisono.training.step import State, Step
-from unisono.training.tracked import Tracked
 from unisono.training.upcoming import Upcoming
 
 __all__ = ["TrainingLoop"]

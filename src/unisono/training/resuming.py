@@ -21,9 +21,9 @@ from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, has_steps, truncate
+from unisono.process import tell
 from unisono.rundir import RunDirectory, describe, holder, read_facts
-from unisono.training.process import tell
-from unisono.training.tracked import Tracked
+from unisono.state.tracked import Tracked
 from unisono.words import count
 
 __all__ = ["Resumption"]

@@ -26,24 +26,24 @@ from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
+from unisono.microbatch.data import Fetcher, MapDataset, check_dataset
+from unisono.microbatch.guards import Structure
+from unisono.microbatch.randomness import seed_place
+from unisono.process import Process, tell
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.agreement import Digests, check_digests
+from unisono.rounds.connect import build_exchange
 from unisono.rounds.evaluation import Evaluator, Totals, check_batches, evaluate, evaluate_alone
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rounds.together import together
-from unisono.training.connect import build_exchange
-from unisono.training.data import Fetcher, MapDataset, check_dataset
-from unisono.training.guards import Structure
+from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
-from unisono.training.process import Process, tell
-from unisono.training.randomness import seed_place
 from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
-from unisono.training.tracked import Tracked
 from unisono.watch import Sink
 from unisono.words import progress
 

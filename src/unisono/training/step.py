@@ -11,9 +11,9 @@ from torch import Tensor
 from unisono.decisions.cursor import StepPosition
 from unisono.errors import StepError
 from unisono.events import StepResult
+from unisono.microbatch.guards import UnusedGradients
+from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, StepContext
-from unisono.training.guards import UnusedGradients
-from unisono.training.process import Process
 
 __all__ = ["State", "Step"]
 

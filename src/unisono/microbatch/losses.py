@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import LossError, StepError
-from unisono.training.folding import GradientFolder
+from unisono.microbatch.folding import GradientFolder
 
 __all__ = ["Microbatch"]
 

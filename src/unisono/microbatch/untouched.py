@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from unisono.errors import StepError
-from unisono.state import digest_of_tensor
+from unisono.state.packing import digest_of_tensor
 
 __all__ = ["Untouched"]
 

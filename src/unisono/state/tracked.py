@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.errors import StepError, UsageError
-from unisono.state import digest_of_state, is_same_state
-from unisono.training.buffers import Buffers
-from unisono.training.folding import Calls
+from unisono.state.buffers import Buffers
+from unisono.state.packing import digest_of_state, is_same_state
 
-__all__ = ["Tracked"]
+__all__ = ["Calls", "Tracked"]
+
+
+@dataclass
+class Calls:
+    """How often a script calls backward for one micro-batch, at most. Part of the state: who joins does not know it."""
+
+    known: int = 0
+    has_looked: bool = False
+    """This worker has compared the parameters before and after a micro-batch, bit by bit."""
 
 
 class Tracked:

@@ -7,7 +7,7 @@ the inner loop, and **refuse** such a change in words or, where the meaning is p
 ==========================================  ==================================================
 change within a micro-batch                 what happens
 ==========================================  ==================================================
-a trained parameter appears, goes, changes  `StepError` (values: see `unisono.training.buffers`)
+a trained parameter appears, goes, changes  `StepError` (values: see `unisono.state.buffers`)
 ``module.train()``, ``module.eval()``       put back before and after each micro-batch
 ``parameter.grad = ...``                    `StepError`, unless it was there before the backward
 options of an optimizer, its state          `StepError` at the end of the inner loop
@@ -34,7 +34,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 
 from unisono.errors import StepError
-from unisono.training.tracked import Tracked
+from unisono.state.tracked import Tracked
 
 __all__ = ["Guards", "Structure", "UnusedGradients", "warn_of_clipping", "watched_schedulers", "watched_zero_grad"]
 

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from unisono.decisions.cursor import seed_of
 from unisono.errors import RecipeError
 from unisono.lifetime import PARENT, bind_to_parent
-from unisono.training.process import Process
-from unisono.training.randomness import seed_everything
+from unisono.microbatch.randomness import seed_everything
+from unisono.process import Process
 
 __all__ = ["Fetcher", "MapDataset", "check_dataset", "to_device"]
 

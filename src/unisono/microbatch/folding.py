@@ -14,7 +14,6 @@ What a micro-batch did to weights, loss and buffers, its **tail**, runs up the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -25,11 +24,12 @@ from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
 from unisono.exchange.flat import Entry, FlatLayout, Rows, Slot, digest_rows
 from unisono.exchange.slots import Slots
-from unisono.state import digest_of_tensor
-from unisono.training.buffers import Buffers
-from unisono.training.untouched import Untouched
+from unisono.microbatch.untouched import Untouched
+from unisono.state.buffers import Buffers
+from unisono.state.packing import digest_of_tensor
+from unisono.state.tracked import Calls
 
-__all__ = ["Calls", "Fingerprint", "GradientFolder"]
+__all__ = ["Fingerprint", "GradientFolder"]
 
 OnRows = Callable[[int], None]
 """Callback: so many rows of the current leaf's node are complete."""
@@ -56,15 +56,6 @@ class Fingerprint(msgspec.Struct, frozen=True):
             return loss
         more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
         return f"{loss}; the first gradient or buffer that differs is that of {parts[0]!r}{more}"
-
-
-@dataclass
-class Calls:
-    """How often a script calls backward for one micro-batch, at most. Part of the state: who joins does not know it."""
-
-    known: int = 0
-    has_looked: bool = False
-    """This worker has compared the parameters before and after a micro-batch, bit by bit."""
 
 
 class _Leaf:
