@@ -54,7 +54,7 @@ class TwoMachines:
 
 @pytest.mark.usefixtures("nursery")
 def test_a_launcher_of_two_machines_trains_the_same_bits(tmp_path: Path) -> None:
-    calm = run_workers(TRAINING, 1, directory=tmp_path / "calm", arguments=["--steps", STEPS])
+    calm = run_workers(TRAINING, 1, directory=tmp_path / "calm", arguments=["--steps", STEPS], timeout_s=WAIT_S)
     assert calm.exit_code == 0, calm.output
     command = [sys.executable, "-P", __file__, tmp_path / "run", STEPS]
     environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": str(ROOT)}
