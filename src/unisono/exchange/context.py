@@ -1,4 +1,4 @@
-"""What an exchange is built from."""
+"""The values that every exchange is built from."""
 
 from __future__ import annotations
 

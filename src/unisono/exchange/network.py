@@ -52,7 +52,7 @@ class Network:
         self._pool.release(slot)
 
     def _slot_bytes(self, layout: FlatLayout) -> int:
-        """Return what a slot needs, so that every part can be cut evenly, wherever it begins."""
+        """Return the size of a slot with room for padding behind every part, wherever the part begins."""
         return max(layout.slot_bytes, (layout.num_rows + self.size - 1) * ROW_BYTES)
 
     def _allocate(self, layout: FlatLayout) -> Tensor:

@@ -80,7 +80,7 @@ class TwoLevel:
         pass
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
-        # What a host's members hold together is the same, whoever of them has computed it.
+        # The nodes of a host's members together are the same, whichever member has computed a leaf.
         return self._host.work, self._ranks
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
