@@ -29,8 +29,6 @@ from unisono.exchange.wire import Wire
 
 __all__ = ["TwoLevel", "build"]
 
-DIGEST_BYTES = 8
-
 
 def build(context: Context) -> TwoLevel:
     """Return the exchange of members on any hosts that compute on CPUs."""
@@ -193,7 +191,7 @@ class _TwoLevelCombine(HostCombine):
         if self.host.rank == 0:
             counters.wait("told", told)
             own, sizes = b"".join(self.telemetry()), [len(ranks) * TELEMETRY_BYTES for ranks in self._hosts]
-        votes = wire.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + own.ljust(max(sizes), b"\0"))
-        team = b"".join(vote[DIGEST_BYTES : DIGEST_BYTES + size] for vote, size in zip(votes, sizes, strict=True))
+        total, everyones = wire.vote(digest, own.ljust(max(sizes), b"\0"))
+        team = b"".join(each[:size] for each, size in zip(everyones, sizes, strict=True))
         ctypes.memmove(counters.own.fields.team_telemetry, team, len(team))
-        return sum(int.from_bytes(vote[:DIGEST_BYTES], "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF
+        return total

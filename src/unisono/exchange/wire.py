@@ -29,6 +29,7 @@ from unisono.words import listed
 __all__ = ["Collective", "Wire", "release_abandoned"]
 
 SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
+DIGEST_BYTES = 8
 POLL_S = 1e-4  # NCCL notifies nobody
 CONNECT_S = 20.0
 """From when all members are there until they are connected. One that others cannot reach, behind a firewall, shall not
@@ -123,6 +124,20 @@ class Wire:
         lengths = [int.from_bytes(size, "little") for size in self.all_gather_equal(len(data).to_bytes(8, "little"))]
         padded = self.all_gather_equal(data.ljust(max(*lengths, 1), b"\0"))
         return [payload[:length] for payload, length in zip(padded, lengths, strict=True)]
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Tell all members that this one holds all sums; return when every member does. Blocks.
+
+        Args:
+            digest: of what this member has added.
+            data: equally long on all members.
+
+        Returns:
+            The digest of all sums, and everyone's ``data``, by rank.
+        """
+        votes = self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data)
+        total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
+        return total & 0xFFFFFFFFFFFFFFFF, [each[DIGEST_BYTES:] for each in votes]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the wire's device) with that of rank ``source``. Blocks."""
