@@ -1,4 +1,4 @@
-"""What each member tells all others with every combine: a few numbers that travel with the sums, at no extra trip.
+"""Numbers that each member sends to all others with every combine: they travel with the sums, without an extra trip.
 
 An exchange carries them as `TELEMETRY_BYTES` bytes whose meaning it does not know.
 """
@@ -18,7 +18,7 @@ NOT_COMPARED: Final = -1
 
 
 class StepSeconds(NamedTuple):
-    """What the wall time of a step is spent on; together all of it."""
+    """Parts of the wall time of a step; together all of it."""
 
     data: float = 0.0
     compute: float = 0.0
@@ -46,7 +46,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     first_of_host: int = 0
     """The first rank of those that this member shares memory with."""
     arithmetic: int = 0
-    """A fingerprint of what the member's arithmetic depends on; with another one, other bits are to be expected."""
+    """A fingerprint of processor, device and torch version: members with different ones may compute different bits."""
     compared_step: int = NOT_COMPARED
     """The number of the step, of the whole run, before which the member has taken the digest of its state."""
     state_digest: int = 0

@@ -25,7 +25,7 @@ from tests.workers.processes import (
 )
 from unisono.decisions.plan import plan
 from unisono.decisions.tree import Node, fold, leaf, schedule
-from unisono.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, network, shared, two_level, wire
+from unisono.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire
 from unisono.exchange.alone import Alone
 from unisono.exchange.context import Builder, Context
 from unisono.exchange.flat import FlatLayout, Slot
@@ -36,6 +36,7 @@ from unisono.exchange.pages import WorkerPage
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import release_abandoned
+from unisono.training.connect import EXCHANGES
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -43,22 +44,17 @@ KINDS = [
     ("shared", 2),
     ("shared", 3),
     ("shared", 8),
-    ("network", 2),
-    ("network", 3),
-    ("network", 5),
+    ("gloo", 2),
+    ("gloo", 3),
+    ("gloo", 5),
     ("two-level", 3),
     ("two-level", 4),
     ("two-level", 5),
 ]
 every_kind = pytest.mark.parametrize(("kind", "size"), KINDS)
-TEAMS = [("shared", 3), ("network", 3), ("two-level", 4)]
+TEAMS = [("shared", 3), ("gloo", 3), ("two-level", 4)]
 every_team = pytest.mark.parametrize(("kind", "size"), TEAMS)
-BUILDERS: dict[str, Builder] = {
-    "alone": lambda context: Alone(context.device),
-    "shared": shared.build,
-    "network": network.build,
-    "two-level": two_level.build,
-}
+BUILDERS: dict[str, Builder] = {"alone": lambda context: Alone(context.device), **EXCHANGES}
 BLOCKING = {"_watch", "_await"}
 """Where an exchange waits, in shared memory and on a wire."""
 

@@ -17,8 +17,11 @@ from torch import Tensor
 from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
     BLOCKING,
+    BUILDERS,
     CPU,
+    KINDS,
     STEPS,
+    TEAMS,
     AlarmError,
     Member,
     Outcome,
@@ -59,6 +62,7 @@ from unisono.exchange.pages import MAX_NODES, MAX_TEAM, WorkerPage
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import Wire
+from unisono.training.connect import EXCHANGES
 
 # -- the same bits -----------------------------------------------------------------------------------
 
@@ -89,6 +93,11 @@ def _all_steps(seat: Seat, kind: str, path: str) -> dict[str, Any]:
     member.page.close()
     del exchange, combined, share
     return {"steps": steps, "left": [now - then for now, then in zip(settled(before), before, strict=True)]}
+
+
+def test_every_exchange_of_the_table_is_held_to_this() -> None:
+    assert {kind for kind, _ in KINDS} == {*BUILDERS}
+    assert {kind for kind, _ in TEAMS} == {*EXCHANGES}
 
 
 @every_kind
@@ -248,14 +257,14 @@ def _survive(seat: Seat, kind: str, path: str, point: str, victim: int, later_ki
     share = share_of(exchange, 0, NUM_LEAVES)
     outcomes = [Outcome.of(combine(exchange, share, telemetry_of(seat.rank, 0)))]
     exchange.prepare(layout)
-    if kind == "network":  # a survivor may have sent all to the victim, and then waits for another survivor
+    if kind == "gloo":  # a survivor may have sent all to the victim, and then waits for another survivor
         hurry(exchange, 4 * SILENCE_S)
     share = share_of(exchange, 1, NUM_LEAVES)
     if seat.rank == victim:
         _stop_at(point, seat, exchange, share)
     whole = {node: content(slot) for node, slot in share.slots.items()}
     # A network tells that a peer is gone; in shared memory and with two levels somebody has to say so.
-    if kind != "network":
+    if kind != "gloo":
         interrupt_when_told(exchange, seat)
     with pytest.raises((AlarmError, PeerLost, DeadlineExceeded)):
         combine(exchange, share, telemetry_of(seat.rank, 1))
@@ -301,7 +310,7 @@ def test_survivors_of_a_kill_keep_their_nodes_and_get_the_same_bits(
     with Team(size, _survive, kind, str(tmp_path), point, victim, "") as team:
         assert team.hear(victim) == point
         team.kill(victim)
-        if kind != "network":
+        if kind != "gloo":
             for rank in set(range(size)) - {victim}:
                 team.say(rank, "a member was killed")
         results = team.results()
@@ -317,12 +326,12 @@ def test_survivors_of_a_kill_keep_their_nodes_and_get_the_same_bits(
     ("kind", "size", "later_kind"),
     [
         ("shared", 2, "alone"),
-        ("shared", 3, "network"),
+        ("shared", 3, "gloo"),
         ("shared", 4, "two-level"),
-        ("network", 2, "alone"),
-        ("network", 3, "shared"),
+        ("gloo", 2, "alone"),
+        ("gloo", 3, "shared"),
         ("two-level", 4, "shared"),
-        ("two-level", 4, "network"),
+        ("two-level", 4, "gloo"),
     ],
 )
 def test_nodes_move_to_another_kind_of_exchange(kind: str, size: int, later_kind: str, tmp_path: pathlib.Path) -> None:
@@ -330,7 +339,7 @@ def test_nodes_move_to_another_kind_of_exchange(kind: str, size: int, later_kind
     with Team(size, _survive, kind, str(tmp_path), "published", 1, later_kind) as team:
         assert team.hear(1) == "published"
         team.kill(1)
-        if kind != "network":
+        if kind != "gloo":
             for rank in set(range(size)) - {1}:
                 team.say(rank, "a member was killed")
         _check_survivors(team.results(), 1)
@@ -435,7 +444,7 @@ def test_a_member_that_leaves_ends_the_waits_of_the_others(pair: Pair) -> None:
 
 
 def _combine_often(seat: Seat, path: str) -> None:
-    exchange = Member("network", seat, path).enter(1, range(seat.size))
+    exchange = Member("gloo", seat, path).enter(1, range(seat.size))
     exchange.prepare(layouts()[0])
     for step in range(21):
         share = share_of(exchange, step, 2)

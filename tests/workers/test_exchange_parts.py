@@ -345,7 +345,7 @@ def test_a_commit_waits_for_the_reduce_of_every_part() -> None:
 
 def _offer_and_begin_in_parts(seat: Seat, path: str) -> None:
     layout = layouts()[0]
-    exchange = Member("network", seat, path).enter(1, range(1))
+    exchange = Member("gloo", seat, path).enter(1, range(1))
     exchange.prepare(layout)
     share = share_of(exchange, 0, 1)
     exchange.offer(share, layout.num_rows)

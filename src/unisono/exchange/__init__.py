@@ -1,4 +1,4 @@
-"""How the partial sums of a step's members meet.
+"""Sum the nodes of a step's members: the phases of a combine, and the interface of all exchanges.
 
 Every member holds some nodes of the summation tree, each in a slot (`unisono.exchange.flat`). A **combine** sums them.
 Its rows are cut into **parts**, equal on all members, and each part goes through the same phases:
@@ -12,12 +12,12 @@ Its rows are cut into **parts**, equal on all members, and each part goes throug
 Each phase returns a `Handle` and waits for nobody before its ``wait``, so several parts can be under way at the same
 time. A plain sum is one part: `combine`.
 
-Until the commit nobody's nodes are modified, so a combine that fails can be done again by those who are left.
-After the commit everybody can finish, whoever dies: a ``commit`` whose ``wait`` returns is committed, and a phase that
-raises is not, as far as this member knows. (Another member may know more. It holds the step; those who raised do it
-again, with the same bits.) No part may be used before the commit of all.
+Until the commit no member's nodes are modified, so after a failure the survivors can repeat the combine. After the
+commit every survivor can finish, whichever member dies. When the ``wait`` of ``commit`` returns, the combine is
+committed; when any phase raises, it is not, as far as this member knows. (Another member may have seen the commit. It
+keeps the step; those that raised repeat it, with the same bits.) No part may be used before the commit of all parts.
 
-What differs between the implementations is where chunks are read from:
+The implementations differ in where chunks are read from:
 
 ==================  ==========================================  =============================
 `Alone`             one member                                  nothing to exchange
@@ -62,7 +62,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class Share:
-    """What one member brings to a combine."""
+    """Nodes that one member brings to a combine."""
 
     num_leaves: int
     plan: tuple[tuple[Node, ...], ...]
@@ -73,11 +73,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Committed:
-    """What all members know after a commit; equal on all of them, but for ``waiting_s``."""
+    """Result of a commit; equal on all members, but for ``waiting_s``."""
 
     digest: int
     telemetry: tuple[bytes, ...]
-    """By rank: what each member gave to `Combine.commit`."""
+    """By rank: the bytes that each member gave to `Combine.commit`."""
     total_weight: float
     waiting_s: float
     """How long this member waited for others, since the combine began."""
@@ -91,7 +91,7 @@ class Combined:
     """Gradients and float buffers are means, the rest of the tail are sums. Valid until the next step's first node."""
     digest: int
     telemetry: tuple[bytes, ...]
-    """By rank: what each member gave to `combine`."""
+    """By rank: the bytes that each member gave to `combine`."""
     waiting_s: float
     """How long this member waited for others."""
 
@@ -113,7 +113,7 @@ class Handle(Protocol[T_co]):
 
 
 class Deferred(Generic[T]):
-    """A handle whose first ``wait`` calls ``finish``, which does what is left of the phase and gives the result."""
+    """A handle whose first ``wait`` calls ``finish``, which does the rest of the phase and returns its result."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
@@ -173,15 +173,15 @@ class Combine(Protocol):
     def collect(self, part: int, out: Slot) -> Handle[None]:
         """Write the rows of this part to ``out``, divided by the total weight where they are means. Local.
 
-        After the commit, whoever has died or left meanwhile.
+        After the commit, also when other members have died or left since.
         """
         ...
 
 
 class Work(Protocol):
-    """What the members of one host still have to do for the next combine: who is done computes leaves of who is late.
+    """Leaves that the members of one host still have to compute: a member that is done takes some of a late one.
 
-    Local, all of it. See `unisono.exchange.host` for why no leaf is lost, or counted twice.
+    All methods are local. See `unisono.exchange.host` for why no leaf is lost, or counted twice.
     """
 
     def show_work(self, todo: Sequence[int]) -> None:
@@ -198,7 +198,7 @@ class Work(Protocol):
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
         """Return a leaf of a late member for this one, which is done; None if that is not worth it.
 
-        What was taken **must** be computed and be among the nodes that this member publishes next.
+        This member **must** compute the leaf, and publish a node that covers it, in its next combine.
 
         Args:
             paces: by index in the host, seconds for a leaf, as known.

@@ -1,4 +1,4 @@
-"""What an exchange is built from."""
+"""The values that every exchange is built from."""
 
 from __future__ import annotations
 
@@ -40,14 +40,9 @@ class Context:
     pages: Sequence[str] = ()
     """The addresses of all members' pages, by rank."""
 
-    @property
-    def host(self) -> int:
-        """The index of this member's host."""
-        return next(index for index, ranks in enumerate(self.hosts) if self.rank in ranks)
-
     def open_host(self) -> Host:
         """Enter the generation among the members of this host. Waits for nobody."""
-        ranks = self.hosts[self.host]
+        ranks = next(ranks for ranks in self.hosts if self.rank in ranks)
         if self.page is None:
             raise UsageError("this worker has no shared memory: choose --exchange gloo")
         return Host(

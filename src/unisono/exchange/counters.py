@@ -45,7 +45,7 @@ class Counters:
         self.waiting_s = 0.0
         self.timeout_s = timeout_s
         self.error: Exception | None = None
-        """What interrupted this member."""
+        """The error that interrupted this member."""
         self._addresses = list(addresses)
         self._generation = generation
         self._names = names
@@ -73,7 +73,7 @@ class Counters:
             raise self.gone(self.rank)
 
     def advance(self, name: str) -> int:
-        """Count one more on this member's counter, after all that was written before; return what it shows."""
+        """Add one to a counter of this member, after everything that was written before; return the new value."""
         counter = self.own.counters[name]
         fence()
         counter.value += 1
@@ -136,7 +136,7 @@ class Counters:
 
     @contextlib.contextmanager
     def or_leave(self) -> Iterator[None]:
-        """What is inside either succeeds, or this member leaves."""
+        """Leave, if the block inside raises."""
         try:
             yield
         except BaseException:
@@ -147,7 +147,7 @@ class Counters:
         """Leave, and let go of the others' memory."""
         self.leave()
         self._segment.close()
-        # Whoever holds the error that ended this holds its frames, and with them this object.
+        # An error that ended this keeps its frames alive, and with them this object.
         self.error = self.gone(self.rank)
         self.pages = []
 

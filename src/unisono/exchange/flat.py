@@ -9,9 +9,9 @@ itself, whatever lies in it. ::
            | gradients, float32 | gradients, float64 ... | scalars | used | buffers |
              last parameter first: backward finishes them in this order
 
-Sums of bfloat16 and float16 gradients are kept in float32: adding M of them in 8 bits of mantissa would lose what
-the micro-batches differ in. A parameter without a gradient in some leaf counts as +0.0 there, in every implementation,
-so that it does not matter who adds it.
+Sums of bfloat16 and float16 gradients are kept in float32: adding M of them in 8 bits of mantissa would lose the
+differences between micro-batches. A parameter without a gradient in some leaf counts as +0.0 there, in every
+implementation, so that it does not matter which member adds it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class FlatLayout:
 
 
 def buffer_sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What differences of a buffer are summed in."""
+    """Return the dtype in which differences of a buffer are summed."""
     if dtype == torch.float64:
         return torch.float64
     return torch.float32 if dtype.is_floating_point else torch.int64

@@ -1,4 +1,4 @@
-"""The leaves that the members of a host still have to compute for the next combine, and who takes some of another."""
+"""Let a member that is done compute leaves of a late member of its host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["HostWork"]
 
 
 class HostWork:
-    """The `unisono.exchange.Work` of one host. `unisono.exchange.host` has the reasons."""
+    """The `unisono.exchange.Work` of one host; `unisono.exchange.host` says why no leaf is lost or counted twice."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -23,7 +23,7 @@ class HostWork:
         self._deadline = 0.0
 
     def end(self) -> None:
-        """This member begins to publish: what is shown from now on is work for the combine after this one. Local."""
+        """Note that this member begins to publish: leaves shown from now on are for the next combine. Local."""
         self._coming = (self._coming + 1) & 0xFFFFFFFF
 
     def show_work(self, todo: Sequence[int]) -> None:

@@ -1,22 +1,22 @@
-"""The members of one host: what each shows to the others in shared memory, and why nobody reads what is overwritten.
+"""Combine the nodes of the members of one host in shared memory; why no member reads memory that is being overwritten.
 
 A worker has one `WorkerPage` for its whole life, and one `GenerationPage` for every generation that it enters. A page
-has one writer, its member. Counters say how far that member is; they only grow, and the others wait for them::
+has one writer, its member. Counters on it say how far that member is; they only grow, and others wait for them::
 
     published   one for each part: my nodes' rows of this part are complete; read them
     told        one for each combine of several hosts: my telemetry is on my page
-    reduced     one for each combine: my chunks of all parts are summed; read them. All say so: the combine is committed
+    reduced     one for each combine: my chunks of all parts are summed; read them. All count: the combine is committed
     posted      my payload is in its memory
     read        I have read everybody's payloads
 
 All members publish the parts of a combine in the same order, so a number on ``published`` means the same part for all.
 
-**Within a generation** nobody reads what is being overwritten. Each thing has a moment after which it is not read, and
-is written again only after that:
+**Within a generation** no member reads memory that is being overwritten. Each kind of memory has a moment after which
+it is not read any more, and is written again only after that:
 
-- *The list of nodes* and *rows of a node* are read between ``published`` of their part and the reader's own
-  ``reduced``. Their member writes them again after it has seen ``reduced`` from all. Rows of parts that are not
-  published yet are not read; their member may still write them, while others read those that are.
+- *The list of nodes*, *the address of the result* and *rows of a node* are read between ``published`` of their part and
+  the reader's own ``reduced``. Their member writes them again after it has seen ``reduced`` from all. Rows of parts
+  that are not published yet are not read; their member may still write them, while others read those that are.
 - *The result of a chunk* is read after the commit, until its reader publishes the first part of the next combine (which
   it does when it has collected all parts). Its owner writes it in a reduce of the next combine, which begins with a
   wait until all have published that part, and so have published the first one.
@@ -29,27 +29,28 @@ One ``reduced`` counts for all parts: nobody may act on a part before the commit
 would tell nothing more, and one check (`Counters.verify`) after the last reading covers the reading of all parts.
 
 **Helping.** Before it publishes, a member shows the leaves that it has ``todo`` and how many of them it has
-``started``. One that is done with its own takes leaves from the end of the list of one that is late, and says so on its
-own page (``taken``). Whoever has said so computes the leaf before it publishes, without exception; so the owner leaves
-out a leaf that it sees taken. It may not see it in time; then both compute it, and both results are the same. Nothing
-depends on who sees what first: a leaf is left out only by its owner, and only after another has said that it will be in
-its nodes. Two nodes of a tree are disjoint or nested, so of all published ones the outermost are the sum, and cover
-every leaf once. These lists are those of combine number ``work`` (one number for all parts of a combine), and are
-looked at by members that have not published anything of it: until then nobody can commit it, or begin the next.
+``started``. A member that is done takes leaves from the end of a late member's list, and writes them on its own page
+(``taken``). It computes every leaf that it has taken before it publishes, without exception; so the owner skips a leaf
+that it sees taken. If the owner does not see it in time, both compute the leaf, with the same result. The order in
+which members see each other's writes does not matter: only its owner skips a leaf, and only after another member has
+promised to have it in its nodes. Two nodes of a tree are disjoint or nested, so of all published ones the outermost are
+the sum, and cover every leaf once. These lists are those of combine number ``work`` (one number for all parts of a
+combine), and are looked at by members that have not published anything of it: until then nobody can commit it, or begin
+the next.
 
-**Leaving.** A member whose wait fails leaves: it says ``left`` and never writes to its page, result or payload of that
+**Leaving.** A member whose wait fails leaves: it sets ``left`` and never writes to its page, result or payload of that
 generation again. Members leave at different points, and some go on to the next generation, or the one after, while
 others still work in this one; since every generation has a page of its own, they cannot be mixed up. Only the slots
-belong to the worker and live on, so a member that has left may change a node while another still adds it up. Hence
-the order: who leaves says ``left`` *before* it touches a node, and who has read nodes, of whichever parts, looks for
-``left`` *afterwards* and only then says ``reduced``. So ``reduced`` is a statement about memory that no longer changes,
-and a combine that all have ``reduced`` is committed, whatever happens next. A member that leaves between two parts has
-not said ``reduced``, so no part of that combine is committed anywhere.
+belong to the worker and live on, so a member that has left may change a node while another still adds it up. Hence the
+order: a member that leaves sets ``left`` *before* it touches a node, and a member that has read nodes, of any part,
+looks for ``left`` *afterwards* and only then counts ``reduced``. So ``reduced`` is a statement about memory that no
+longer changes, and a combine that all have ``reduced`` is committed, whatever happens next. A member that leaves
+between two parts has not counted ``reduced``, so no part of that combine is committed anywhere.
 
-**Dying.** What a dead member showed stays readable where it is mapped. Everything that is read after the commit is
-mapped before it, with the first part, so after a commit all can collect every part, whoever dies or closes. And who
-sees all counters at ``reduced`` has committed even if it is interrupted at the same time: survivors disagree on a
-commit only if one of them left before the last ``reduced`` was said.
+**Dying.** The memory of a dead member stays readable where it is mapped. Everything that is read after the commit is
+mapped before it, with the first part, so after a commit every member can collect every part, whichever others die or
+close. And a member that sees all counters at ``reduced`` has committed, even if it is interrupted at the same time:
+survivors disagree on a commit only if one of them left before the last ``reduced`` was counted.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Host:
         """Get memory for the sums of this member's chunks.
 
         New memory, whenever the rows in it are others: a sum does not write the padding in its rows, which has to be
-        zero for the digest. What others still collect of the last combine, they have mapped.
+        zero for the digest. Others have mapped the sums of the last combine that they still collect.
         """
         if chunks == self._chunks:
             return
@@ -194,12 +195,12 @@ class Host:
         self._gathering.close()
         if self._segment is not None:
             self._segment.close()
-        # Whoever holds the error that ended this holds its frames, and with them this object: let go of the memory.
+        # An error that ended this keeps its frames alive, and with them this object: let go of the memory.
         self.result = torch.empty(0, dtype=torch.uint8)
 
 
 class HostCombine:
-    """What a combine is among the members of a host. A subclass says how a chunk is summed, and what a commit is.
+    """The phases of a combine among the members of a host. A subclass adds how a chunk is summed, and the commit.
 
     Args:
         parts: by part, by owner (local ranks 0, 1, ...), the rows that this owner sums.
@@ -252,7 +253,7 @@ class HostCombine:
         self._fields.num_nodes = len(slots)
 
     def _meet(self, published: int) -> None:
-        """Wait until all have published that part; map what they show."""
+        """Wait until all have published that part; with the first part, map the nodes and results of all members."""
         counters = self._counters
         counters.wait("published", published)
         if self._results:
@@ -293,7 +294,7 @@ class HostCombine:
         return self._digest & 0xFFFFFFFFFFFFFFFF
 
     def show(self, telemetry: bytes) -> None:
-        """Write this member's telemetry to its page, for who waits for a counter that comes after it."""
+        """Write this member's telemetry to its page; others read it after a counter that this member advances next."""
         ctypes.memmove(self._fields.telemetry, telemetry, len(telemetry))
 
     def telemetry(self) -> list[bytes]:
@@ -301,7 +302,7 @@ class HostCombine:
         return [bytes(page.fields.telemetry) for page in self._counters.pages]
 
     def say_reduced(self, digest: int) -> Deferred[int]:
-        """Say that this member's chunks of all parts are summed. The handle: everybody's are; gives the digest."""
+        """Count ``reduced``. The handle's ``wait`` returns the digest of all chunks, when all members have counted."""
         with self._counters.or_leave():
             self._counters.verify()
             self._fields.digest = digest

@@ -2,11 +2,11 @@
 
 A segment is anonymous (``memfd_create``): it has no name in any file system, and it is gone with the last
 process that maps it, also after ``kill -9`` of everybody. Others open it through ``/proc/PID/fd/N`` of its
-creator, which the kernel allows to processes of the same user only. A mapping outlives its creator: what a
-worker had published can still be read when it is dead.
+creator, which the kernel allows to processes of the same user only. A mapping outlives its creator: memory
+that a worker had published can still be read when it is dead.
 
 Process and descriptor numbers are used again. So every segment ends with a random stamp that its address
-repeats: who opens an address gets the segment that was meant, or an error.
+repeats: opening an address gives the segment that was meant, or an error.
 
 Waiting uses futexes. Every word has exactly one writer, so no atomic read-modify-write is needed, but order is:
 `fence` stands between what a word announces and the word, on both sides. Where there are no futexes (other systems
@@ -44,7 +44,7 @@ _LIMITS: Final = {
     errno.EMFILE: "ulimit -n shows how many files a process may have open",
     errno.ENFILE: "sysctl fs.file-max shows how many files this machine may have open",
 }
-"""What a process may not do, whoever the other members are: trying again would not help."""
+"""Limits of this process or machine, by error number: trying again with other members would not help."""
 
 
 class _Timespec(ctypes.Structure):

@@ -19,8 +19,6 @@ from unisono.exchange.wire import Wire
 
 __all__ = ["Network", "broadcast_over", "build"]
 
-DIGEST_BYTES = 8
-
 
 def build(context: Context) -> Network:
     """Return the exchange of members on any hosts and devices."""
@@ -52,7 +50,7 @@ class Network:
         self._pool.release(slot)
 
     def _slot_bytes(self, layout: FlatLayout) -> int:
-        """Return what a slot needs, so that every part can be cut evenly, wherever it begins."""
+        """Return the size of a slot with room for padding behind every part, wherever the part begins."""
         return max(layout.slot_bytes, (layout.num_rows + self.size - 1) * ROW_BYTES)
 
     def _allocate(self, layout: FlatLayout) -> Tensor:
@@ -144,15 +142,12 @@ class _NetworkCombine:
         return Deferred(partial(self._commit, telemetry))
 
     def _commit(self, telemetry: bytes) -> Committed:
-        """Everyone tells everyone, after it holds all sums, its part of the digest and its telemetry."""
         for reduction in self._reductions:
             reduction.gather()
-        own = (self._digest & 0xFFFFFFFFFFFFFFFF).to_bytes(DIGEST_BYTES, "little")
-        votes = self._wire.all_gather_equal(own + telemetry)
-        digest = sum(int.from_bytes(vote[:DIGEST_BYTES], "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF
+        digest, everyones = self._wire.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
         assert self._sum is not None
         self._total = float(self._sum.scalars[0])
-        return Committed(digest, tuple(vote[DIGEST_BYTES:] for vote in votes), self._total, self._wire.waiting_s)
+        return Committed(digest, tuple(everyones), self._total, self._wire.waiting_s)
 
     def result(self) -> Slot:
         assert self._sum is not None

@@ -1,4 +1,4 @@
-"""What a worker shows to the other members of its host: two pages of shared memory, and its slots.
+"""Shared memory of a worker that the other members of its host read: two pages, and its slots.
 
 A worker has one `WorkerPage` for its whole life; its address is told to the others once. For every generation that it
 enters it makes a new `GenerationPage` and names it on the worker's page. Both have one writer, the worker.
@@ -25,7 +25,7 @@ MAX_TEAM = 4096
 """Members of one generation, on all hosts, whose telemetry fits on a page."""
 
 COUNTERS = ("published", "told", "reduced", "posted", "read")
-"""How far a member is; `unisono.exchange.host` says with what."""
+"""Names of the counters; `unisono.exchange.host` says what each of them counts."""
 
 _Address = ctypes.c_char * 160
 _Counter = ctypes.c_uint32 * 16  # a counter and the rest of its cache line
@@ -44,7 +44,7 @@ class NodeFields(ctypes.Structure):
 
 
 class GenerationFields(ctypes.Structure):
-    """What is on a `GenerationPage`; `unisono.exchange.host` says when each of it may be written and read."""
+    """Layout of a `GenerationPage`; `unisono.exchange.host` says when each field may be written and read."""
 
     _fields_ = [
         *((name, _Counter) for name in COUNTERS),

@@ -56,7 +56,7 @@ class Reduction:
         self._gathers: list[tuple[Collective, Tensor, Tensor]] = []
 
     def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
-        """Start what can be started now that the first ``rows_ready`` of the rows are complete in all own nodes.
+        """Send the buckets that lie within the first ``rows_ready`` rows, which are complete in all own nodes.
 
         Args:
             nodes: this member's, each padded to `padded_rows` from the first of the rows on.
@@ -125,7 +125,7 @@ class Reduction:
         return digest
 
     def gather(self) -> None:
-        """Wait until the sums of all members are in what `fold` got as ``out``."""
+        """Wait until the sums of all members are in the ``out`` of `fold`."""
         for collective, sums, target in self._gathers:
             collective.wait()
             if sums is not target:

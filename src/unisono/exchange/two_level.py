@@ -29,8 +29,6 @@ from unisono.exchange.wire import Wire
 
 __all__ = ["TwoLevel", "build"]
 
-DIGEST_BYTES = 8
-
 
 def build(context: Context) -> TwoLevel:
     """Return the exchange of members on any hosts that compute on CPUs."""
@@ -80,7 +78,7 @@ class TwoLevel:
         pass
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
-        # What a host's members hold together is the same, whoever of them has computed it.
+        # The nodes of a host's members together are the same, whichever member has computed a leaf.
         return self._host.work, self._ranks
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
@@ -193,7 +191,7 @@ class _TwoLevelCombine(HostCombine):
         if self.host.rank == 0:
             counters.wait("told", told)
             own, sizes = b"".join(self.telemetry()), [len(ranks) * TELEMETRY_BYTES for ranks in self._hosts]
-        votes = wire.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + own.ljust(max(sizes), b"\0"))
-        team = b"".join(vote[DIGEST_BYTES : DIGEST_BYTES + size] for vote, size in zip(votes, sizes, strict=True))
+        total, everyones = wire.vote(digest, own.ljust(max(sizes), b"\0"))
+        team = b"".join(each[:size] for each, size in zip(everyones, sizes, strict=True))
         ctypes.memmove(counters.own.fields.team_telemetry, team, len(team))
-        return sum(int.from_bytes(vote[:DIGEST_BYTES], "little") for vote in votes) & 0xFFFFFFFFFFFFFFFF
+        return total

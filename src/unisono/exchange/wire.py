@@ -29,14 +29,15 @@ from unisono.words import listed
 __all__ = ["Collective", "Wire", "release_abandoned"]
 
 SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
+DIGEST_BYTES = 8
 POLL_S = 1e-4  # NCCL notifies nobody
 CONNECT_S = 20.0
 """From when all members are there until they are connected. One that others cannot reach, behind a firewall, shall not
 hold them up for as long as an exchange may take."""
-FORM_GRACE_S = 3.0  # beyond the timeout, until it is known who has not come to a group
+FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have not come to a group
 
 _abandoned: list[tuple[Any, list[Any]]] = []
-"""Groups that were closed in the middle of something, and what they were in the middle of."""
+"""Groups that were closed while collectives were pending, with those collectives."""
 
 
 class Wire:
@@ -83,7 +84,7 @@ class Wire:
             group, failure = None, None
             missing: list[str] = []
             try:
-                # Others may come late, from what they do between two steps; that is no reason to give them up.
+                # A member may come late, from its work between two steps; that is no reason to give it up.
                 store.set(f"here-{rank}", "")
                 store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
                 self._all_here_at = time.perf_counter()
@@ -124,6 +125,20 @@ class Wire:
         padded = self.all_gather_equal(data.ljust(max(*lengths, 1), b"\0"))
         return [payload[:length] for payload, length in zip(padded, lengths, strict=True)]
 
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Tell all members that this one holds all sums; return when every member does. Blocks.
+
+        Args:
+            digest: of what this member has added.
+            data: equally long on all members.
+
+        Returns:
+            The digest of all sums, and everyone's ``data``, by rank.
+        """
+        votes = self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data)
+        total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
+        return total & 0xFFFFFFFFFFFFFFFF, [each[DIGEST_BYTES:] for each in votes]
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the wire's device) with that of rank ``source``. Blocks."""
         options = BroadcastOptions()
@@ -151,10 +166,10 @@ class Wire:
         release_abandoned()
 
     def _connected(self) -> Any:
-        """The group, as soon as there is one. Whoever was interrupted starts nothing any more."""
+        """Return the group, when it is formed. Raise if this member was interrupted: it starts nothing any more."""
         if self._error is not None:
             raise self._error
-        # A little later than the store's own limit, whose error says who was not there.
+        # A little later than the store's own limit, whose error names the members that were not there.
         self._await(self._is_formed, "the group to form", grace_s=FORM_GRACE_S)
         if self._failure is not None:
             waited_for = f" (not there: {listed(self._missing)})" if self._missing else ""
@@ -188,7 +203,7 @@ class Wire:
             future.then(self._notify)
             self._await(future.done, "a collective")
         else:
-            # Its wait() makes only the stream wait, and what reads the result then blocks where nothing wakes it.
+            # Its wait() makes only the stream wait; reading the result then blocks where nothing wakes the thread.
             self._await(work.is_completed, "a collective", POLL_S)
         try:
             work.wait()
@@ -204,7 +219,7 @@ class Wire:
         if done():
             return
         started = time.perf_counter()
-        # A little later than torch's own limit, whose error says who was late.
+        # A little later than torch's own limit, whose error names the member that was late.
         deadline = started + self._timeout_s + grace_s
         with self._changed:
             while not done():
@@ -249,8 +264,8 @@ def release_abandoned() -> bool:
 
 
 def _missing(store: dist.Store, names: Sequence[str]) -> list[str]:
-    """Who has not said that it is there, as far as the store can be asked."""
-    with contextlib.suppress(Exception):  # it may be what has failed
+    """Return the members that have not come, as far as the store can be asked."""
+    with contextlib.suppress(Exception):  # the store may be what has failed
         return [name for rank, name in enumerate(names) if not store.check([f"here-{rank}"])]
     return []
 
