@@ -362,7 +362,9 @@ class Saver:
         """
         if self._directory.path is None:
             return
-        if self._under_way is not None and self._under_way.publication is not None:
+        if self._under_way is None:
+            self._writer.drain()  # it may be about to find that a checkpoint was lost
+        elif self._under_way.publication is not None:
             self.finish()
         if self._policy is None and not self._wanted and self._under_way is None:
             return
