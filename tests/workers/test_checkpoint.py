@@ -638,9 +638,9 @@ class Members:
         self.generation, self.total = 1, 0
 
     @property
-    def moment(self) -> saving.Moment:
+    def moment(self) -> snapshot.Moment:
         place = Place(phase=0, step=self.total, total=self.total, lines=self.total)
-        return saving.Moment(place, self.generation, self.ids, {})
+        return snapshot.Moment(place, self.generation, self.ids, {})
 
     def boundary(self) -> None:
         for saver in self.savers:
