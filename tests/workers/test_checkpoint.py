@@ -640,9 +640,9 @@ class Members:
         self.generation, self.total = 1, 0
 
     @property
-    def moment(self) -> saving.Moment:
+    def moment(self) -> snapshot.Moment:
         place = Place(phase=0, step=self.total, total=self.total, lines=self.total)
-        return saving.Moment(place, self.generation, self.ids, {})
+        return snapshot.Moment(place, self.generation, self.ids, {})
 
     def boundary(self) -> None:
         for saver in self.savers:
@@ -845,6 +845,30 @@ def test_a_checkpoint_that_was_asked_for_is_written_by_the_next_if_its_writer_is
     members.save_last()
     assert [saver.report().wants for saver in members.savers] == [False]
     assert len(steps(tmp_path)) == 1
+
+
+def test_a_checkpoint_that_was_lost_in_the_last_step_is_made_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the disk has not said yet that it is not there."""
+
+    def end(name: str) -> None:
+        if name == "checkpoint_before_manifest":
+            raise Killed
+
+    members, has_looked = Members(tmp_path, policy=None), threading.Event()
+    members.savers[0].request()
+    members.step()
+    monkeypatch.setattr(writer, "point", end)
+    members.step()
+    monkeypatch.undo()
+    members.lose()
+    members.savers[0]._writer.submit(lambda: has_looked.wait(WAIT_S))
+    members.step(slow_disk=True)
+    when_blocked_in({"drain"}, has_looked.set)
+    members.save_last()
+    has_looked.set()
+    assert steps(tmp_path) == [3]
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint of step . was not written into")

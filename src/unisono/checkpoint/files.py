@@ -145,7 +145,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_at(address: int, num_bytes: int, owner: object) -> memoryview:
-    """Some memory of ``owner`` as bytes, e.g. that of a tensor. It keeps it alive."""
+    """Return memory of ``owner``, e.g. of a tensor, as bytes. They keep the owner alive."""
     array: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
     array.owner = owner
     return memoryview(array).cast("B")
@@ -159,17 +159,17 @@ def step_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that its name says."""
+    """Return the step that the name of a checkpoint says."""
     return int(checkpoint.name[5:])
 
 
 def partial_name(step: int, generation: int, *, last: bool = False) -> str:
-    """Of the directory before it is complete. No two attempts of a run share one.
+    """Return the name of the directory of a checkpoint that is not complete. No two snapshots of a run share one.
 
-    One of an earlier run, which was killed, can have had the same name: see `leave_only`.
+    An earlier run that was killed can have left a directory of the same name: see `leave_only`.
 
     Args:
-        last: one member writes all of it; others may still be writing their parts of an attempt of the same step.
+        last: one member writes all of it; others may still be writing their parts of a snapshot of the same step.
     """
     return f".{step_name(step)}-{generation}{'-last' if last else ''}.partial"
 
@@ -179,7 +179,7 @@ def part_name(part: int, num_parts: int) -> str:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints of a ``checkpoints`` folder that have their final name, the newest last."""
+    """Return the checkpoints in a ``checkpoints`` folder that have their final name, the newest last."""
     try:
         names = sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{10,}", path.name))
     except FileNotFoundError:
@@ -188,7 +188,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def find(place: str | os.PathLike[str]) -> Path:
-    """The ``checkpoints`` folder or the single checkpoint that a user means by a path.
+    """Return the ``checkpoints`` folder or the single checkpoint that a user means by a path.
 
     Raises:
         CheckpointError: there is neither.
@@ -202,7 +202,7 @@ def find(place: str | os.PathLike[str]) -> Path:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints that a result of `find` stands for, the newest last."""
+    """Return the checkpoints that a result of `find` stands for, the newest last."""
     return complete(folder) or ([] if folder.name == FOLDER else [folder])
 
 
@@ -210,7 +210,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def encode_header(entries: Iterable[Entry]) -> bytes:
-    """The head of a safetensors file with these tensors, a multiple of `HEADER_ALIGNMENT` bytes long."""
+    """Return the header of a safetensors file with these tensors, padded to a multiple of `HEADER_ALIGNMENT` bytes."""
     tensors: dict[str, Any] = {}
     for entry in entries:
         kind, shape = _SAFETENSORS.get(entry.dtype), entry.shape
@@ -249,7 +249,7 @@ def write_file(path: Path, data: memoryview, is_abandoned: Callable[[], bool] = 
 
 
 def remove_part(path: Path) -> None:
-    """Remove what one process has written of an attempt that came to nothing, and the directory if it was the last."""
+    """Remove the part that one process has written of a useless snapshot, and the directory with the last part."""
     for name in (path, path.with_suffix(".facts")):
         with suppress(OSError):
             name.unlink()
@@ -267,9 +267,9 @@ def synchronize(path: Path) -> None:
 
 
 def synchronize_above(folder: Path) -> None:
-    """Wait until the names of a directory and of all above it are on the disk: any of them may be a new one.
+    """Wait until the names of a directory and of all directories above it are on the disk: any of them may be new.
 
-    What is far above may not be ours to open; it is not ours to make either.
+    A directory that this process may not open was not made by it either.
     """
     for above in folder.resolve().parents:
         with suppress(OSError):
@@ -285,7 +285,7 @@ def leave_only(folder: Path, names: Collection[str]) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a directory complete."""
+    """Write the manifest, which makes a directory complete."""
     checked = msgspec.structs.replace(manifest, crc32=_check_of(manifest))
     write_file(folder / MANIFEST, memoryview(msgspec.json.format(msgspec.json.encode(checked), indent=1)))
     synchronize(folder)
@@ -303,9 +303,9 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def take_over(folder: Path) -> None:
-    """Give what was to be replaced its name back, where the process that did so was killed before the other had it.
+    """Give a checkpoint its name back whose replacement never got the name, because a process was killed.
 
-    Only for who holds the run's directory.
+    Only the process that holds the run's directory may call this.
     """
     for old in folder.glob(f".step-*{_REPLACED}"):
         final = old.with_name(old.name[1:].removesuffix(_REPLACED))
@@ -315,7 +315,7 @@ def take_over(folder: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; killed in the middle of it, garbage is left and no half checkpoint."""
+    """Remove a checkpoint. A process that is killed meanwhile leaves garbage, and no half of a checkpoint."""
     gone = checkpoint.with_name(f".{checkpoint.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)
     checkpoint.rename(gone)
@@ -326,7 +326,7 @@ def set_aside(checkpoints: Iterable[Path], *, broken: bool) -> list[Path]:
     """Take checkpoints out of the way of a run that goes on from another one, so that none counts as its newest.
 
     Args:
-        broken: they are kept, for who wants to look at them; others are until `remove_abandoned`.
+        broken: they are kept for inspection; others are kept until `remove_abandoned`.
 
     Returns:
         Where they are now.
@@ -343,13 +343,13 @@ def set_aside(checkpoints: Iterable[Path], *, broken: bool) -> list[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the checkpoints that a run has left behind, now that it has one of its own."""
+    """Remove the checkpoints that a run has left behind by going back, now that it has written a new one."""
     for path in folder.glob(f".step-*{_ABANDONED}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_partials(folder: Path, *, but: str = "") -> None:
-    """Remove what killed processes have left. Only for who holds the run's directory."""
+    """Remove what killed processes have left. Only the process that holds the run's directory may call this."""
     take_over(folder)
     for path in folder.glob(".step-*"):
         if path.name != but and not path.name.endswith(_ABANDONED):
@@ -371,7 +371,7 @@ class Problem(CheckpointError):
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """What a checkpoint says of itself, checked.
+    """Read the manifest of a checkpoint, and check it.
 
     Raises:
         Problem: there is none, or it is damaged.

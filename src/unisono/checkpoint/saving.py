@@ -10,39 +10,27 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from unisono.checkpoint import files
-from unisono.checkpoint.files import Manifest
-from unisono.checkpoint.snapshot import LateCopy, Layout, Memory, Snapshot, choose_late
+from unisono.checkpoint.snapshot import Camera, Moment, Snapshot
 from unisono.checkpoint.writer import Writer
-from unisono.decisions.cadence import CheckpointReport, Checkpoints, Place, Status, Verdict, is_due, judge, may_begin
+from unisono.decisions.cadence import CheckpointReport, Checkpoints, Status, Verdict, is_due, judge, may_begin
 from unisono.decisions.layout import EVERYTHING, replicated
 from unisono.errors import CheckpointError
 from unisono.rundir import RunDirectory
-from unisono.state.packing import Packed, pack
 
-__all__ = ["Moment", "Saver"]
+__all__ = ["Saver"]
 
 SLOW_S = 1.0
 """A checkpoint that has been written for this time when the next one is due is worth a warning."""
-
-
-class Moment(NamedTuple):
-    """A boundary between two steps: the position of the run, and its members."""
-
-    place: Place
-    generation: int
-    worker_ids: Sequence[str]
-    metrics: Mapping[str, float]
-    """What was logged last, by name."""
 
 
 @dataclass
@@ -98,17 +86,13 @@ class Saver:
         """The step of the newest checkpoint that was here at the beginning or that this member has published."""
         self._policy = policy
         self._directory = directory
-        self._state, self._stable = state, stable
         self._writer = Writer(directory, policy)
-        self._memory = Memory(device)
-        self._layouts: dict[object, Layout] = {}
+        overlaps = device.type == "cpu" and (policy is None or policy.overlap)
+        self._camera = Camera(device, state, stable, overlaps=overlaps)
         self._worker_id = ""
-        self._recipe: dict[str, Any] = {}
-        self._fingerprint: dict[str, str] = {}
         self._under_way: _UnderWay | None = None
         self._failure: tuple[int, BaseException | None] | None = None
         self._wanted = self._asked = False
-        self._overlaps = device.type == "cpu" and (policy is None or policy.overlap)
         self._reports: Sequence[CheckpointReport] = ()
         """Those that the next boundary decides by."""
         self._generation = -1
@@ -132,7 +116,8 @@ class Saver:
             recipe: what a script must agree with that goes on from a checkpoint.
             is_newcomer: the others know who writes, and this member does not until it has their reports.
         """
-        self._worker_id, self._recipe, self._fingerprint = worker_id, recipe, fingerprint
+        self._worker_id = worker_id
+        self._camera.describe(recipe, fingerprint)
         if is_newcomer:
             self.reaching = frozenset()
         if self._directory.is_seen and (found := files.complete(self.folder)):
@@ -187,7 +172,7 @@ class Saver:
         under_way.waited_s = time.monotonic() - began
         changed = sum(copy.was_changed for copy in under_way.snapshot.late)
         if changed:
-            self._overlaps = False
+            self._camera.copy_at_once()
             self._give_up(was_heard=True)
             self._wanted = True
             warnings.warn(
@@ -317,38 +302,18 @@ class Saver:
         return self._under_way
 
     def _take(self, moment: Moment, writers: Sequence[str], *, is_last: bool) -> Snapshot:
-        """Copy the part of this member, except what can be copied while the next step computes."""
-        began = time.monotonic()
-        place = moment.place
-        packed = pack(self._state(), "tracked")
-        layout = self._layout(packed, len(writers))
-        self._writer.drain()  # it may still use the memory
+        """Copy the part of this member."""
+        folder = self.folder / files.partial_name(moment.place.total, moment.generation, last=is_last)
         part = writers.index(self._worker_id) if self._worker_id in writers else None
-        data, late = memoryview(b""), tuple[LateCopy, ...]()
-        if part is not None:
-            # After the last step of a loop, the script may change the state at once.
-            chosen = choose_late(packed.tensors, self._stable()) if self._overlaps and not is_last else set[int]()
-            data, late = self._memory.fill(layout, part, packed.tensors, chosen)
-        manifest = Manifest(
-            step=place.total, phase=place.phase, phase_step=place.step, lines=place.lines, recipe=self._recipe,
-            fingerprint=self._fingerprint, metrics=dict(moment.metrics), num_workers=len(moment.worker_ids),
-            saved=0.0, seconds=0.0, tensors=layout.entries, files={},
-        )  # fmt: skip
-        folder = self.folder / files.partial_name(place.total, moment.generation, last=is_last)
-        return Snapshot(manifest, folder, layout, packed.skeleton, part, data, late, began)
+        self._writer.drain()  # it may still use the memory
+        return self._camera.take(moment, folder, len(writers), part, is_last=is_last)
 
     def _prepare(self, worker_ids: Sequence[str]) -> None:
         """Have the memory for this member's part made before it is needed."""
         writers = replicated(worker_ids).writers(EVERYTHING, self.reaching or ())
         if self._worker_id in writers:
-            layout = self._layout(pack(self._state(), "tracked"), len(writers))
-            self._writer.prepare(partial(self._memory.reserve, layout.num_bytes[writers.index(self._worker_id)]))
-
-    def _layout(self, packed: Packed, num_parts: int) -> Layout:
-        key = (num_parts, packed.skeleton, tuple((tensor.dtype, tensor.shape) for tensor in packed.tensors))
-        if key not in self._layouts:
-            self._layouts = {key: Layout.of(packed, num_parts)}
-        return self._layouts[key]
+            num_bytes = self._camera.num_bytes(len(writers), writers.index(self._worker_id))
+            self._writer.prepare(partial(self._camera.reserve, num_bytes))
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -362,7 +327,9 @@ class Saver:
         """
         if self._directory.path is None:
             return
-        if self._under_way is not None and self._under_way.publication is not None:
+        if self._under_way is None:
+            self._writer.drain()  # it may be about to find that a checkpoint was lost
+        elif self._under_way.publication is not None:
             self.finish()
         if self._policy is None and not self._wanted and self._under_way is None:
             return

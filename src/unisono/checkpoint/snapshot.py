@@ -7,20 +7,22 @@ update, so the writer thread copies them while the next micro-batches are comput
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.checkpoint import files
 from unisono.checkpoint.files import Entry, Manifest
-from unisono.decisions.cadence import assign_parts
-from unisono.state.packing import Packed
+from unisono.decisions.cadence import Place, assign_parts
+from unisono.state.packing import Packed, pack
 
-__all__ = ["LateCopy", "Layout", "Memory", "Snapshot", "choose_late", "tensor_names"]
+__all__ = ["Camera", "LateCopy", "Layout", "Moment", "Snapshot", "tensor_names"]
 
 LATE_BYTES = 1 << 20
 """Tensors from this size on are copied while the next step computes."""
@@ -129,22 +131,97 @@ class Snapshot:
         return self.folder.with_name(files.step_name(self.manifest.step))
 
 
-def choose_late(tensors: Sequence[Tensor], stable: Collection[int]) -> set[int]:
-    """Return the indices of the tensors that can be copied while the next step computes.
+class Moment(NamedTuple):
+    """A boundary between two steps: the position of the run, and its members."""
+
+    place: Place
+    generation: int
+    worker_ids: Sequence[str]
+    metrics: Mapping[str, float]
+    """What was logged last, by name."""
+
+
+class Camera:
+    """Takes the snapshots of one member.
 
     Args:
-        stable: the memory addresses of tensors that nothing but an optimizer changes.
+        state: returns everything that the next step depends on.
+        stable: returns the memory addresses of tensors that nothing but an optimizer changes.
+        overlaps: copy large stable tensors while the next step computes.
     """
-    return {
-        index
-        for index, tensor in enumerate(tensors)
-        if tensor.numel() * tensor.element_size() >= LATE_BYTES
-        and tensor.data_ptr() in stable
-        and tensor.is_contiguous()
-    }
+
+    def __init__(
+        self,
+        device: torch.device,
+        state: Callable[[], dict[str, Any]],
+        stable: Callable[[], Collection[int]],
+        *,
+        overlaps: bool,
+    ) -> None:
+        self._overlaps = overlaps
+        self._state, self._stable = state, stable
+        self._memory = _Memory(device)
+        self._layouts: dict[object, Layout] = {}
+        self._recipe: dict[str, Any] = {}
+        self._fingerprint: dict[str, str] = {}
+
+    def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
+        """Set what every manifest says about the run."""
+        self._recipe, self._fingerprint = recipe, fingerprint
+
+    def copy_at_once(self) -> None:
+        """Copy everything at the boundary from now on."""
+        self._overlaps = False
+
+    def num_bytes(self, num_parts: int, part: int) -> int:
+        """Return the size of a part."""
+        return self._layout(pack(self._state(), "tracked"), num_parts).num_bytes[part]
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make the memory for a part before it is needed."""
+        self._memory.reserve(num_bytes)
+
+    def take(self, moment: Moment, folder: Path, num_parts: int, part: int | None, *, is_last: bool) -> Snapshot:
+        """Copy a part of the state, except what can be copied while the next step computes.
+
+        Args:
+            part: None: only describe the snapshot.
+            is_last: no step follows at once, so the script may change the state.
+        """
+        began = time.monotonic()
+        place = moment.place
+        packed = pack(self._state(), "tracked")
+        layout = self._layout(packed, num_parts)
+        data, late = memoryview(b""), tuple[LateCopy, ...]()
+        if part is not None:
+            later = self._choose_late(packed.tensors) if self._overlaps and not is_last else set[int]()
+            data, late = self._memory.fill(layout, part, packed.tensors, later)
+        manifest = Manifest(
+            step=place.total, phase=place.phase, phase_step=place.step, lines=place.lines, recipe=self._recipe,
+            fingerprint=self._fingerprint, metrics=dict(moment.metrics), num_workers=len(moment.worker_ids),
+            saved=0.0, seconds=0.0, tensors=layout.entries, files={},
+        )  # fmt: skip
+        return Snapshot(manifest, folder, layout, packed.skeleton, part, data, late, began)
+
+    def _choose_late(self, tensors: Sequence[Tensor]) -> set[int]:
+        """Return the indices of the tensors that can be copied while the next step computes."""
+        stable = self._stable()
+        return {
+            index
+            for index, tensor in enumerate(tensors)
+            if tensor.numel() * tensor.element_size() >= LATE_BYTES
+            and tensor.data_ptr() in stable
+            and tensor.is_contiguous()
+        }
+
+    def _layout(self, packed: Packed, num_parts: int) -> Layout:
+        key = (num_parts, packed.skeleton, tuple((tensor.dtype, tensor.shape) for tensor in packed.tensors))
+        if key not in self._layouts:
+            self._layouts = {key: Layout.of(packed, num_parts)}
+        return self._layouts[key]
 
 
-class Memory:
+class _Memory:
     """Memory that parts are copied into: kept from one snapshot to the next, and touched before it is needed."""
 
     def __init__(self, device: torch.device) -> None:

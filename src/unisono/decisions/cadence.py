@@ -22,9 +22,9 @@ a new generation, and no member PUBLISHING     LOST: take another snapshot, unle
 anything else                                  WAIT
 =============================================  =====================================================================
 
-A member that was one step ahead when another was lost takes part in the first combine of the new generation twice, so
-to speak: it has passed the boundary that the others are still to reach. The reports show that, because their steps
-differ, and no snapshot is taken at that boundary.
+After a loss, the members that have not seen the commit of a step repeat its combine, and a member that has seen the
+commit stands by: that member has passed the boundary that the others are still to reach. The reports show it, because
+their steps differ, and no snapshot is taken at that boundary.
 """
 
 from __future__ import annotations

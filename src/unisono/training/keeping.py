@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.saving import Moment, Saver
+from unisono.checkpoint.saving import Saver
+from unisono.checkpoint.snapshot import Moment
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Place
 from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
