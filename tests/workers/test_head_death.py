@@ -394,9 +394,9 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
 class Follower:
     """An agent of which there is nothing but how it follows the head."""
 
-    def __init__(self, url: str, *, primary: bool) -> None:
+    def __init__(self, url: str, *, primary: bool, token: str = "secret") -> None:
         hello = AgentHello(host="lab" if primary else "far", pid=1, num_workers=1, primary=primary)
-        self.following = Following(url, "secret", hello, self, away_s=WAIT_S, head=None)
+        self.following = Following(url, token, hello, self, away_s=WAIT_S, head=None)
         self.heard: asyncio.Queue[Message] = asyncio.Queue()
         self.ended: Ended | None = None
 
@@ -503,6 +503,19 @@ def test_a_head_that_learns_of_a_higher_term_ends_itself(who: str, tmp_path: Pat
             assert head.superseded_by == 2
             assert (head._state.agents, head._state.workers) == ({}, {})
         assert (tmp_path / "head.json").exists()
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+@pytest.mark.parametrize("reason", ["refuses this machine with HTTP 401", "broke"], ids=["refused", "not there"])
+def test_a_machine_that_cannot_reach_the_head_at_all_says_why(reason: str) -> None:
+    async def story() -> None:
+        async with serving(run_id="x") as (_, url):
+            is_refused = "refuses" in reason
+            agent = Follower(url if is_refused else "ws://127.0.0.1:1", primary=False, token="wrong")
+            await agent.following.run()
+            assert agent.ended is not None
+            assert reason in agent.ended.reason
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
