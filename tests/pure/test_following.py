@@ -27,7 +27,7 @@ def with_guests(num_guests: int) -> Story:
 
 
 def test_a_decision_is_sent_when_all_heirs_hold_it() -> None:
-    decisions = Undelivered().add(1, ["a", "b"], now=0.0)
+    decisions = Undelivered[str]().add(1, ["a", "b"], now=0.0)
     for heir in ("agent0", "agent1"):
         sent, decisions = decisions.release(["agent0", "agent1"], now=0.1)
         assert sent == []
@@ -39,7 +39,7 @@ def test_a_decision_is_sent_when_all_heirs_hold_it() -> None:
 
 def test_decisions_are_sent_in_their_order() -> None:
     """Who holds a version holds those before it; a later decision does not overtake an earlier one."""
-    decisions = Undelivered().add(1, ["a"], 0.0).add(2, ["b"], 0.0).add(4, ["c"], 0.0)
+    decisions = Undelivered[str]().add(1, ["a"], 0.0).add(2, ["b"], 0.0).add(4, ["c"], 0.0)
     sent, decisions = decisions.hold("agent0", 3).release(["agent0"], 0.1)
     assert sent == ["a", "b"]
     assert decisions.hold("agent0", 1).release(["agent0"], 0.2)[0] == [], "an old answer takes nothing back"
@@ -47,11 +47,11 @@ def test_decisions_are_sent_in_their_order() -> None:
 
 
 def test_without_heirs_nothing_waits() -> None:
-    assert Undelivered().add(1, ["a"], 0.0).release([], 0.0)[0] == ["a"]
+    assert Undelivered[str]().add(1, ["a"], 0.0).release([], 0.0)[0] == ["a"]
 
 
 def test_an_heir_that_does_not_answer_in_time_is_named() -> None:
-    decisions = Undelivered().hold("agent0", 1).add(1, ["a"], now=5.0)
+    decisions = Undelivered[str]().hold("agent0", 1).add(1, ["a"], now=5.0)
     pair = ["agent0", "agent1"]
     assert decisions.silent(pair, 5.0 + HEIR_ANSWERS_S / 2) == []
     assert decisions.silent(pair, 5.0 + HEIR_ANSWERS_S) == ["agent1"]
@@ -59,7 +59,7 @@ def test_an_heir_that_does_not_answer_in_time_is_named() -> None:
 
 
 def test_the_time_of_an_heir_counts_from_the_oldest_decision_that_waits() -> None:
-    decisions = Undelivered().add(1, ["a"], now=0.0).add(2, ["b"], now=0.9)
+    decisions = Undelivered[str]().add(1, ["a"], now=0.0).add(2, ["b"], now=0.9)
     _, decisions = decisions.hold("agent0", 1).release(["agent0"], now=0.9)
     assert decisions.silent(["agent0"], 0.9 + HEIR_ANSWERS_S / 2) == []
     assert decisions.silent(["agent0"], 0.9 + HEIR_ANSWERS_S) == ["agent0"]

@@ -36,7 +36,7 @@ from unisono.exchange.pages import WorkerPage
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import release_abandoned
-from unisono.training.connect import EXCHANGES
+from unisono.rounds.connect import EXCHANGES
 
 CPU = torch.device("cpu")
 KINDS = [

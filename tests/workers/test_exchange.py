@@ -62,7 +62,7 @@ from unisono.exchange.pages import MAX_NODES, MAX_TEAM, WorkerPage
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import Wire
-from unisono.training.connect import EXCHANGES
+from unisono.rounds.connect import EXCHANGES
 
 # -- the same bits -----------------------------------------------------------------------------------
 

@@ -26,31 +26,23 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono import events
 from unisono.cli.reach import Address, NotGoing, ask_status, find
-from unisono.decisions.following import StaleHead
-from unisono.decisions.membership import heirs
 from unisono.decisions.membership.roster import Agent, Policy, State, WorkerState
 from unisono.head.memory import Memory
 from unisono.head.server import MAX_STEPS_QUEUED, Head
 from unisono.journal import JOURNAL, compare, read
 from unisono.lifetime import end_when_silent
-from unisono.machine.following import Following
 from unisono.messages import (
     AgentHello,
     Announcement,
     Ended,
     Happened,
     Hello,
-    Kept,
     MemberInfo,
     Message,
     Ready,
     RunDirectory,
-    Scale,
     Snapshot,
-    Start,
     Stop,
-    StoreAnswer,
-    StoreCall,
     decode,
     encode,
 )
@@ -385,140 +377,3 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
         return head.status()["step"]
 
     assert asyncio.run(story()) == 7
-
-
-# -- who holds what the head knows -------------------------------------------------------------------
-
-
-class Follower:
-    """An agent of which there is nothing but how it follows the head."""
-
-    def __init__(self, url: str, *, primary: bool) -> None:
-        hello = AgentHello(host="lab" if primary else "far", pid=1, num_workers=1, primary=primary)
-        self.following = Following(url, "secret", hello, self, away_s=WAIT_S, head=None)
-        self.heard: asyncio.Queue[Message] = asyncio.Queue()
-        self.ended: Ended | None = None
-
-    def hear(self, message: Message) -> None:
-        self.heard.put_nowait(message)
-
-    def announce(self, text: str) -> None:
-        pass
-
-    def show_head_line(self, text: str, is_error: bool) -> None:
-        pass
-
-    def end(self, ended: Ended) -> None:
-        self.ended = ended
-
-    async def hears(self, kind: type[M]) -> M:
-        while not isinstance(message := await self.heard.get(), kind):
-            pass
-        return message
-
-
-@contextlib.asynccontextmanager
-async def follower(url: str, *, primary: bool) -> AsyncIterator[Follower]:
-    agent = Follower(url, primary=primary)
-    running = asyncio.create_task(agent.following.run())
-    try:
-        yield agent
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-@pytest.fixture
-def waits_for_heirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No heir is left out because this machine is busy."""
-    monkeypatch.setattr("unisono.decisions.following.HEIR_ANSWERS_S", WAIT_S)
-
-
-@pytest.mark.usefixtures("waits_for_heirs")
-def test_a_machine_that_joined_holds_the_same_state_as_the_one_that_started_the_run() -> None:
-    async def story() -> None:
-        async with serving(run_id="x") as (head, url):
-            async with follower(url, primary=True) as first, follower(url, primary=False) as guest:
-                assert (await first.hears(Start)).worker_ids == ["w0"]
-                started = (await guest.hears(Start)).worker_ids
-                for agent in (first, guest):
-                    held = agent.following.snapshot
-                    assert held is not None
-                    assert started[0] in Memory.decode(held.state).state.workers, "held before it was asked for"
-                outside = await dial(url)
-                await outside.send(encode(Scale(num_workers=5)))
-                assert "scaled to 5 workers" in (await hear(outside, Announcement)).text
-                assert first.following.snapshot == guest.following.snapshot
-                assert head._state.policy.maximum == 5
-
-    asyncio.run(asyncio.wait_for(story(), WAIT_S))
-
-
-@pytest.mark.usefixtures("waits_for_heirs")
-def test_what_is_decided_is_sent_when_the_heirs_hold_it() -> None:
-    async def story() -> None:
-        async with serving(run_id="x") as (head, url):
-            agent = await dial(url)
-            await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=2, primary=True)))
-            snapshot = await hear(agent, Snapshot)
-            assert "w1" in Memory.decode(snapshot.state).state.workers
-            await agent.send(encode(StoreCall(call=1, operation="num_keys", keys=[])))
-            assert isinstance(decode(await agent.recv(decode=False)), StoreAnswer), "and nothing before that"
-            await agent.send(encode(Kept(term=snapshot.term, number=snapshot.number)))
-            assert (await hear(agent, Start)).worker_ids == ["w0", "w1"]
-            assert not head._state.agents["agent0"].lags
-
-    asyncio.run(asyncio.wait_for(story(), WAIT_S))
-
-
-def test_an_heir_that_does_not_answer_delays_a_decision_and_does_not_prevent_it() -> None:
-    async def story() -> None:
-        async with serving(run_id="x") as (head, url):
-            agent = await dial(url)
-            await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=1, primary=True)))
-            await hear(agent, Start)
-            assert head._state.agents["agent0"].lags
-            while head._state.agents["agent0"].lags:  # it answers again
-                await agent.send(encode(Kept(term=1, number=head._versions.number)))
-                await hear(agent, Snapshot)
-            assert heirs(head._state) == ("agent0",)
-
-    asyncio.run(asyncio.wait_for(story(), WAIT_S))
-
-
-@pytest.mark.parametrize("who", ["agent", "worker"])
-def test_a_head_that_learns_of_a_higher_term_ends_itself(who: str, tmp_path: Path) -> None:
-    """It leaves the address to the head that has taken over, and the workers alone."""
-
-    async def story() -> None:
-        async with serving(run_id="x") as (head, url):
-            head._address.write(str(tmp_path))
-            stranger = await dial(url)
-            info = MemberInfo(worker_id="w7", host="lab", pid=2, device="cpu")
-            hello = AgentHello(host="lab", pid=1, num_workers=1, agent_id="agent1", term=2)
-            await stranger.send(encode(hello if who == "agent" else Hello(info=info, fingerprint={}, term=2)))
-            await stranger.wait_closed()
-            await asyncio.wait_for(head.over.wait(), WAIT_S)
-            assert head.superseded_by == 2
-            assert (head._state.agents, head._state.workers) == ({}, {})
-        assert (tmp_path / "head.json").exists()
-
-    asyncio.run(asyncio.wait_for(story(), WAIT_S))
-
-
-def test_an_agent_leaves_a_head_of_a_lower_term() -> None:
-    """It does not act on what that head says, and looks for the other one."""
-
-    async def story() -> None:
-        async with serving(run_id="old") as (head, url):
-            async with follower(url, primary=True) as agent:
-                await agent.hears(Start)
-                agent.following._known = agent.following._known.learn(2)
-                with pytest.raises(StaleHead):
-                    agent.following._take(Snapshot(term=1, number=99, state=b""))
-                assert agent.following.snapshot != Snapshot(term=1, number=99, state=b"")
-                agent.following.say(Stop(reason="x"))
-                await asyncio.wait_for(head.over.wait(), WAIT_S)
-                assert head.superseded_by == 2, "it has come back, and has said what it knows"
-
-    asyncio.run(asyncio.wait_for(story(), WAIT_S))

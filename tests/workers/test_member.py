@@ -165,6 +165,20 @@ def test_a_connection_that_is_closed_at_once_is_not_made_in_a_hot_loop(
     assert made[-1].made_at - made[0].made_at >= 3 * members.RETRY_S
 
 
+def test_a_worker_leaves_a_head_of_a_lower_term(connections: Connections, member: Member) -> None:
+    """And says to the next which term it knows: a head that hears of a higher one ends itself."""
+    first = connections.get(timeout=WAIT_S)
+    assert first.hears(Hello).term == 0
+    first.tell(Welcome(run_id="r1", heartbeat_s=0.01, term=2))
+    while member.welcome.term != 2:
+        first.hears(Beat)
+    first.tell(None)
+    stale = connections.get(timeout=WAIT_S)  # it answers as one of term 1
+    assert stale.hears(Hello).term == 2
+    assert connections.get(timeout=WAIT_S).hears(Hello).term == 2
+    assert member.welcome.term == 2
+
+
 def test_a_process_that_stood_still_did_not_hang(
     connections: queue.Queue[Connection], member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:

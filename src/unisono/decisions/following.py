@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, Generic, TypeVar
 
 from unisono.messages import Kept, Snapshot
 
 __all__ = ["HEIR_ANSWERS_S", "MAX_HEIRS", "SUPERSEDED", "Followed", "StaleHead", "Undelivered", "learn_term"]
+
+T = TypeVar("T")
 
 MAX_HEIRS: Final = 3
 HEIR_ANSWERS_S: Final = 1.0
@@ -30,27 +32,27 @@ class StaleHead(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Undelivered:
+class Undelivered(Generic[T]):
     """What the heirs hold, and the decisions that wait for them, oldest first."""
 
-    waiting: tuple[tuple[int, Sequence[Any]], ...] = ()
+    waiting: tuple[tuple[int, Sequence[T]], ...] = ()
     """By decision: the number of the version that contains it, and what is to be sent."""
     since: float = 0.0
     """When the oldest of them began to wait."""
     kept: Mapping[str, int] = field(default_factory=dict)
     """Agent -> the newest version that it holds."""
 
-    def add(self, number: int, messages: Sequence[Any], now: float) -> Undelivered:
+    def add(self, number: int, messages: Sequence[T], now: float) -> Undelivered[T]:
         """Let these messages wait for a version."""
         since = self.since if self.waiting else now
         return dataclasses.replace(self, waiting=(*self.waiting, (number, messages)), since=since)
 
-    def hold(self, agent_id: str, number: int) -> Undelivered:
+    def hold(self, agent_id: str, number: int) -> Undelivered[T]:
         """An agent holds this version, and with it all before."""
         newest = max(number, self.kept.get(agent_id, 0))
         return dataclasses.replace(self, kept={**self.kept, agent_id: newest})
 
-    def release(self, heirs: Sequence[str], now: float) -> tuple[list[Any], Undelivered]:
+    def release(self, heirs: Sequence[str], now: float) -> tuple[list[T], Undelivered[T]]:
         """Return the messages that wait for no heir any more, in the order of the decisions, and what is left."""
         held = min((self.kept.get(heir, 0) for heir in heirs), default=None)
         ready = [entry for entry in self.waiting if held is None or entry[0] <= held]

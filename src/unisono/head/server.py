@@ -72,10 +72,10 @@ __all__ = ["Head"]
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_STEPS_QUEUED = 1_000
-CATCH_UP_BEATS = 2  # how many heartbeats a head that was held up waits for, before it calls anybody silent
-FULL_EVERY_S = 60.0  # how often it is said that there is no room for another connection
+CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
+FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-LAST_WORDS_S = 1.0  # how long the head waits at its end for its last messages to go out
+LAST_WORDS_S = 1.0  # at its end the head waits so long for its last messages to go out
 
 
 class Head:
@@ -120,8 +120,8 @@ class Head:
         self._listens_until = 0.0
         self._full_at = -math.inf
         self._address = AddressFiles(run_id, url, token, made=memory.run_dir if snapshot else "")
-        # Pids and start times of workers of this machine whose end nobody has reported. The report may have been lost
-        # with the head before this one.
+        # Pids and start times of the workers of this machine whose end was not reported to this head: the report may
+        # have been lost with the head before.
         self._here: dict[str, tuple[int, str]] = {}
         for worker in self._state.workers.values():
             self._note_place(worker)
@@ -135,7 +135,7 @@ class Head:
         self.over = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until the run is over and everybody has heard it, or `over` is set."""
+        """Serve until the run is over and all agents have heard of it, or `over` is set."""
         asyncio.get_running_loop().set_exception_handler(self._trouble)
         server: Server = await serve(
             self._serve,
@@ -175,7 +175,7 @@ class Head:
         return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
-        """What ``unisono status`` shows."""
+        """Return what ``unisono status`` shows."""
         state, last = self._state, self._last
         return {
             "run_id": self._run_id,
@@ -195,7 +195,7 @@ class Head:
     # -- connections ---------------------------------------------------------------------------------
 
     def _trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What the event loop has to report: where there is no room for a connection, once a minute in one line."""
+        """Handle errors of the event loop: that there is no room for a connection is one line, once a minute."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in FULL and "socket" in context):
             loop.default_exception_handler(context)
@@ -224,31 +224,15 @@ class Head:
                 return
             name = self._welcome(line, first)
             async for data in connection:
-                message = decode(_binary(data))
-                if isinstance(message, StoreCall):
-                    if message.operation in ("get", "wait"):
-                        asyncio.create_task(self._store(line, message)).add_done_callback(_consume)
-                    else:
-                        line.put(encode(await self._keys.answer(message)))
-                elif isinstance(message, RunDirectory):
-                    self._tell_agents(message)
-                    if self._run_dir in ("", message.path):
-                        self._write_address(message.path)
-                        self._remember()
-                elif isinstance(message, Happened):
-                    self._pass_on(message)
-                elif isinstance(message, Kept):
-                    self._kept(name, message)
-                else:
-                    self._happens(name, message)
+                await self._take(line, name, decode(_binary(data)))
         except ProtocolError as error:
             why = str(error)
             line.put(encode(Announcement(text=why)))
         except ConnectionClosed:
             pass
-        except Exception:  # of this library, not of a stranger: only who has the token comes so far
+        except Exception:  # a bug of this library: nobody without the token comes so far
             traceback.print_exc()
-            why = "the head could not deal with what it said"
+            why = "the head failed at one of its messages"
         finally:
             line.put(None)
             if name and self._lines.get(name) is line:
@@ -258,17 +242,37 @@ class Head:
                 self.over.set()
             await line.sender
 
-    def _all_informed(self) -> bool:
-        """Whether everybody who shows the end of the run to a user has heard of it.
+    async def _take(self, line: Line, name: str, message: Message) -> None:
+        """Deal with a message of a worker or an agent that has said hello."""
+        match message:
+            case StoreCall(operation="get" | "wait"):
+                asyncio.create_task(self._store(line, message)).add_done_callback(_consume)
+            case StoreCall():
+                await self._store(line, message)
+            case RunDirectory():
+                self._tell_agents(message)
+                if self._run_dir in ("", message.path):
+                    self._write_address(message.path)
+                    self._remember()
+            case Happened():
+                self._pass_on(message)
+            case Kept():
+                self._kept(name, message)
+            case _:
+                self._happens(name, message)
 
-        The command that started the run is waited for: it may not have found this head yet, and ends it when it ends.
+    def _all_informed(self) -> bool:
+        """Return whether all agents have been told how the run ended, and have left.
+
+        The command that started the run counts even if it has not connected to this head yet; it ends the head when it
+        ends.
         """
         agents = self._state.agents
         commands = {agent_id for agent_id, agent in agents.items() if agent.primary}
         return commands <= self._informed and not agents.keys() & self._lines.keys()
 
     def _welcome(self, line: Line, first: Message) -> str:
-        """Take in whoever says hello; returns its name."""
+        """Answer a hello; returns the name of the worker or agent."""
         warnings: list[str] = []
         if isinstance(first, Hello):
             name = first.info.worker_id
@@ -294,7 +298,7 @@ class Head:
         try:
             self._happens(name, first)
         except ProtocolError as error:
-            # Refused, so there is no use in coming back. The name may belong to somebody else, who keeps it.
+            # Refused, now and later. The name may belong to another connection, which keeps it.
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
                 self._tell_agents(Announcement(text=f"a worker is refused: {error}"))
@@ -304,7 +308,7 @@ class Head:
                 self._lines[name] = before
             raise
         if before is not None:
-            before.put(None)  # it broke, and this end has not noticed yet
+            before.put(None)  # that connection broke, and this end has not noticed yet
         return name
 
     async def _outside(self, line: Line, message: Scale | Stop) -> None:
@@ -329,12 +333,12 @@ class Head:
     # -- decisions -----------------------------------------------------------------------------------
 
     def _happens(self, source: str, message: Message | Tick | Lags) -> None:
-        """One event through the table, and what follows from it."""
+        """Put one event through the table, and do what follows from it."""
         now = time.monotonic()
         if isinstance(message, Tick):
             self._timer = None
         if now > self._due + self._spec.heartbeat_s:
-            # It was stopped, or swapped out. What the others have said meanwhile lies there and has not been heard.
+            # This process stood still. The others' messages have arrived meanwhile and are not read yet.
             self._listens_until = now + CATCH_UP_BEATS * self._spec.heartbeat_s
         if isinstance(message, Tick) and now < self._listens_until:
             self._set_timer()
@@ -452,7 +456,7 @@ class Head:
 
 
 def _silent() -> logging.Logger:
-    """For websockets, which logs with a traceback whatever somebody without the token may say."""
+    """Return a logger that drops everything: websockets logs a traceback for whatever a stranger sends."""
     logger = logging.getLogger("unisono.head.websockets")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False

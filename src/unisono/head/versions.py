@@ -41,7 +41,7 @@ class Versions:
         self._leave_out = leave_out
         self._slack_s = slack_s
         self._heirs: Sequence[str] = ()
-        self._undelivered = Undelivered()
+        self._undelivered = Undelivered[Outgoing]()
         self._timer: asyncio.TimerHandle | None = None
         self.number = 0
         """Of the newest version."""
