@@ -107,10 +107,8 @@ class _Sum:
         return Deferred(lambda: divide_rows(self._layout, sums, total, rows.start, rows.stop, out))
 
 
-EXCHANGES["toy"] = ThroughTheHead
-
-
 def main() -> None:
+    EXCHANGES["toy"] = ThroughTheHead
     with unisono.Run(seed=5) as run:
         model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
