@@ -17,6 +17,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,6 +75,16 @@ def spec() -> WorkerSpec:
     return _current.spec if _current is not None else WorkerSpec()
 
 
+@dataclass(frozen=True)
+class _Raised:
+    """An error of the script's, and the micro-batch that raised it."""
+
+    error: BaseException
+    step: int
+    microbatch: int
+    samples: list[int]
+
+
 class Member:
     """This worker, as a member of the run. The worker's entry point makes it; the library finds it with `current`.
 
@@ -113,6 +124,7 @@ class Member:
         self._loop: tuple[int, int] | None = None
         self._has_run = False
         self._has_failed = False
+        self._raised: _Raised | None = None
         self.has_left = False
         self._closing = False
         self._link: Link | None = None
@@ -260,29 +272,25 @@ class Member:
         self._repeated.clear()
         self.send(Left())
 
-    def failed(
-        self,
-        error: BaseException,
-        *,
-        step: int = -1,
-        microbatch: int = -1,
-        samples: Sequence[int] = (),
-        retry: bool = False,
-        exit_code: int = 1,
-    ) -> None:
-        """Report that the script raised ``error``. Only the first report counts: make the most detailed one first."""
+    def raised_in(self, error: BaseException, *, step: int, microbatch: int, samples: Sequence[int]) -> None:
+        """Note that computing a micro-batch raised ``error``: if that ends the script, another worker tries it."""
+        self._raised = _Raised(error, step, microbatch, list(samples))
+
+    def failed(self, error: BaseException, *, exit_code: int = 1) -> None:
+        """Report that ``error`` has ended the script. Only the first report counts."""
         if self._has_failed:
             return
         self._has_failed = True
         self._repeated.clear()
+        raised = self._raised if self._raised is not None and self._raised.error is error else None
         self.send(
             Failed(
                 error=in_one_line(error),
                 traceback="" if isinstance(error, SystemExit) else trimmed_traceback(error),
-                step=step,
-                microbatch=microbatch,
-                samples=list(samples),
-                retry=retry,
+                step=raised.step if raised is not None else -1,
+                microbatch=raised.microbatch if raised is not None else -1,
+                samples=raised.samples if raised is not None else [],
+                retry=raised is not None,
                 exit_code=exit_code,
             )
         )

@@ -175,12 +175,7 @@ def _report(member: Member, error: BaseException | None) -> int:
         return code & 0xFF or 1
     if error is not None:
         _flush()
-        place = getattr(error, "unisono_place", None)  # set where a micro-batch's computation raised
-        if place is None:
-            member.failed(error)
-        else:
-            step, microbatch, samples = place
-            member.failed(error, step=step, microbatch=microbatch, samples=samples, retry=True)
+        member.failed(error)
         return 1
     return _finish(member)
 

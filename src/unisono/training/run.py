@@ -176,12 +176,14 @@ class Run:
                     raise
                 self._recorder.run_ended(self._role(), ok=True, digests=digests)
             else:
-                self._note_place(error)
+                is_tried_again = self._note_microbatch(error) and self._team is not None and self._team.size > 1
                 loop = self._loop
                 is_well = isinstance(error, SystemExit) and error.code in (None, 0)
                 if is_well and loop is not None and loop.step is not None and loop.step.is_complete:
                     loop.leave()
-                if self._joined and not self._is_others_affair(error):
+                # Asked to leave, or tried again by another worker: the run does not end with this worker.
+                goes_on = isinstance(error, (SystemExit, RunStopped)) or is_tried_again
+                if self._joined and not goes_on:
                     self._append_failure(error)
         finally:
             if self._training is not None:
@@ -553,23 +555,20 @@ class Run:
             is_writer=writes and not team.is_evicted(),
         )
 
-    def _is_others_affair(self, error: BaseException) -> bool:
-        """This worker ends, and the run perhaps does not: it was asked to leave, or another tries the same again."""
-        assert self._team is not None
-        is_tried_again = self._team.size > 1 and hasattr(error, "unisono_place")
-        return isinstance(error, (SystemExit, RunStopped)) or is_tried_again
-
     def _append_failure(self, error: BaseException) -> None:
         self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
 
-    def _note_place(self, error: BaseException) -> None:
-        """Say where in the data an error of the user's code came from."""
+    def _note_microbatch(self, error: BaseException) -> bool:
+        """Say which micro-batch an error of the script's comes from; returns False if it comes from none."""
         step = self._loop.step if self._loop is not None else None
         if step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
-            return
+            return False
         index = step.microbatch
-        if index is not None:
-            samples = step.sample_indices(index)
-            shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
-            error.add_note(f"(in step {step.number}, micro-batch {index}, samples {shown})")
-            error.unisono_place = (step.place, index, samples)  # type: ignore[attr-defined]
+        if index is None:
+            return False
+        samples = step.sample_indices(index)
+        shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+        error.add_note(f"(in step {step.number}, micro-batch {index}, samples {shown})")
+        if (member := members.current()) is not None:
+            member.raised_in(error, step=step.place, microbatch=index, samples=samples)
+        return True
