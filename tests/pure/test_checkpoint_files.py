@@ -32,7 +32,7 @@ STATE = {
 def write(folder: Path, step: int, num_parts: int = 2) -> Path:
     """A checkpoint as a run would have written it."""
     packed = pack(STATE, "tracked")
-    layout = Layout.of(packed, num_parts)
+    layout = Layout.of(packed.tensors, tensor_names(packed.paths), num_parts)
     partial = folder / files.partial_name(step, 1)
     partial.mkdir(parents=True)
     found = {files.SKELETON: files.write_file(partial / files.SKELETON, memoryview(packed.skeleton))}

@@ -41,16 +41,15 @@ class Layout:
     """By part: header and tensors."""
 
     @classmethod
-    def of(cls, packed: Packed, num_parts: int) -> Layout:
-        """Spread the tensors of a state over parts. The same on all members."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in packed.tensors]
+    def of(cls, tensors: Sequence[Tensor], names: Sequence[str], num_parts: int) -> Layout:
+        """Spread tensors over parts. The same on all members."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         parts = assign_parts(sizes, num_parts)
-        names = tensor_names(packed.paths)
         ends = [0] * num_parts
         entries: list[Entry | None] = [None] * len(sizes)
         # The widest dtype first aligns every tensor without gaps, which the format does not allow.
-        for index in sorted(range(len(sizes)), key=lambda index: (-packed.tensors[index].element_size(), index)):
-            tensor, part = packed.tensors[index], parts[index]
+        for index in sorted(range(len(sizes)), key=lambda index: (-tensors[index].element_size(), index)):
+            tensor, part = tensors[index], parts[index]
             kind = str(tensor.dtype).removeprefix("torch.")
             entries[index] = Entry(names[index], kind, list(tensor.shape), part, ends[part], sizes[index])
             ends[part] += sizes[index]
@@ -160,7 +159,10 @@ class Camera:
     ) -> None:
         self._overlaps = overlaps
         self._state, self._stable = state, stable
-        self._memory = _Memory(device)
+        self._pinned = device.type == "cuda"
+        self._memory: Tensor = torch.empty(0, dtype=torch.uint8)
+        self._filled: tuple[Layout, int] | None = None
+        self._views: list[Tensor] = []
         self._layouts: dict[object, Layout] = {}
         self._recipe: dict[str, Any] = {}
         self._fingerprint: dict[str, str] = {}
@@ -178,8 +180,12 @@ class Camera:
         return self._layout(pack(self._state(), "tracked"), num_parts).num_bytes[part]
 
     def reserve(self, num_bytes: int) -> None:
-        """Make the memory for a part before it is needed."""
-        self._memory.reserve(num_bytes)
+        """Make sure that there is enough memory for a part. It is kept, and touched before it is needed."""
+        if self._memory.numel() < num_bytes:
+            self._views, self._filled = [], None
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory.zero_()
 
     def take(self, moment: Moment, folder: Path, num_parts: int, part: int | None, *, is_last: bool) -> Snapshot:
         """Copy a part of the state, except what can be copied while the next step computes.
@@ -195,7 +201,7 @@ class Camera:
         data, late = memoryview(b""), tuple[LateCopy, ...]()
         if part is not None:
             later = self._choose_late(packed.tensors) if self._overlaps and not is_last else set[int]()
-            data, late = self._memory.fill(layout, part, packed.tensors, later)
+            data, late = self._fill(layout, part, packed.tensors, later)
         manifest = Manifest(
             step=place.total, phase=place.phase, phase_step=place.step, lines=place.lines, recipe=self._recipe,
             fingerprint=self._fingerprint, metrics=dict(moment.metrics), num_workers=len(moment.worker_ids),
@@ -217,29 +223,11 @@ class Camera:
     def _layout(self, packed: Packed, num_parts: int) -> Layout:
         key = (num_parts, packed.skeleton, tuple((tensor.dtype, tensor.shape) for tensor in packed.tensors))
         if key not in self._layouts:
-            self._layouts = {key: Layout.of(packed, num_parts)}
+            self._layouts = {key: Layout.of(packed.tensors, tensor_names(packed.paths), num_parts)}
         return self._layouts[key]
 
-
-class _Memory:
-    """Memory that parts are copied into: kept from one snapshot to the next, and touched before it is needed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._memory: Tensor = torch.empty(0, dtype=torch.uint8)
-        self._filled: tuple[Layout, int] | None = None
-        self._views: list[Tensor] = []
-
-    def reserve(self, num_bytes: int) -> None:
-        """Make sure that there is enough memory."""
-        if self._memory.numel() < num_bytes:
-            self._views, self._filled = [], None
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._memory.zero_()
-
-    def fill(
-        self, layout: Layout, part: int, tensors: Sequence[Tensor], late: Collection[int] = ()
+    def _fill(
+        self, layout: Layout, part: int, tensors: Sequence[Tensor], late: Collection[int]
     ) -> tuple[memoryview, tuple[LateCopy, ...]]:
         """Copy one part of a state, except the tensors ``late``.
 

@@ -112,21 +112,18 @@ def _export(place: Path, file: Path, name: str | None) -> None:
 def _write_safetensors(file: Path, state: dict[str, Any]) -> None:
     import torch
 
+    from unisono.checkpoint.snapshot import Layout
+
     others = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise UsageError(
             f"a safetensors file holds tensors only, and {others[0]!r} is none; export into a .pt file, or "
             "another --name"
         )
-    entries, start = [], 0
-    for key, tensor in sorted(state.items(), key=lambda item: -item[1].element_size()):
-        num_bytes = tensor.numel() * tensor.element_size()
-        kind = str(tensor.dtype).removeprefix("torch.")
-        entries.append(files.Entry(key, kind, list(tensor.shape), 0, start, num_bytes))
-        start += num_bytes
+    layout = Layout.of(list(state.values()), list(state), 1)
     with file.open("wb") as target:
-        target.write(files.encode_header(entries))
-        for entry in entries:
+        target.write(layout.headers[0])
+        for entry in sorted(layout.entries, key=lambda entry: entry.start):
             if entry.num_bytes:
                 tensor = state[entry.name]
                 target.write(files.memory_at(tensor.data_ptr(), entry.num_bytes, tensor))
