@@ -23,6 +23,7 @@ from tests.workers.processes import (
     num_descriptors,
     num_threads,
 )
+from tests.workers.store_exchange import StoreExchange
 from unisono.decisions.plan import plan
 from unisono.decisions.tree import Node, fold, leaf, schedule
 from unisono.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire
@@ -50,11 +51,12 @@ KINDS = [
     ("two-level", 3),
     ("two-level", 4),
     ("two-level", 5),
+    ("store", 3),
 ]
 every_kind = pytest.mark.parametrize(("kind", "size"), KINDS)
 TEAMS = [("shared", 3), ("gloo", 3), ("two-level", 4)]
 every_team = pytest.mark.parametrize(("kind", "size"), TEAMS)
-BUILDERS: dict[str, Builder] = {"alone": lambda context: Alone(context.device), **EXCHANGES}
+BUILDERS: dict[str, Builder] = {"alone": lambda context: Alone(context.device), "store": StoreExchange, **EXCHANGES}
 BLOCKING = {"_watch", "_await"}
 """Where an exchange waits, in shared memory and on a wire."""
 

@@ -5,47 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from unisono.decisions.tree import root
-from unisono.exchange import Combine, Committed, Deferred, Share, Work, check_reduced
-from unisono.exchange.flat import FlatLayout, Rows, Slot, blocks, digest_rows, divide_rows, parts_of
-from unisono.exchange.pool import Pool
+from unisono.exchange import Combine, Committed, Deferred, Share, check_reduced
+from unisono.exchange.flat import Rows, Slot, blocks, digest_rows, divide_rows, parts_of
+from unisono.exchange.private import PrivateSlots
 
 __all__ = ["Alone"]
 
 
-class Alone:
+class Alone(PrivateSlots):
     """The exchange of a run with one worker. Opens nothing."""
 
     rank = 0
     size = 1
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = Pool(lambda layout: torch.zeros(layout.slot_bytes, dtype=torch.uint8, device=device))
-
-    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
-        self._layout = layout
-        self._multipliers = layout.multipliers.to(self._device)
-        self._pool.keep(layout, slots)
-        return list(slots)
-
-    def slot(self) -> Slot:
-        return self._pool.slot()
-
-    def release(self, slot: Slot) -> None:
-        self._pool.release(slot)
-
-    def offer(self, share: Share, rows_ready: int) -> None:
-        pass
-
-    def work(self) -> tuple[Work, Sequence[int]] | None:
-        return None
-
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
-        return _AloneCombine(self._layout, self._multipliers, share, parts_of(self._layout, parts))
+        return _AloneCombine(self, share, parts_of(self.layout, parts))
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -56,16 +33,12 @@ class Alone:
     def interrupt(self, error: Exception) -> None:
         pass
 
-    def close(self) -> None:
-        self._pool.clear()
-
 
 class _AloneCombine:
     """The commit divides in place, in the same pass over the memory that takes the digest."""
 
-    def __init__(self, layout: FlatLayout, multipliers: Tensor, share: Share, parts: Sequence[range]) -> None:
-        self._layout = layout
-        self._multipliers = multipliers
+    def __init__(self, slots: PrivateSlots, share: Share, parts: Sequence[range]) -> None:
+        self._slots = slots
         self._share = share
         self._parts = parts
         self._reduced: set[int] = set()
@@ -81,12 +54,12 @@ class _AloneCombine:
         return Deferred(partial(self._commit, telemetry))
 
     def _commit(self, telemetry: bytes) -> Committed:
-        slot = self.result()
+        slot, layout = self.result(), self._slots.layout
         rows, total = Rows(slot.memory, 0), float(slot.scalars[0])
         digest = 0
-        for first, end in blocks(0, self._layout.num_rows, slot.memory.device):
-            digest += digest_rows(rows, self._multipliers, first, end)
-            divide_rows(self._layout, rows, total, first, end, slot)
+        for first, end in blocks(0, layout.num_rows, slot.memory.device):
+            digest += digest_rows(rows, self._slots.multipliers, first, end)
+            divide_rows(layout, rows, total, first, end, slot)
         return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,), total, waiting_s=0.0)
 
     def result(self) -> Slot:

@@ -223,7 +223,8 @@ class HostCombine:
         """The nodes of all members, after the first published part: to read rows of published parts."""
         self._counters = host.counters
         self._fields = host.counters.own.fields
-        self._published: dict[int, Deferred[None]] = {}
+        self._turns: dict[int, int] = {}  # by part, the number that ``published`` has shown
+        self._met: set[int] = set()
         self._reduced: set[int] = set()
         self._digest = 0
         self._results: list[Tensor] = []
@@ -235,11 +236,11 @@ class HostCombine:
     def publish(self, part: int) -> Deferred[None]:
         with self._counters.or_leave():
             self._counters.check()
-            if not self._published:
+            if not self._turns:
                 self._show_nodes()
                 self.host.work.end()
-            self._published[part] = Deferred(partial(self._meet, self._counters.advance("published")))
-        return self._published[part]
+            self._turns[part] = self._counters.advance("published")
+        return Deferred(partial(self._meet, part))
 
     def _show_nodes(self) -> None:
         slots = self.share.slots
@@ -252,10 +253,13 @@ class HostCombine:
             self._fields.nodes[index] = NodeFields(node.level, node.index, self.host.find(slot).encode())
         self._fields.num_nodes = len(slots)
 
-    def _meet(self, published: int) -> None:
+    def _meet(self, part: int) -> None:
         """Wait until all have published that part; with the first part, map the nodes and results of all members."""
         counters = self._counters
-        counters.wait("published", published)
+        if part in self._met:
+            return
+        counters.wait("published", self._turns[part])
+        self._met.add(part)
         if self._results:
             return
         with counters.or_leave():
@@ -268,10 +272,10 @@ class HostCombine:
             self._results = [counters.map(rank, page.fields.result) for rank, page in enumerate(counters.pages)]
 
     def reduce(self, part: int) -> Deferred[None]:
-        return Deferred(partial(self._reduce, part, self._published[part]))
+        return Deferred(partial(self._reduce, part))
 
-    def _reduce(self, part: int, published: Deferred[None]) -> None:
-        published.wait()
+    def _reduce(self, part: int) -> None:
+        self._meet(part)
         with self._counters.or_leave():
             self._digest += self.sum_chunk(part)
         self._reduced.add(part)

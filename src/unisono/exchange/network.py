@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from unisono.decisions.tree import Node
-from unisono.exchange import Combine, Committed, Deferred, Share, Work, check_reduced
+from unisono.exchange import Combine, Committed, Deferred, Share, check_reduced
 from unisono.exchange.context import Context
-from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows, parts_of
-from unisono.exchange.pool import Pool
+from unisono.exchange.flat import ROW_BYTES, Rows, Slot, blocks, divide_rows, parts_of
+from unisono.exchange.private import PrivateSlots
 from unisono.exchange.reduce import Reduction
 from unisono.exchange.wire import Wire
 
@@ -25,56 +24,35 @@ def build(context: Context) -> Network:
     return Network(context.open_wire("all", range(sum(map(len, context.hosts)))))
 
 
-class Network:
+class Network(PrivateSlots):
     """Chunks are sent to their owners, and the sums back, over a `Wire`."""
 
     def __init__(self, wire: Wire) -> None:
+        # With room for padding behind every part, wherever the part begins.
+        super().__init__(
+            wire.device, lambda layout: max(layout.slot_bytes, (layout.num_rows + wire.size - 1) * ROW_BYTES)
+        )
         self._wire = wire
         self.rank = wire.rank
         self.size = wire.size
-        self._pool = Pool(self._allocate)
         self._offered: Reduction | None = None
-
-    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
-        self._layout = layout
-        self._multipliers = layout.multipliers.to(self._wire.device)
-        nbytes, device = self._slot_bytes(layout), self._wire.device
-        reachable = [slot.memory.numel() >= nbytes and slot.memory.device == device for slot in slots]
-        self._pool.keep(layout, itertools.compress(slots, reachable))
-        return [slot if can else slot.copy_to(self.slot()) for slot, can in zip(slots, reachable, strict=True)]
-
-    def slot(self) -> Slot:
-        return self._pool.slot()
-
-    def release(self, slot: Slot) -> None:
-        self._pool.release(slot)
-
-    def _slot_bytes(self, layout: FlatLayout) -> int:
-        """Return the size of a slot with room for padding behind every part, wherever the part begins."""
-        return max(layout.slot_bytes, (layout.num_rows + self.size - 1) * ROW_BYTES)
-
-    def _allocate(self, layout: FlatLayout) -> Tensor:
-        return torch.zeros(self._slot_bytes(layout), dtype=torch.uint8, device=self._wire.device)
 
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._offered is None:
-            self._offered = self._reduction(share, range(self._layout.num_rows))
+            self._offered = self._reduction(share, range(self.layout.num_rows))
         self._offered.send(rows_of(share), rows_ready)
 
     def _reduction(self, share: Share, rows: range) -> Reduction:
-        return Reduction(self._wire, self._layout, rows, share.plan, share.num_leaves)
-
-    def work(self) -> tuple[Work, Sequence[int]] | None:
-        return None
+        return Reduction(self._wire, self.layout, rows, share.plan, share.num_leaves)
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
         self._wire.waiting_s = 0.0
-        chosen = parts_of(self._layout, parts)
+        chosen = parts_of(self.layout, parts)
         offered, self._offered = self._offered, None
         if offered is not None and len(chosen) > 1:
             raise ValueError(f"rows were offered for a combine in one part, and it begins with {len(chosen)}")
         reductions = [offered] if offered is not None else [self._reduction(share, part) for part in chosen]
-        return _NetworkCombine(self._wire, self._pool, self._layout, self._multipliers, share, chosen, reductions)
+        return _NetworkCombine(self._wire, self, share, chosen, reductions)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._wire.all_gather_bytes(data)
@@ -86,7 +64,7 @@ class Network:
         self._wire.interrupt(error)
 
     def close(self) -> None:
-        self._pool.clear()
+        super().close()
         self._wire.close()
 
 
@@ -99,17 +77,13 @@ class _NetworkCombine:
     def __init__(
         self,
         wire: Wire,
-        pool: Pool,
-        layout: FlatLayout,
-        multipliers: Tensor,
+        slots: PrivateSlots,
         share: Share,
         parts: Sequence[range],
         reductions: Sequence[Reduction],
     ) -> None:
         self._wire = wire
-        self._pool = pool
-        self._layout = layout
-        self._multipliers = multipliers
+        self._slots = slots
         self._share = share
         self._parts = parts
         self._reductions = reductions
@@ -129,12 +103,12 @@ class _NetworkCombine:
 
     def _reduce(self, part: int) -> None:
         if self._sum is None:
-            self._sum = self._pool.slot()
+            self._sum = self._slots.slot()
         rows = self._parts[part]
         # Behind the last part there is room for padding; behind the others are rows of the next.
         end = None if part == len(self._parts) - 1 else rows.stop * ROW_BYTES
         out = self._sum.memory[rows.start * ROW_BYTES : end]
-        self._digest += self._reductions[part].fold(out, self._multipliers)
+        self._digest += self._reductions[part].fold(out, self._slots.multipliers)
         self._reduced.add(part)
 
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
@@ -161,10 +135,10 @@ class _NetworkCombine:
         assert self._sum is not None
         rows = self._parts[part]
         for first, end in blocks(rows.start, rows.stop, self._wire.device):
-            divide_rows(self._layout, Rows(self._sum.memory, 0), self._total, first, end, out)
+            divide_rows(self._slots.layout, Rows(self._sum.memory, 0), self._total, first, end, out)
         self._collected.add(part)
         if len(self._collected) == len(self._parts) and not self._is_taken:
-            self._pool.release(self._sum)
+            self._slots.release(self._sum)
 
 
 def rows_of(share: Share) -> dict[Node, Rows]:
