@@ -14,7 +14,7 @@ def test_one_survivor_holds_a_replicated_state() -> None:
     assert layout.survives(["w2"])
     assert not layout.survives([])
     assert layout.parts_of("w1") == [EVERYTHING]
-    assert layout.copies(EVERYTHING) == ("w0", "w1", "w2")
+    assert layout.alike() == [("w0", "w1", "w2")]
 
 
 def test_a_state_with_two_copies_of_each_part_survives_one_loss_and_not_two() -> None:
@@ -51,3 +51,9 @@ def test_all_holders_that_see_the_directory_share_the_writing_of_a_part() -> Non
     assert SHARDED.writers("second", {"w0", "w2"}) == ("w2",)
     assert SHARDED.writers("second", {"w0"}) == ()
     assert SHARDED.publisher({"w2"}) == "w2"
+
+
+def test_workers_that_hold_the_same_parts_are_alike() -> None:
+    layout = StateLayout({"models": ("w0", "w1", "w2", "w3"), "first": ("w0", "w2"), "second": ("w1", "w3")})
+    assert layout.alike() == [("w0", "w2"), ("w1", "w3")]
+    assert SHARDED.alike() == [("w0",), ("w1",), ("w2",)]

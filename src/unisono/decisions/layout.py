@@ -69,9 +69,12 @@ class StateLayout:
         """
         return next((one for part in self.holders for one in self.writers(part, able)), None)
 
-    def copies(self, part: str) -> tuple[str, ...]:
-        """Return the workers whose copies of a part must be equal to the bit."""
-        return self.holders[part]
+    def alike(self) -> list[tuple[str, ...]]:
+        """Return the groups of workers that hold the same parts, and so must hold the same bits."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for worker_id in dict.fromkeys(one for holders in self.holders.values() for one in holders):
+            groups.setdefault(tuple(self.parts_of(worker_id)), []).append(worker_id)
+        return [tuple(group) for group in groups.values()]
 
 
 def replicated(worker_ids: Sequence[str]) -> StateLayout:

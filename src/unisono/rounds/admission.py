@@ -106,7 +106,7 @@ class Admission:
         place = self._load(begin)
         if place is None:
             own = reports[self._team.rank]
-            share_state(self._team, self._tracked, reports, self._rounds.layout)
+            share_state(self._rounds.members, self._tracked, reports)
             return Place(phase=own.phase, step=own.step, total=own.total, lines=own.lines)
         # All know by the reports who is at an earlier phase, also a member that is at that place already.
         is_early = any(report.phase < place.phase for report in reports)
@@ -128,7 +128,7 @@ class Admission:
 
     def _receive(self, reports: list[Report]) -> None:
         """Get the state of a run that is under way. Collective."""
-        now, state = share_state(self._team, self._tracked, reports, self._rounds.layout)
+        now, state = share_state(self._rounds.members, self._tracked, reports)
         assert state is not None
         self.lines = state.pop("lines")
         self._state = _Arrived(now[self._team.rank], state)

@@ -147,9 +147,11 @@ class Agreement:
         if self._digest is None:
             return
         compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
-        states = {rank: telemetry[rank].state_digest for rank in compared}
-        if len(set(states.values())) > 1:
-            self._states_differ(telemetry, states)
+        for group in self._members.layout().alike():
+            ranks = [rank for rank in compared if self._members.worker_ids[rank] in group]
+            states = {rank: telemetry[rank].state_digest for rank in ranks}
+            if len(set(states.values())) > 1:
+                self._states_differ(telemetry, states)
         for owner in compared:
             for helper in compared:
                 if helper != owner and _differs(telemetry[owner], telemetry[helper]):

@@ -62,8 +62,7 @@ class Rounds:
         self.team = team
         self.tracked = tracked
         self.reporter = reporter if reporter is not None else Nothing()
-        self.layout = layout
-        self.members = Members(team, self.reporter, balance=balance)
+        self.members = Members(team, self.reporter, balance=balance, layout=layout)
         self.place = Place(phase=0, step=0, total=0, lines=0)
         self.number = 0
         self._recipe: dict[str, int | bool] = {}
@@ -239,7 +238,7 @@ class Rounds:
         """Go on with the members of another generation, and give newcomers the state. Collective."""
         reports = meet()
         try:
-            reports, _ = share_state(self.team, self.tracked, reports, self.layout, self.reporter.unwritten_lines)
+            reports, _ = share_state(self.members, self.tracked, reports, self.reporter.unwritten_lines)
             self.team.holding()
             self._standing = self._catch_up(reports)
         except LOST as lost:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import msgspec
 
+from unisono.decisions.layout import StateLayout
 from unisono.decisions.plan import Plan
 from unisono.exchange import Exchange, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
@@ -40,15 +41,19 @@ class Members:
         team: the members of the current generation.
         reporter: takes part in every sum.
         balance: give faster members more leaves.
+        layout: who holds what of the state, from the ids of the members.
     """
 
-    def __init__(self, team: Team, reporter: Reporter, *, balance: bool) -> None:
+    def __init__(
+        self, team: Team, reporter: Reporter, *, balance: bool, layout: Callable[[Sequence[str]], StateLayout]
+    ) -> None:
         self.team = team
         self.balancing = Balancing(team, enabled=balance)
         self.slots = Slots()
         self.agreed_generation = 0
         """The newest planned generation of which all members have heard: they can move there at the next boundary."""
         self._reporter = reporter
+        self._layout = layout
 
     @property
     def rank(self) -> int:
@@ -72,6 +77,10 @@ class Members:
     def exchange(self) -> Exchange:
         """That of the current generation."""
         return self.team.exchange
+
+    def layout(self) -> StateLayout:
+        """Return who holds what of the state in the current generation. Local."""
+        return self._layout(self.team.worker_ids)
 
     def waiting(self) -> AbstractContextManager[None]:
         """While in it, this member waits for others, and is not late. Local."""

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import torch
 
-from unisono.decisions.layout import EVERYTHING, StateLayout
+from unisono.decisions.layout import EVERYTHING
 from unisono.errors import UsageError
 from unisono.exchange import Exchange
 from unisono.faults import point
+from unisono.rounds.members import Members
 from unisono.rounds.standing import Report
 from unisono.rounds.team import Team
 from unisono.state.packing import Packed, digest_of_tensor, pack, unpack
@@ -40,10 +41,9 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def share_state(
-    team: Team,
+    members: Members,
     tracked: Tracked,
     reports: Sequence[Report],
-    layout_of: Callable[[Sequence[str]], StateLayout],
     unwritten_lines: Callable[[], list[str]] = list,
 ) -> tuple[list[Report], dict[str, Any] | None]:
     """Give every fresh member the state of the run; where all are fresh, make them agree on that of rank 0. Collective.
@@ -55,6 +55,7 @@ def share_state(
     Returns:
         The reports as they are now: a newcomer stands where its source stands. And the state, on a newcomer.
     """
+    team = members.team
     if all(report.fresh for report in reports):
         if len(reports) > 1:
             agree(team, tracked)
@@ -62,7 +63,7 @@ def share_state(
     if not any(report.fresh for report in reports):
         return list(reports), None
     holders = [one for one, report in zip(team.worker_ids, reports, strict=True) if not report.fresh]
-    giver = layout_of(team.worker_ids).source(EVERYTHING, holders)
+    giver = members.layout().source(EVERYTHING, holders)
     assert giver is not None
     source = team.worker_ids.index(giver)
     packed = None
