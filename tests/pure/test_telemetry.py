@@ -7,14 +7,14 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.cadence import Word
+from unisono.decisions.cadence import Word as CheckpointReport
 from unisono.telemetry import NOT_COMPARED, TELEMETRY_BYTES, StepSeconds, StepTelemetry
 
 counts = st.integers(-1, 2**63 - 1)
 digests = st.integers(0, 2**64 - 1)
 seconds = st.floats(0, 1e9)
 reports = st.builds(
-    Word, st.booleans(), counts, st.integers(0, 3), st.booleans(), st.integers(0, 2**63 - 1)
+    CheckpointReport, st.booleans(), counts, st.integers(0, 3), st.booleans(), st.integers(0, 2**63 - 1)
 )  # fmt: skip
 everything = st.builds(
     StepTelemetry,
