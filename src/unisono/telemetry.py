@@ -58,7 +58,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-batch of another member that this one has computed as well."""
     other_digest: int = 0
     """The digest of the gradient of ``other_leaf``."""
-    checkpoint: CheckpointReport = CheckpointReport()
+    checkpoint: CheckpointReport = CheckpointReport(False, -1, 0, False, 0)
 
     def pack(self) -> bytes:
         """Return `TELEMETRY_BYTES` bytes."""

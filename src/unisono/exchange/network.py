@@ -87,7 +87,7 @@ class _NetworkCombine:
         self._share = share
         self._parts = parts
         self._reductions = reductions
-        self._sum: Slot | None = None
+        self._sum = slots.slot()
         self._is_taken = False
         self._reduced: set[int] = set()
         self._collected: set[int] = set()
@@ -102,8 +102,6 @@ class _NetworkCombine:
         return Deferred(partial(self._reduce, part))
 
     def _reduce(self, part: int) -> None:
-        if self._sum is None:
-            self._sum = self._slots.slot()
         rows = self._parts[part]
         # Behind the last part there is room for padding; behind the others are rows of the next.
         end = None if part == len(self._parts) - 1 else rows.stop * ROW_BYTES
@@ -119,12 +117,10 @@ class _NetworkCombine:
         for reduction in self._reductions:
             reduction.gather()
         digest, everyones = self._wire.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
-        assert self._sum is not None
         self._total = float(self._sum.scalars[0])
         return Committed(digest, tuple(everyones), self._total, self._wire.waiting_s)
 
     def result(self) -> Slot:
-        assert self._sum is not None
         self._is_taken = True
         return self._sum
 
@@ -132,7 +128,6 @@ class _NetworkCombine:
         return Deferred(partial(self._collect, part, out))
 
     def _collect(self, part: int, out: Slot) -> None:
-        assert self._sum is not None
         rows = self._parts[part]
         for first, end in blocks(rows.start, rows.stop, self._wire.device):
             divide_rows(self._slots.layout, Rows(self._sum.memory, 0), self._total, first, end, out)

@@ -215,13 +215,13 @@ _OTHER_ARITHMETIC = (
 )
 
 
-def check_digests(told: Mapping[str, Digests]) -> None:
+def check_digests(digests: Mapping[str, Digests]) -> None:
     """Compare the digests of all workers' objects, by worker.
 
     Raises:
         DivergenceError: workers of equal arithmetic have other objects.
     """
-    known = {worker: each for worker, each in told.items() if each.objects}
+    known = {worker: each for worker, each in digests.items() if each.objects}
     if not known:
         return
     firsts: dict[int, str] = {}
