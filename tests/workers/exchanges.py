@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.house.toy_exchange import StoreExchange
 from tests.waiting import WAIT_S
 from tests.workers.processes import (
     Seat,
@@ -23,7 +24,6 @@ from tests.workers.processes import (
     num_descriptors,
     num_threads,
 )
-from tests.workers.store_exchange import StoreExchange
 from unisono.decisions.plan import plan
 from unisono.decisions.tree import Node, fold, leaf, schedule
 from unisono.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire

@@ -42,6 +42,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.spec import RunSpec
 
 M = TypeVar("M", bound=Message)
 
@@ -198,7 +199,7 @@ class Connected:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.head = Head(Policy(start=2, maximum=6), token="", run_id="x", heartbeat_s=0.5, options={})
+        self.head = Head(Policy(start=2, maximum=6), token="", run_id="x", spec=RunSpec())
         self.unanswered: dict[str, list[Snapshot]] = {}
         self.held: dict[str, State] = {}
         self.ordered: list[str] = []
