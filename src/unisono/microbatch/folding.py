@@ -168,7 +168,7 @@ class GradientFolder:
     def start_step(self, num_leaves: int) -> None:
         self._num_leaves = num_leaves
         self._slots.nodes, self._adopted, self._adopter = {}, {}, None
-        self._leaf = None
+        self._leaf = self._last = None
         self.buffers.start_step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -197,6 +197,7 @@ class GradientFolder:
             following: the leaf that will probably be computed after this one.
             apart: the leaf is another member's. It is not added to the nodes, only `fingerprint` is of interest.
         """
+        self._last = None  # its slot may be as large as all gradients
         self._untouched.start(compare_bits=not self._calls.has_looked)
         own = leaf(index, self._num_leaves)
         current = _Leaf(own, Slots() if apart else self._slots, self._num_leaves, len(self._parameters))

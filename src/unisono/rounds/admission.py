@@ -144,6 +144,7 @@ class Admission:
             return False
         self._check_recipe(source, phase, recipe)
         self._tracked.load(arrived.state)
+        self._state = _Fresh()  # let go of the state: it is as large as all models and optimizers
         place = Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines)
         self._rounds.start_at(source.round, place, is_newcomer=True)
         return True

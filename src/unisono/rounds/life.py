@@ -90,6 +90,10 @@ class Rounds:
                 break  # committed: whoever is lost from here on, this member holds the result
             except LOST as lost:
                 plan = self._recover(round_, lost)
+            except BaseException:
+                if self._round is round_:
+                    self._round = None  # the script has left the round: the next report does not name it
+                raise
         self.number += 1
         self._round = None
         self.members.slots.nodes = {}

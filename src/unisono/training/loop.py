@@ -53,7 +53,6 @@ class TrainingLoop:
         process: Process,
         cursor: Cursor,
         num_steps: int,
-        make_fetcher: Callable[[Cursor, Upcoming], Fetcher],
         seed: int,
         rehearses: bool,
         num_done: Callable[[], int],
@@ -68,24 +67,24 @@ class TrainingLoop:
         self._keeper = keeper
         self._journal = journal
         self._process = process
-        self._make_fetcher = make_fetcher
         self._seed = seed
         self._rehearses = rehearses
         self._num_done = num_done
         self._on_step = on_step
         self._phase = 0
         self._base = 0  # steps of the run before this loop
-        self._clock = Clock()
+        self._clock = Clock()  # of `run`: the time before it belongs to no step
         self._folder: GradientFolder | None = None
         self._unused = UnusedGradients(tracked)
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def run(self, phase: int, first: int) -> Iterator[Step]:
+    def run(self, phase: int, first: int, make_fetcher: Callable[[Upcoming], Fetcher]) -> Iterator[Step]:
         """Yield the steps from ``first`` on. Collective.
 
         Args:
             phase: number of this loop among those of the run.
+            make_fetcher: makes what fetches the data; gets what will probably be needed next.
         """
         rounds, team = self._rounds, self._rounds.team
         self._phase, self._base = phase, self._num_done() - first
@@ -96,7 +95,9 @@ class TrainingLoop:
             self.num_steps,
             lambda number, plan: agreement.expected(number, self._base + number, plan),
         )
-        fetcher = self._make_fetcher(self.cursor, upcoming)
+        fetcher = make_fetcher(upcoming)
+        self._current_folder()
+        self._clock = Clock()  # to get into the run may have taken long, and is no part of the first step
         context = StepContext(
             rounds=rounds,
             folder=self._current_folder,
@@ -110,7 +111,6 @@ class TrainingLoop:
             agreement=agreement,
             clock=self._clock,
         )
-        self._current_folder()
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
         try:
@@ -141,6 +141,7 @@ class TrainingLoop:
             fetcher.close()
             if self._folder is not None:
                 self._folder.close()
+                self._folder = None
 
     def leave(self) -> None:
         """The script has left the loop, perhaps by ``break``: end the step that it got last, if it has begun that.

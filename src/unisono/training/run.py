@@ -44,6 +44,7 @@ from unisono.training.loop import TrainingLoop
 from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
+from unisono.training.upcoming import Upcoming
 from unisono.watch import Sink
 from unisono.words import progress
 
@@ -334,7 +335,14 @@ class Run:
             process=self._process,
             cursor=cursor,
             num_steps=num_steps,
-            make_fetcher=lambda cursor, upcoming: Fetcher(
+            seed=self.seed,
+            rehearses=self._arithmetic.deterministic,
+            num_done=lambda: self._num_steps,
+            on_step=self._finish,
+        )
+
+        def make_fetcher(upcoming: Upcoming) -> Fetcher:
+            return Fetcher(
                 dataset,
                 lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
                 seed=self.seed,
@@ -342,14 +350,10 @@ class Run:
                 collate=collate or default_collate,
                 loader_workers=loader_workers,
                 upcoming=upcoming,
-            ),
-            seed=self.seed,
-            rehearses=self._arithmetic.deterministic,
-            num_done=lambda: self._num_steps,
-            on_step=self._finish,
-        )
+            )
+
         # A generator would put the checks above off until the first step.
-        self._training = self._train(loop)
+        self._training = self._train(loop, make_fetcher)
         return self._training
 
     def save(self) -> None:
@@ -466,7 +470,7 @@ class Run:
 
     # -- the outer loop ------------------------------------------------------------------------------
 
-    def _train(self, loop: TrainingLoop) -> Generator[Step, None, None]:
+    def _train(self, loop: TrainingLoop, make_fetcher: Callable[[Upcoming], Fetcher]) -> Generator[Step, None, None]:
         """The generator behind `steps`."""
         rounds, team = self._in_rounds()
         if self._loop is not None and self._loop.is_open:
@@ -484,7 +488,7 @@ class Run:
         self._loop = loop
         if first >= loop.num_steps > 0 and self.is_main:
             tell(f"unisono: nothing is left to do: {progress(first, loop.num_steps)} are done")
-        yield from loop.run(phase, first)
+        yield from loop.run(phase, first, make_fetcher)
 
     def _in_rounds(self) -> tuple[Rounds, Team]:
         assert self._rounds is not None

@@ -44,6 +44,7 @@ class Step:
         self.place = context.first_number + number
         """Of this step within the run, from 0: of all calls of ``run.steps``."""
         self.state = State.NEW
+        self._has_begun = False
         self._round: GradientRound | None = None
         self._logs: dict[str, float] = {}
 
@@ -114,7 +115,7 @@ class Step:
         return self._run()
 
     def _run(self) -> Iterator[Any]:
-        self.state = State.INSIDE
+        self.state, self._has_begun = State.INSIDE, True
         self._unused.start_step()  # not before: user code may freeze and thaw at the head of the step
         self._round = GradientRound(self._context, self._position, self._context.folder())
         yield from self._context.rounds.play(self._round)
@@ -153,7 +154,7 @@ class Step:
     @property
     def has_begun(self) -> bool:
         """Whether its inner loop was entered."""
-        return self._round is not None
+        return self._has_begun
 
     @property
     def is_complete(self) -> bool:
