@@ -127,6 +127,7 @@ NEIGHBOURS = {
         "training.keeping",
         "training.loop",
         "training.step",
+        "training.upcoming",
         "watch",
     },  # the sinks of a script
     "checkpoint.writer": {"checkpoint.snapshot"},
