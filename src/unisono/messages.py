@@ -68,7 +68,7 @@ __all__ = [
     "is_refusal",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 def is_refusal(status: int) -> bool:
