@@ -444,8 +444,10 @@ class Member:
         )
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection
-            for message in list(self._repeated.values()):
-                link.put(encode(message))
+            unsent = set(self._outbox)  # those are sent below, in their order
+            for data in map(encode, list(self._repeated.values())):
+                if data not in unsent:
+                    link.put(data)
         self._link = link
         next_beat = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -515,7 +517,7 @@ class Member:
                 return
             self._stopped = error
             self._changed.notify_all()
-        self._store_calls.fail_all(error)
+        self._store_calls.close(error)
         for callback in list(self._callbacks):
             callback(None)
 

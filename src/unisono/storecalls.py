@@ -28,6 +28,7 @@ class StoreCalls:
         self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count()
         self._overtaken_by: Notice | None = None
+        self._closed_by: Exception | None = None
 
     def call(
         self,
@@ -42,7 +43,9 @@ class StoreCalls:
         number = next(self._numbers)
         pending = _Pending(generation)
         self._pending[number] = pending  # before the look at the notices: the next one finds the call
-        if self._overtaken_by is not None and pending.is_overtaken_by(self._overtaken_by):
+        if self._closed_by is not None:
+            pending.fail(self._closed_by)
+        elif self._overtaken_by is not None and pending.is_overtaken_by(self._overtaken_by):
             pending.fail(PeerLost(self._overtaken_by.reason))
         else:
             request = StoreCall(
@@ -84,6 +87,11 @@ class StoreCalls:
         for pending in list(self._pending.values()):
             if pending.is_overtaken_by(notice):
                 pending.fail(PeerLost(notice.reason))
+
+    def close(self, error: Exception) -> None:
+        """End all calls with ``error``, now and from now on: the run is over."""
+        self._closed_by = error
+        self.fail_all(error)
 
     def fail_all(self, error: Exception) -> None:
         """End all calls that wait with ``error``."""

@@ -21,6 +21,7 @@ from unisono.errors import UsageError
 from unisono.launchers import LAUNCHERS, AgentCommand, Machine, fleet
 from unisono.launchers.fleet import Fleet
 from unisono.lifetime import PARENT
+from unisono.machine import children
 from unisono.spec import RunSpec
 
 LEFT, RIGHT = Machine(name="left", num_workers=1), Machine(name="right", num_workers=2)
@@ -221,6 +222,41 @@ def test_a_run_ends_where_no_machine_can_be_reached(script: Callable[[str], str]
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines() == ["[left] no route to host"]
     assert done.stderr.splitlines() == [f"unisono: {why}", f"unisono: failed: no machine is left: {why}"]
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("code", [5, 0])
+def test_a_run_ends_although_another_process_keeps_the_output_of_its_last_agent_open(
+    code: int, script: Callable[[str], str], tmp_path: Path, mark: str
+) -> None:
+    """A connection that is shared by several commands outlives each of them."""
+    keeper = f"sleep {FOR_EVER} & echo $! > keeper; exit {code}"
+    try:
+        done = run_unreachable(script(UNREACHABLE), ["sh", "-c", keeper], tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert f"no machine is left: the agent of left ended with exit code {code}" in done.stderr
+    finally:
+        os.kill(int((tmp_path / "keeper").read_text()), signal.SIGKILL)
+
+
+def test_children_that_other_code_waits_for_keep_their_exit_codes() -> None:
+    """Orphans are reaped beside them."""
+
+    async def work() -> int:
+        with subprocess.Popen(["sh", "-c", "exit 5"]) as agent, subprocess.Popen(["true"]) as orphan:
+            children.leave_to_others(agent.pid)
+            for one in (agent, orphan):
+                os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+            children.reap_all()
+            code = agent.wait()
+            children.leave_to_others(agent.pid, until_now=True)
+            children.reap_all()
+            with pytest.raises(ChildProcessError):
+                os.waitpid(orphan.pid, 0)
+            orphan.returncode = 0
+        return code
+
+    assert asyncio.run(work()) == 5
 
 
 @pytest.mark.usefixtures("nursery")

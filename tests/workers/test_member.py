@@ -14,9 +14,22 @@ import pytest
 from tests.waiting import WAIT_S
 from unisono import member as members
 from unisono.errors import DeadlineExceeded
+from unisono.events import Announcement
 from unisono.exchange import Exchange
 from unisono.member import Member
-from unisono.messages import Beat, Hello, Holding, MemberInfo, Message, Notice, Suspect, Welcome, decode, encode
+from unisono.messages import (
+    Beat,
+    Happened,
+    Hello,
+    Holding,
+    MemberInfo,
+    Message,
+    Notice,
+    Suspect,
+    Welcome,
+    decode,
+    encode,
+)
 from unisono.rounds.team import HeadTeam
 from unisono.spec import RunSpec, WorkerSpec
 
@@ -120,6 +133,20 @@ def test_a_suspicion_is_said_again_until_there_is_an_answer(
     third = connections.get(timeout=WAIT_S)
     assert third.hears(Holding) == Holding(generation=1)
     assert not isinstance(third.said.get(timeout=WAIT_S), Suspect)
+
+
+def test_events_that_were_not_sent_follow_in_their_order(connections: queue.Queue[Connection], member: Member) -> None:
+    """A sink that has got the newest one would take the older ones for repeated."""
+    first = connections.get(timeout=WAIT_S)
+    events = [Happened(event=Announcement(text=f"step {number}"), number=number) for number in range(4)]
+    member.happened(events[0])
+    first.hears(Happened)
+    first.wants_to_write = True  # nothing can be sent any more
+    for event in events[1:]:
+        member.happened(event)
+    first.tell(None)
+    second = connections.get(timeout=WAIT_S)
+    assert [second.hears(Happened).number for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Connection], member: Member) -> None:

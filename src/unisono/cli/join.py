@@ -77,7 +77,7 @@ def _spec_of(status: dict[str, Any]) -> RunSpec:
         UsageError: the head has another version.
     """
     try:
-        return msgspec.convert(status["spec"], RunSpec)
+        return msgspec.convert(status["job"], RunSpec)
     except (KeyError, msgspec.ValidationError) as error:
         raise UsageError(
             f"the settings of the run cannot be read ({error}); install the same version of unisono on all machines"

@@ -188,7 +188,7 @@ class Head:
             "started": self._started,
             "url": self._url,
             "run_dir": self._run_dir,
-            "spec": msgspec.to_builtins(self._spec),
+            "job": msgspec.to_builtins(self._spec),
             "workers": workers_status(state),
         }
 

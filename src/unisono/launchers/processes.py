@@ -52,8 +52,8 @@ class Processes:
         for process in self._started:
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError, ValueError):
-                        pipe.close()
+            # Its standard output is left to the thread that reads it: to close it would wait for that.
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError, ValueError):
+                    process.stdin.close()
         self._started.clear()

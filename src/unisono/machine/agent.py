@@ -70,6 +70,9 @@ class Machines(Protocol):
             UsageError: one of them cannot be started.
         """
 
+    def hurry(self) -> None:
+        """Wait no longer for agents that end by themselves."""
+
     async def close(self, patience_s: float) -> None:
         """Wait for the agents to end by themselves, then end them."""
 
@@ -220,7 +223,8 @@ class _Agent:
             case Happened():
                 self._stream.emit(message.event, number=message.number)
             case messages.Announcement():
-                self.announce(message.text)
+                if not self._spec.launched:  # the command that has started the run shows it
+                    self.announce(message.text)
             case Evict():
                 self._workers.evict(message.worker_id)
             case Ended():
@@ -277,6 +281,8 @@ class _Agent:
                 self._end_now(reason, exit_code)
                 if isinstance(found, KillWorkers):
                     self._workers.kill()
+                    if self._machines is not None:
+                        self._machines.hurry()
             case LeaveRun():
                 self.announce("the workers of this machine leave at the end of the step (again: end them now)")
                 self._following.say(Drain(reason=f"{self._host} leaves"))
@@ -298,7 +304,7 @@ class _Agent:
         The head tells this one as well, which waits for that (once): others may have joined.
         """
         ended = Ended(ok=False, reason=reason, exit_code=exit_code)
-        if self._is_primary and self._num_signals == 1:
+        if self._is_primary and self._num_signals <= 1:
             self._following.say_end(ended)
         elif self._is_primary:
             self._following.say(ended)
@@ -314,7 +320,8 @@ class _Agent:
 
     async def _end_machines(self, ended: Ended | None) -> None:
         if self._machines is not None:
-            await self._machines.close(self._patience_s(ended) + 2 * TERMINATE_S)  # theirs, to end their workers
+            # Theirs, to end their workers; nobody has told them of a run that could not begin.
+            await self._machines.close(self._patience_s(ended) + 2 * TERMINATE_S if ended is not None else 0.0)
 
     def _result(self) -> Ended | None:
         """Return how the run has ended; None where this agent fails."""

@@ -26,6 +26,7 @@ __all__ = [
     "Listener",
     "Output",
     "exit_code_of",
+    "leave_to_others",
     "reap_all",
     "spawn",
     "watch",
@@ -195,6 +196,8 @@ def spawn(
 
 
 _reapers: dict[int, Callable[[], None]] = {}  # by process id of a watched child
+_others: set[int] = set()  # process ids of children that other code waits for
+LOOK_AGAIN_S: Final = 0.05
 
 
 def watch(child: Child, wait: Callable[[], int]) -> None:
@@ -233,6 +236,14 @@ def watch(child: Child, wait: Callable[[], int]) -> None:
         loop.add_reader(pidfd, reap)
 
 
+def leave_to_others(pid: int, *, until_now: bool = False) -> None:
+    """Let other code reap this child, which needs its exit code (a `subprocess.Popen`); ``until_now``: it has."""
+    if until_now:
+        _others.discard(pid)
+    else:
+        _others.add(pid)
+
+
 def reap_all() -> None:
     """Reap every child that has ended: workers, and orphans of their scripts, which this process adopts."""
     with contextlib.suppress(ChildProcessError):  # there is none at all
@@ -240,6 +251,9 @@ def reap_all() -> None:
             known = _reapers.get(ended.si_pid)
             if known is not None:
                 known()
+            elif ended.si_pid in _others:  # the system names this child first until it is reaped
+                asyncio.get_running_loop().call_later(LOOK_AGAIN_S, reap_all)
+                return
             else:
                 os.waitpid(ended.si_pid, 0)
 

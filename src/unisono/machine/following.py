@@ -131,7 +131,7 @@ class Following:
 
     async def run(self) -> None:
         """Follow the head, and those that follow it, until the run is over. Each absence has its own time."""
-        while not self._is_over:
+        while not self._is_over or not self._is_answered.is_set():
             try:
                 why = await self._follow()
             except Refused as refused:

@@ -96,7 +96,8 @@ class Workers:
         Raises:
             OSError, UsageError: see `Placement.open`.
         """
-        self._placement.open()
+        if self._spec.num_workers:
+            self._placement.open()
 
     def start(self, worker_ids: Iterable[str], delay_s: float = 0.0) -> None:
         """Start these workers, each of them once in its life: a head that follows another one may repeat an order."""

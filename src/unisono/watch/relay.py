@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 
-from unisono.events import Event, RunEnded, WorkerOutput
+from unisono.events import Announcement, Event, RunEnded, WorkerOutput
 
 __all__ = ["Relay"]
 
 
 class Relay:
-    """Prints the output of the workers of this machine, and why the machine has failed."""
+    """Prints the output of the workers of this machine, what their agent announces, and why the machine has failed."""
 
     def emit(self, event: Event) -> None:
         match event:
             case WorkerOutput():
                 self._print(f"[{event.source}] {event.text}")
+            case Announcement():
+                self._print(f"unisono: {event.text}")
             case RunEnded(ok=False):
                 self._print(f"unisono: {event.reason}")
 

@@ -37,7 +37,7 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     known = state.absent.get(hello.agent_id)
     adds = hello.num_workers if state.policy.grows and not hello.primary else 0
     fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
-    agent = dataclasses.replace(fresh, adds=adds, pid=hello.pid, away_at=None, lags=False)
+    agent = dataclasses.replace(fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, away_at=None, lags=False)
     draft.put(
         agents={**state.agents, agent_id: agent},
         absent={i: absent for i, absent in state.absent.items() if i != agent_id},
@@ -126,7 +126,7 @@ def scale(draft: Draft, num_workers: int) -> None:
     elif missing > 0:
         agents = sorted(
             (agent for agent in draft.state.agents.values() if not agent.refused),
-            key=lambda agent: not agent.primary,
+            key=lambda agent: (not agent.offers, not agent.primary),
         )
         if agents:
             order(draft, agents[0].agent_id, missing, reason="scaled up")

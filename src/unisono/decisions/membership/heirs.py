@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from unisono.decisions.following import MAX_HEIRS
 from unisono.decisions.membership.dispatch import Event, Lags
@@ -14,7 +15,8 @@ __all__ = ["heirs", "keepers", "successor", "without_lost_heir"]
 
 def heirs(state: State) -> tuple[str, ...]:
     """Return the agents that must hold a decision before others hear of it: the first that joined, and answer."""
-    return tuple(agent.agent_id for agent in state.agents.values() if not (agent.lags or agent.refused))[:MAX_HEIRS]
+    able = (agent.agent_id for agent in state.agents.values() if not (agent.lags or agent.refused))
+    return tuple(itertools.islice(able, MAX_HEIRS))
 
 
 def keepers(state: State) -> tuple[str, ...]:

@@ -157,6 +157,8 @@ class Agent:
     agent_id: str
     host: str
     primary: bool
+    offers: int = 1
+    """Number of workers with which it has come; 0: of a machine that only starts the run."""
     adds: int = 0
     """Number by which it raises `Policy.maximum` while it is connected."""
     pid: int = 0
