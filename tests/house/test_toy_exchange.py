@@ -9,7 +9,10 @@ import pytest
 
 from tests.house import toy_exchange
 from tests.waiting import WAIT_S
+from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono.testing import Faults, Outcome, run_workers
+
+__all__ = ["mark", "nursery", "standing_nursery"]
 
 SCRIPT = Path(toy_exchange.__file__)
 MOST_LINES = 80
@@ -20,6 +23,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("alone") / "run", timeout_s=WAIT_S)
 
 
+@pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("at", ["", "published", "reduced", "committed"])
 def test_an_exchange_of_another_kind_gives_the_same_bits_and_survives_a_loss(
     at: str, alone: Outcome, tmp_path: Path

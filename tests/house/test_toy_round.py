@@ -10,7 +10,10 @@ import pytest
 
 from tests.house import toy_round
 from tests.waiting import WAIT_S
+from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono.testing import Outcome, run_workers
+
+__all__ = ["mark", "nursery", "standing_nursery"]
 
 SCRIPT = Path(toy_round.__file__)
 MOST_LINES = 80
@@ -20,6 +23,7 @@ def norms(outcome: Outcome) -> list[dict[str, Any]]:
     return [line["logs"] for line in outcome.lines if line["kind"] == "step"]
 
 
+@pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("is_hurt", [False, True], ids=["calm", "one dies in the middle of it"])
 def test_a_round_of_another_kind_gives_all_workers_the_same_and_survives_a_loss(is_hurt: bool, tmp_path: Path) -> None:
     alone = run_workers(SCRIPT, 1, directory=tmp_path / "alone", timeout_s=WAIT_S)

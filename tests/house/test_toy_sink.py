@@ -9,7 +9,10 @@ import pytest
 
 from tests.house import toy_sink
 from tests.waiting import WAIT_S
+from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono.testing import Faults, Outcome, run_workers
+
+__all__ = ["mark", "nursery", "standing_nursery"]
 
 SCRIPT = Path(toy_sink.__file__)
 MOST_LINES = 80
@@ -21,6 +24,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run", timeout_s=WAIT_S)
 
 
+@pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("worker", ["w0", "w1"])
 def test_a_sink_gets_every_step_once_and_in_order_whoever_is_killed(worker: str, calm: Outcome, tmp_path: Path) -> None:
     """Killed after the step and before its line: the other worker's sink gets what it has told nobody."""
