@@ -18,9 +18,9 @@ SCRIPT = Path(toy_exchange.__file__)
 MOST_LINES = 80
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("alone") / "run", timeout_s=WAIT_S)
+@pytest.fixture
+def alone(nursery: None, tmp_path: Path) -> Outcome:
+    return run_workers(SCRIPT, 1, directory=tmp_path / "alone", timeout_s=WAIT_S)
 
 
 @pytest.mark.usefixtures("nursery")

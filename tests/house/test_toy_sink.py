@@ -18,10 +18,10 @@ SCRIPT = Path(toy_sink.__file__)
 MOST_LINES = 80
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+@pytest.fixture
+def calm(nursery: None, tmp_path: Path) -> Outcome:
     """The same run without sinks and without a loss."""
-    return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run", timeout_s=WAIT_S)
+    return run_workers(SCRIPT, 1, directory=tmp_path / "calm", timeout_s=WAIT_S)
 
 
 @pytest.mark.usefixtures("nursery")
