@@ -399,8 +399,8 @@ def test_a_parameter_that_nothing_used_keeps_no_gradient() -> None:
 
 def test_frozen_parameters_have_no_gradient_and_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = []
-    use = Rounds.use
-    monkeypatch.setattr(Rounds, "use", lambda rounds, layout: (layouts.append(layout), use(rounds, layout))[1])
+    use = Rounds.use_layout
+    monkeypatch.setattr(Rounds, "use_layout", lambda rounds, layout: (layouts.append(layout), use(rounds, layout))[1])
     with AloneRun(seed=SEED) as run:
         model = nn.Sequential(nn.Linear(12, 1000), nn.Linear(1000, 4))
         model[0].requires_grad_(False)

@@ -69,9 +69,9 @@ class Script:
 class ScriptedTeam(AloneTeam):
     """A member of the generations of a script."""
 
-    def __init__(self, name: str, script: Script, board: WorkerPage, boards: dict[str, str]) -> None:
+    def __init__(self, name: str, script: Script, page: WorkerPage, pages: dict[str, str]) -> None:
         super().__init__(CPU)
-        self.name, self.script, self.board, self.boards = name, script, board, boards
+        self.name, self.script, self.page, self.pages = name, script, page, pages
         self.is_begun = False
         self.met: list[list[tuple[int, str]]] = []
 
@@ -80,8 +80,8 @@ class ScriptedTeam(AloneTeam):
         members = self.script.generations[generation].members
         self.generation, self.rank, self.size = generation, members.index(self.name), len(members)
         self.worker_ids = tuple(members)
-        addresses = [self.boards[member] for member in members]
-        host = Host(self.board, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+        addresses = [self.pages[member] for member in members]
+        host = Host(self.page, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
         self.exchange = SharedMemory(host)
 
     def meet(self, report: Report) -> list[Report]:
@@ -153,18 +153,18 @@ class Sum:
 def take_part(seat: Seat, why: str) -> None:
     """Says the number of rounds that are over, and who met whom where."""
     name = "abc"[seat.rank]
-    board = WorkerPage()
-    seat.say(board.address)
-    boards = seat.hear()
+    page = WorkerPage()
+    seat.say(page.address)
+    pages = seat.hear()
     script = Script(why)
-    team, tracked = ScriptedTeam(name, script, board, boards), Tracked()
+    team, tracked = ScriptedTeam(name, script, page, pages), Tracked()
     rounds = Rounds(team, tracked, balance=False)
     keeper = Keeper(
         None, tracked=tracked, policy=None, resume="", anyway=(), also_anyway=(), command="", overwrite=False,
         device=CPU, threads=1,
     )  # fmt: skip
     assert Admission(rounds).join(0, {}, lambda: None)
-    rounds.use(FlatLayout([("p", torch.zeros(4))], []))
+    rounds.use_layout(FlatLayout([("p", torch.zeros(4))], []))
 
     def lose(plan: Plan) -> None:
         """It gives its part, and the loss comes before it has seen what became of it."""
@@ -195,9 +195,9 @@ def take_part(seat: Seat, why: str) -> None:
 def test_who_has_not_seen_the_commit_halts_where_the_others_do(why: str) -> None:
     """The others have begun to write a checkpoint: who comes after them must not begin a step instead."""
     with Team(3, take_part, why) as team:
-        boards = {name: team.hear(rank) for rank, name in enumerate("abc")}
+        pages = {name: team.hear(rank) for rank, name in enumerate("abc")}
         for rank in range(3):
-            team.say(rank, boards)
+            team.say(rank, pages)
         assert (team.hear(0), team.hear(2)) == ("committed", "committed")
         team.say(1, "go on")
         (rounds_of_a, met_by_a), (rounds_of_b, met_by_b), _ = [team.hear(rank) for rank in range(3)]
@@ -242,7 +242,7 @@ def test_what_a_member_holds_of_the_next_layout_waits_while_it_stands_by() -> No
     new = FlatLayout([("a", torch.zeros(3)), ("b", torch.zeros(200))], [])
     team = AloneTeam(CPU)
     rounds = Rounds(team, Tracked())
-    rounds.use(new)
+    rounds.use_layout(new)
     slot = team.exchange.slot()
     for place, view in enumerate(slot.gradients):
         view.fill_(float(place + 1))
@@ -344,7 +344,7 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
 
     team = Waiting(CPU)
     rounds = Rounds(team, Tracked(), reporter=Keeping())
-    rounds.use(FlatLayout([("a", torch.zeros(3))], []))
+    rounds.use_layout(FlatLayout([("a", torch.zeros(3))], []))
     for _ in rounds.play(Sum(rounds.members)):
         pass
     assert waits == [True]

@@ -24,7 +24,7 @@ from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
 from unisono.exchange.flat import Entry, FlatLayout, Rows, Slot, digest_rows
 from unisono.exchange.slots import Slots
-from unisono.microbatch.untouched import Untouched
+from unisono.microbatch.parameters import ParameterCheck
 from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_tensor
 from unisono.state.tracked import Calls
@@ -62,11 +62,11 @@ class _Leaf:
     """The leaf whose gradients are coming in.
 
     Attributes:
-        chain: (node, its slot) that the gradients are added to, one after the other; of a leaf that has nobody to be
-            added to, the node of its own.
+        chain: (node, its slot) that the gradients are added to, one after the other; of a leaf whose sibling is not
+            held, the node of its own.
         is_left: of each node of the chain, whether it is the left operand of the addition.
         target: the node that the leaf completes, and its slot.
-        opens: whether the leaf has nobody to be added to.
+        is_first_of_chain: whether no sibling of the leaf is held, to which it could be added.
         parts: by parameter, the parts of its gradient that the current call of backward has given so far.
         pending: by parameter, the sum of the calls so far.
     """
@@ -79,7 +79,7 @@ class _Leaf:
             self.is_left.append(other.index < node.index)
             node = parent(node, num_leaves)
         self.node = node
-        self.opens = not self.chain
+        self.is_first_of_chain = not self.chain
         self.is_apart = False
         self.adopts = False
         self.folded = [False] * num_parameters
@@ -122,7 +122,7 @@ class GradientFolder:
         """(name, parameter), those whose gradients are summed."""
         self._slots = slots if slots is not None else Slots()
         self._parameters = [parameter for _, parameter in parameters]
-        self._untouched = Untouched(parameters, frozen)
+        self._check = ParameterCheck(parameters, frozen)
         self._calls = calls if calls is not None else Calls()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
@@ -198,16 +198,16 @@ class GradientFolder:
             apart: the leaf is another member's. It is not added to the nodes, only `fingerprint` is of interest.
         """
         self._last = None  # its slot may be as large as all gradients
-        self._untouched.start(compare_bits=not self._calls.has_looked)
+        self._check.start(compare_bits=not self._calls.has_looked)
         own = leaf(index, self._num_leaves)
         current = _Leaf(own, Slots() if apart else self._slots, self._num_leaves, len(self._parameters))
         current.is_apart = apart
-        if self._adopter is not (None if current.opens else current.chain[0][1]):
+        if self._adopter is not (None if current.is_first_of_chain else current.chain[0][1]):
             self.copy_adopted()
-        if current.opens:
+        if current.is_first_of_chain:
             current.chain = [(own, self._own_slot() if apart else new_slot())]
         current.adopts = (
-            current.opens
+            current.is_first_of_chain
             and following is not None
             and leaf(following, self._num_leaves) == sibling(own, self._num_leaves)
         )
@@ -248,7 +248,7 @@ class GradientFolder:
         """
         current = self._leaf
         assert current is not None
-        self._untouched.check()
+        self._check.check()
         self._calls.has_looked = True
         for index in range(len(self._parameters)):
             if not current.folded[index]:
@@ -263,7 +263,7 @@ class GradientFolder:
         if current.is_apart:
             return []
         node, slot = current.target
-        freed = [] if current.opens else [self.nodes.pop(merged) for merged, _ in current.chain][:-1]
+        freed = [] if current.is_first_of_chain else [self.nodes.pop(merged) for merged, _ in current.chain][:-1]
         self.nodes[node] = slot
         return freed
 
@@ -302,7 +302,7 @@ class GradientFolder:
         tail.used.copy_(torch.tensor(current.used, dtype=torch.int32))
         self.buffers.take_changes(tail.buffers, weight)
         value = tail.pieces
-        if current.opens:
+        if current.is_first_of_chain:
             _each(torch.Tensor.copy_, current.chain[0][1].tail, value)
             return
         for _, slot in current.chain:
@@ -350,7 +350,7 @@ class GradientFolder:
 
     def _fold(self, current: _Leaf, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
-            if current.opens:
+            if current.is_first_of_chain:
                 current.chain[0][1].gradients[index].zero_()
             else:
                 self._carry(current, index, 0.0)
@@ -365,7 +365,7 @@ class GradientFolder:
         current.folded[index] = True
 
     def _fold_dense(self, current: _Leaf, index: int, gradient: Tensor) -> None:
-        if not current.opens:
+        if not current.is_first_of_chain:
             self._carry(current, index, gradient)
             return
         target = current.chain[0][1].gradients[index]

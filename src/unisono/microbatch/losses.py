@@ -16,7 +16,7 @@ __all__ = ["Microbatch"]
 
 
 class Microbatch:
-    """A micro-batch between its being loaded and being folded.
+    """One micro-batch, from its loading until its gradient is folded.
 
     Args:
         step: the number of its step within ``run.steps``.
@@ -47,20 +47,20 @@ class Microbatch:
         self._num_samples = num_samples
         self._samples = samples
         self._scale = scale
-        self._wanted: float | None = None  # the scaled weight that its first loss has asked for
+        self._first_weight: float | None = None  # the scaled weight that its first loss has asked for
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, scaler: Any, *, retain_graph: bool) -> None:
         """Compute the gradients of a loss and fold them; see `unisono.Step.backward`."""
         value = _checked(loss, self.where)
         share = _checked_weight(weight, self._num_samples, self.where) / self._scale
-        if self._wanted is not None and share != self._wanted:
+        if self._first_weight is not None and share != self._first_weight:
             raise LossError(
-                f"{self.where}: the losses of one micro-batch have weights {self._wanted * self._scale:g} and "
+                f"{self.where}: the losses of one micro-batch have weights {self._first_weight * self._scale:g} and "
                 f"{share * self._scale:g}; "
                 "one division by the total weight cannot serve both: give them the same weight and scale the "
                 "loss itself"
             )
-        self._wanted = share
+        self._first_weight = share
         if share == 0.0:
             self.weight = 0.0
             return
@@ -87,7 +87,7 @@ class Microbatch:
         Raises:
             StepError: it has not.
         """
-        if self._wanted is None:
+        if self._first_weight is None:
             raise StepError(
                 f"micro-batch {self.leaf} of step {self._step} ended without step.backward(loss); "
                 "to leave it out, call step.backward(loss, weight=0)"

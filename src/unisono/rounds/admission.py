@@ -108,14 +108,14 @@ class Admission:
             own = reports[self._team.rank]
             share_state(self._rounds.members, self._tracked, reports)
             return Place(phase=own.phase, step=own.step, total=own.total, lines=own.lines)
-        # All know by the reports who is at an earlier phase, also a member that is at that place already.
-        is_early = any(report.phase < place.phase for report in reports)
+        # All see from the reports whether a member is at an earlier phase; those at the place already wait for it.
+        some_are_earlier = any(report.phase < place.phase for report in reports)
         if len(reports) > 1:
             packed = pack(self._tracked.state(), "tracked") if self._team.rank == 0 else None
             state = broadcast_state(self._team.exchange, 0, packed)
             if self._team.rank != 0:
-                (self._tracked.load_models if is_early else self._tracked.load)(state)
-        if is_early:
+                (self._tracked.load_models if some_are_earlier else self._tracked.load)(state)
+        if some_are_earlier:
             self._state = _BeginsLater(place)
             return None
         return place

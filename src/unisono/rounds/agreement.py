@@ -147,7 +147,7 @@ class Agreement:
         if self._digest is None:
             return
         compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
-        for group in self._members.layout().alike():
+        for group in self._members.state_layout().alike():
             ranks = [rank for rank in compared if self._members.worker_ids[rank] in group]
             states = {rank: telemetry[rank].state_digest for rank in ranks}
             if len(set(states.values())) > 1:

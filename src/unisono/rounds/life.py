@@ -33,7 +33,7 @@ from unisono.state.tracked import Tracked
 __all__ = ["Rounds"]
 
 CHECKPOINT = "together"
-"""The kind of the round in which all wait for a checkpoint."""
+"""The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
 
 
 class Rounds:
@@ -69,7 +69,7 @@ class Rounds:
         self._round: Round | None = None
         self._finished: Finished = Nothing()
         self._standing: Standing = Level()
-        self._handled: tuple[int, int] | None = None  # (phase, step) of a boundary that others handled before
+        self._joined_at: tuple[int, int] | None = None  # (phase, step) where it came in as a newcomer
 
     # -- a round -------------------------------------------------------------------------------------
 
@@ -192,13 +192,13 @@ class Rounds:
         """Take part from this round on, holding the run's state. Local.
 
         Args:
-            is_newcomer: the other members have handled the boundary at this place already.
+            is_newcomer: this member joins after the others have decided whether to stop at this boundary.
         """
         self.number, self.place = number, place
-        self._handled = (place.phase, place.step) if is_newcomer else None
+        self._joined_at = (place.phase, place.step) if is_newcomer else None
         self.team.holding()
 
-    def use(self, layout: FlatLayout) -> None:
+    def use_layout(self, layout: FlatLayout) -> None:
         """Sum what this layout describes from now on. Collective."""
         self.members.slots.layout = layout
         if isinstance(self._standing, Behind):  # the members that are ahead wait for this member in a meeting
@@ -210,7 +210,7 @@ class Rounds:
         except LOST as lost:
             self._standing = self._regroup(lost)
 
-    def stops(self) -> bool:
+    def is_stop_planned(self) -> bool:
         """Return whether the run stops or pauses at this boundary, so that its state is worth a checkpoint.
 
         To be asked once at every boundary, before `boundary`; the same on all members.
@@ -219,7 +219,7 @@ class Rounds:
         if begun or isinstance(self._standing, Behind):
             # A loss has brought this member here when others had gone on already: all do what these have begun.
             return CHECKPOINT in begun
-        if (self.place.phase, self.place.step) == self._handled:
+        if (self.place.phase, self.place.step) == self._joined_at:
             return False
         agreed = self.members.agreed_generation
         return (agreed > self.team.generation and self.team.stops_at(agreed)) or self.team.paused()

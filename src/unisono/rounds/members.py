@@ -78,7 +78,7 @@ class Members:
         """That of the current generation."""
         return self.team.exchange
 
-    def layout(self) -> StateLayout:
+    def state_layout(self) -> StateLayout:
         """Return who holds what of the state in the current generation. Local."""
         return self._layout(self.team.worker_ids)
 

@@ -56,7 +56,7 @@ class Met:
 
     @property
     def begun(self) -> frozenset[str]:
-        """The kinds of this round that other members have begun."""
+        """The kinds of this round that members have begun."""
         return frozenset(report.kind for report in self.reports if report.kind)
 
 

@@ -23,7 +23,7 @@ class Together:
     """
 
     kind: Final = CHECKPOINT
-    title: Final = "a checkpoint"
+    title: Final = "a checkpoint or the end of the run"
     num_leaves: Final = 1
 
     def __init__(self, members: Members, work: Callable[[], None], payload: bytes = b"") -> None:

@@ -19,7 +19,7 @@ from unisono.rounds.team import Team
 from unisono.state.packing import Packed, digest_of_tensor, pack, unpack
 from unisono.state.tracked import Tracked
 
-__all__ = ["agree", "broadcast_state", "share_state"]
+__all__ = ["begin_alike", "broadcast_state", "share_state"]
 
 BROADCAST_BYTES = 16 << 20
 """Tensors are batched into broadcasts of at most this size; on a high-latency link every broadcast costs a round trip.
@@ -58,12 +58,12 @@ def share_state(
     team = members.team
     if all(report.fresh for report in reports):
         if len(reports) > 1:
-            agree(team, tracked)
+            begin_alike(team, tracked)
         return list(reports), None
     if not any(report.fresh for report in reports):
         return list(reports), None
     holders = [one for one, report in zip(team.worker_ids, reports, strict=True) if not report.fresh]
-    giver = members.layout().source(EVERYTHING, holders)
+    giver = members.state_layout().source(EVERYTHING, holders)
     assert giver is not None
     source = team.worker_ids.index(giver)
     packed = None
@@ -74,7 +74,7 @@ def share_state(
     return now, state if reports[team.rank].fresh else None
 
 
-def agree(team: Team, tracked: Tracked) -> None:
+def begin_alike(team: Team, tracked: Tracked) -> None:
     """Compare the states of members that begin together; where they differ, all take that of rank 0. Collective.
 
     Raises:

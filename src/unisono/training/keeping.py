@@ -201,7 +201,7 @@ class Keeper:
         Raises:
             SystemExit: after SIGTERM, with the exit code of the policy.
         """
-        if rounds.stops() or self._leaving:
+        if rounds.is_stop_planned() or self._leaving:
             self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
         if self._leaving:
             assert self.policy is not None

@@ -187,7 +187,7 @@ class TrainingLoop:
                 parameter.grad = None  # of when it was trained; an optimizer would apply it again
                 frozen.append((name, parameter))
         self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.members.slots)
-        self._rounds.use(self._folder.layout)
+        self._rounds.use_layout(self._folder.layout)
         return self._folder
 
     def _before_update(self, name: str) -> None:

@@ -530,7 +530,7 @@ class Run:
         """Record a step that the script has left."""
         _, team = self._in_rounds()
         self._num_steps += 1
-        result, gradient = step.result(), step.gradient
+        result, gradient = step.result(), step.round
         assert gradient.result is not None
         self._keeper.note({"loss": result.loss, **step.logs})
         self._recorder.step_finished(

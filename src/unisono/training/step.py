@@ -75,7 +75,7 @@ class Step:
         """The mean loss of the global batch: sum of weight * loss over sum of weights. After the inner loop."""
         if not self.is_complete:
             raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
-        return self.gradient.loss
+        return self.round.loss
 
     @property
     def microbatch(self) -> int | None:
@@ -162,20 +162,20 @@ class Step:
         return self.state in (State.COMPLETE, State.CLOSED)
 
     @property
-    def gradient(self) -> GradientRound:
+    def round(self) -> GradientRound:
         """The round that has summed this step's gradient. After the inner loop."""
         assert self._round is not None
         return self._round
 
     def result(self) -> StepResult:
         """Return what all members agree on about this step. After the inner loop."""
-        summed = self.gradient.result
+        summed = self.round.result
         assert summed is not None
         return StepResult(
             step=self.place,
             epoch=self.epoch,
             loss=self.loss,
-            weight=self.gradient.weight,
+            weight=self.round.weight,
             samples=self.num_samples,
             digest=f"{summed.digest:016x}",
         )
@@ -197,4 +197,4 @@ class Step:
                 f"the step has no gradient. "
                 "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
             )
-        self.gradient.release()
+        self.round.release()

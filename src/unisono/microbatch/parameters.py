@@ -1,4 +1,4 @@
-"""What a micro-batch may not do to parameters: its worker would go on with others than the rest."""
+"""Parameters may not change within a micro-batch: the worker that computes it would drift away from all others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from unisono.errors import StepError
 from unisono.state.packing import digest_of_tensor
 
-__all__ = ["Untouched"]
+__all__ = ["ParameterCheck"]
 
 
-class Untouched:
+class ParameterCheck:
     """Compares the parameters before and after a micro-batch. Local.
 
     Args:
