@@ -23,6 +23,7 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
 from unisono.errors import StepError
 from unisono.exchange.flat import FlatLayout
+from unisono.exchange.slots import Slots
 from unisono.rounds import Finished, Nothing, Reporter, Round
 from unisono.rounds.members import Members
 from unisono.rounds.standing import Behind, Level, Met, Report, Standing, check_alike, plan_of_missing
@@ -71,6 +72,11 @@ class Rounds:
         self._standing: Standing = Level()
         self._joined_at: tuple[int, int] | None = None  # (phase, step) where it came in as a newcomer
 
+    @property
+    def slots(self) -> Slots:
+        """This member's slots in use."""
+        return self.members.slots
+
     # -- a round -------------------------------------------------------------------------------------
 
     def play(self, round_: Round) -> Iterator[object]:
@@ -96,13 +102,13 @@ class Rounds:
                 raise
         self.number += 1
         self._round = None
-        self.members.slots.nodes = {}
+        self.slots.nodes = {}
         round_.finish()
 
     def _begin(self, round_: Round) -> Plan:
         """Begin a round; returns its first plan. Local, except after a loss."""
         self._round = round_
-        self.members.slots.nodes = {}
+        self.slots.nodes = {}
         standing, self._standing = self._standing, Level()
         if isinstance(standing, Level):
             return round_.first_plan()
@@ -138,8 +144,7 @@ class Rounds:
                 # A round that is done again sums what it summed, also where this member's next one sums something else.
                 layout = self._finished.layout if min(rounds) < self.number else None
                 with self.team.waiting():
-                    slots = self.members.slots
-                    slots.bring(self.team.exchange, layout or slots.layout)
+                    self.slots.bring(self.team.exchange, layout or self.slots.layout)
                 if rounds == {self.number}:
                     check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.place.step)
                     return Met(reports)
@@ -200,7 +205,7 @@ class Rounds:
 
     def use_layout(self, layout: FlatLayout) -> None:
         """Sum what this layout describes from now on. Collective."""
-        self.members.slots.layout = layout
+        self.slots.layout = layout
         if isinstance(self._standing, Behind):  # the members that are ahead wait for this member in a meeting
             self._standing = self._meet()
             return

@@ -82,6 +82,10 @@ class Members:
         """Return who holds what of the state in the current generation. Local."""
         return self._layout(self.team.worker_ids)
 
+    def predicted(self, num_leaves: int) -> Plan:
+        """Return the most likely plan of the coming steps. Local."""
+        return self.balancing.predicted(num_leaves)
+
     def waiting(self) -> AbstractContextManager[None]:
         """While in it, this member waits for others, and is not late. Local."""
         return self.team.waiting()

@@ -111,7 +111,8 @@ class Keeper:
         Args:
             lines: of the journal, which this member got as a newcomer, and may have to write.
         """
-        self._worker_id = rounds.team.worker_ids[rounds.team.rank]
+        team = rounds.team
+        self._worker_id = team.worker_ids[team.rank]
         self._metrics = dict(self._resumption.metrics)
         self.journal.go_on_at(rounds.place.lines, lines)
         self._directory.enter(self._run_id)
@@ -211,7 +212,8 @@ class Keeper:
 
     def save_last(self, rounds: Rounds) -> None:
         """Have one member write the whole state: no step follows this one at once. Local."""
-        with rounds.team.waiting():  # for a disk, which is nobody's fault
+        team = rounds.team
+        with team.waiting():  # for a disk, which is nobody's fault
             self._saver.save_last(self._moment(rounds))
 
     def save_together(self, rounds: Rounds) -> None:
@@ -225,4 +227,5 @@ class Keeper:
         self._saver.confirm()
 
     def _moment(self, rounds: Rounds) -> Moment:
-        return Moment(rounds.place, rounds.team.generation, rounds.team.worker_ids, self._metrics)
+        team = rounds.team
+        return Moment(rounds.place, team.generation, team.worker_ids, self._metrics)

@@ -186,7 +186,7 @@ class TrainingLoop:
             if not parameter.requires_grad:
                 parameter.grad = None  # of when it was trained; an optimizer would apply it again
                 frozen.append((name, parameter))
-        self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.members.slots)
+        self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.slots)
         self._rounds.use_layout(self._folder.layout)
         return self._folder
 

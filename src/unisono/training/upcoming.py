@@ -41,7 +41,7 @@ class Upcoming:
             if self._other is not None:
                 yield self._number, self._other
         for number in range(self._number + 1, self._num_steps):
-            plan = self._members.balancing.predicted(self._cursor.position(number).num_leaves)
+            plan = self._members.predicted(self._cursor.position(number).num_leaves)
             yield from ((number, leaf) for leaf in _of(plan, rank))
             other = self._rehearsed(number, plan)
             if other is not None:
