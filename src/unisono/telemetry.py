@@ -6,29 +6,20 @@ An exchange carries them as `TELEMETRY_BYTES` bytes whose meaning it does not kn
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from unisono.decisions.cadence import CheckpointReport
+from unisono.events import Seconds
 
-__all__ = ["NOT_COMPARED", "PARTS", "TELEMETRY_BYTES", "StepSeconds", "StepTelemetry"]
+__all__ = ["NOT_COMPARED", "PARTS", "TELEMETRY_BYTES", "StepTelemetry"]
 
 NOT_COMPARED: Final = -1
 
 
-class StepSeconds(NamedTuple):
-    """Parts of the wall time of a step; together all of it."""
-
-    data: float = 0.0
-    compute: float = 0.0
-    exchange: float = 0.0
-    waiting: float = 0.0
-    """For other members."""
-    other: float = 0.0
-
-
-PARTS: Final = StepSeconds._fields
+PARTS: Final = Seconds.__struct_fields__
+"""Names of the parts of a step's wall time."""
 
 
 class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +30,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     data_s: float = 0.0
     """Seconds of this step so far."""
     compute_s: float = 0.0
-    last: StepSeconds = StepSeconds()
+    last: Seconds = Seconds()
     """All seconds of the step before: those of an exchange are known only after it."""
     newest_generation: int = 0
     """The newest planned generation that this member has heard of; 0: none."""
@@ -62,46 +53,16 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     def pack(self) -> bytes:
         """Return `TELEMETRY_BYTES` bytes."""
-        wants, step, status, reaches, lines = self.checkpoint
-        return _FORMAT.pack(
-            self.leaves,
-            self.data_s,
-            self.compute_s,
-            *self.last,
-            self.newest_generation,
-            self.first_of_host,
-            self.arithmetic,
-            self.compared_step,
-            self.state_digest,
-            self.own_leaf,
-            self.own_digest,
-            self.other_leaf,
-            self.other_digest,
-            *(wants, step, status, reaches, lines),
-        )
+        leaves, data_s, compute_s, last, *numbers, report = msgspec.structs.astuple(self)
+        return _FORMAT.pack(leaves, data_s, compute_s, *msgspec.structs.astuple(last), *numbers, *report)
 
     @classmethod
     def unpack(cls, packed: bytes) -> StepTelemetry:
         """Return the telemetry that ``packed`` was made from."""
         leaves, data_s, compute_s, *rest = _FORMAT.unpack(packed)
-        last, numbers, report = rest[:5], rest[5:14], rest[14:]
-        generation, host, arithmetic, step, state_digest, own_leaf, own_digest, other_leaf, other_digest = numbers
-        return cls(
-            leaves=leaves,
-            data_s=data_s,
-            compute_s=compute_s,
-            last=StepSeconds(*last),
-            newest_generation=generation,
-            first_of_host=host,
-            arithmetic=arithmetic,
-            compared_step=step,
-            state_digest=state_digest,
-            own_leaf=own_leaf,
-            own_digest=own_digest,
-            other_leaf=other_leaf,
-            other_digest=other_digest,
-            checkpoint=CheckpointReport(*report),
-        )
+        last = Seconds(**dict(zip(PARTS, rest[:5], strict=True)))
+        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, *rest[5:14], CheckpointReport(*rest[14:]))
+        return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
 
 
 _FORMAT = struct.Struct("<q7d3qqQqQqQ?qb?q")

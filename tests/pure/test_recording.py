@@ -21,7 +21,7 @@ from unisono.events import (
 )
 from unisono.journal import JOURNAL, Journal, read
 from unisono.messages import Happened, StepDone
-from unisono.telemetry import StepSeconds, StepTelemetry
+from unisono.telemetry import StepTelemetry
 from unisono.training.recording import OUTSIDE, Recorder, Role
 
 
@@ -52,7 +52,7 @@ class Worker:
             "num_steps": 9,
             "seconds": {"compute": 0.25, "other": 0.5},
             "telemetry": dict.fromkeys(
-                role.worker_ids, StepTelemetry(leaves=2, compute_s=0.125, last=StepSeconds(waiting=1 / 3))
+                role.worker_ids, StepTelemetry(leaves=2, compute_s=0.125, last=Seconds(waiting=1 / 3))
             ),
             "logs": {},
             "checkpoint": {},

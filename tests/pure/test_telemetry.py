@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.decisions.cadence import CheckpointReport
-from unisono.telemetry import NOT_COMPARED, TELEMETRY_BYTES, StepSeconds, StepTelemetry
+from unisono.events import Seconds
+from unisono.telemetry import NOT_COMPARED, TELEMETRY_BYTES, StepTelemetry
 
 counts = st.integers(-1, 2**63 - 1)
 digests = st.integers(0, 2**64 - 1)
@@ -21,7 +20,7 @@ everything = st.builds(
     leaves=counts,
     data_s=seconds,
     compute_s=seconds,
-    last=st.builds(StepSeconds, seconds, seconds, seconds, seconds, seconds),
+    last=st.builds(Seconds, data=seconds, compute=seconds, exchange=seconds, waiting=seconds, other=seconds),
     newest_generation=counts,
     first_of_host=counts,
     arithmetic=st.integers(0, 2**32 - 1),
@@ -47,4 +46,4 @@ def test_a_member_that_says_nothing_compares_nothing() -> None:
     found = StepTelemetry.unpack(StepTelemetry().pack())
     assert found == StepTelemetry()
     assert found.compared_step == found.own_leaf == found.other_leaf == NOT_COMPARED
-    assert math.fsum(found.last) == 0.0
+    assert found.last.total() == 0.0

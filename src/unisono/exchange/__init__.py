@@ -109,7 +109,6 @@ class Handle(Protocol[T_co]):
                 Whatever was raised: as far as this member knows there was no commit, its nodes are unharmed, and
                 the exchange is over; `close` it and give the nodes to the `prepare` of the next.
         """
-        ...
 
 
 class Deferred(Generic[T]):
@@ -146,11 +145,9 @@ class Combine(Protocol):
 
         ``share.slots`` has all nodes at the first call.
         """
-        ...
 
     def reduce(self, part: int) -> Handle[None]:
         """Sum this member's chunk of the part, when all members have published the part."""
-        ...
 
     def commit(self, telemetry: bytes) -> Handle[Committed]:
         """Say that this member's chunks of all parts are summed, and learn that everybody's are.
@@ -161,21 +158,18 @@ class Combine(Protocol):
         Raises:
             ValueError: a part is not reduced.
         """
-        ...
 
     def result(self) -> Slot:
         """Return the slot into which it costs least to collect. The caller's from now on. After the commit; local.
 
         It is one of the share's slots, or one that the exchange has made.
         """
-        ...
 
     def collect(self, part: int, out: Slot) -> Handle[None]:
         """Write the rows of this part to ``out``, divided by the total weight where they are means. Local.
 
         After the commit, also when other members have died or left since.
         """
-        ...
 
 
 class Work(Protocol):
@@ -189,11 +183,9 @@ class Work(Protocol):
 
         The first of them counts as started, so that nobody is left with nothing to measure its pace by.
         """
-        ...
 
     def start(self, index: int, leaf: int) -> bool:
         """This member comes to the leaf at ``index`` of its list. False: another has taken it; leave it out."""
-        ...
 
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
         """Return a leaf of a late member for this one, which is done; None if that is not worth it.
@@ -204,7 +196,6 @@ class Work(Protocol):
             paces: by index in the host, seconds for a leaf, as known.
             elapsed_s: since the members have shown their work.
         """
-        ...
 
     def pause(self, seconds: float) -> bool:
         """Wait for a moment, if another member has leaves that it has not started, or has not shown its work so far.
@@ -212,7 +203,6 @@ class Work(Protocol):
 
         Until then there is nothing to gain from beginning the combine, for which that member has to come anyway.
         """
-        ...
 
 
 class Exchange(Protocol):
@@ -236,15 +226,12 @@ class Exchange(Protocol):
             For each of ``slots``, one of this exchange with the same content: itself, or, where members cannot
             reach it here, a copy.
         """
-        ...
 
     def slot(self) -> Slot:
         """Return a free slot; its entries are arbitrary. Local."""
-        ...
 
     def release(self, slot: Slot) -> None:
         """Give a slot back. One that was given back or forgotten already is left alone. Local."""
-        ...
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
         """Where the members of this host see each other's work, and their ranks; None where they cannot. Local.
@@ -252,7 +239,6 @@ class Exchange(Protocol):
         Where it is used, the nodes that a member brings to a combine are not those of the plan any more; those of
         a host together are.
         """
-        ...
 
     def offer(self, share: Share, rows_ready: int) -> None:
         """Say that rows ``[0, rows_ready)`` of all of this member's nodes are complete. Local, optional.
@@ -260,7 +246,6 @@ class Exchange(Protocol):
         An exchange that crosses a network begins to send them while the last backward still runs. The next `begin` is
         of this share, in one part.
         """
-        ...
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
         """Begin to sum the nodes of all members in tree order. Waits for nobody.
@@ -270,26 +255,21 @@ class Exchange(Protocol):
         Args:
             parts: of the layout's rows, one after the other, equal on all members; any may be empty. None: one part.
         """
-        ...
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return everyone's ``data``, by rank. Collective; for small things between steps."""
-        ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` with that of rank ``source``. Collective; equal shape and dtype on all members.
 
         When it raises, the content of ``tensor`` is arbitrary (but at the source).
         """
-        ...
 
     def interrupt(self, error: Exception) -> None:
         """Make the current wait (in another thread) and all later waits raise ``error``. Local."""
-        ...
 
     def close(self) -> None:
         """Leave, and give back everything but the slots that are in use. Local; never waits for a peer."""
-        ...
 
 
 def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:

@@ -73,7 +73,7 @@ from unisono.exchange.helping import HostWork
 from unisono.exchange.memory import Segment
 from unisono.exchange.pages import MAX_NODES, NodeFields, WorkerPage
 
-__all__ = ["Host", "HostCombine"]
+__all__ = ["Host", "HostCombine", "HostSlots"]
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,26 @@ class Host:
             self._segment.close()
         # An error that ended this keeps its frames alive, and with them this object: let go of the memory.
         self.result = torch.empty(0, dtype=torch.uint8)
+
+
+class HostSlots:
+    """The part of an `Exchange` that is about slots, where the members of a host share them."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
+        self._layout = layout
+        return self._host.prepare(layout, slots)
+
+    def slot(self) -> Slot:
+        return self._host.slot()
+
+    def release(self, slot: Slot) -> None:
+        self._host.release(slot)
+
+    def offer(self, share: Share, rows_ready: int) -> None:
+        pass  # nothing can be summed before all members of the host are done
 
 
 class HostCombine:

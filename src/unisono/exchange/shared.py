@@ -9,8 +9,8 @@ from torch import Tensor
 
 from unisono.exchange import Combine, Committed, Deferred, Share, Work
 from unisono.exchange.context import Context
-from unisono.exchange.flat import FlatLayout, Slot, fold_rows, parts_of, split_rows
-from unisono.exchange.host import Host, HostCombine
+from unisono.exchange.flat import fold_rows, parts_of, split_rows
+from unisono.exchange.host import Host, HostCombine, HostSlots
 
 __all__ = ["SharedMemory", "build"]
 
@@ -20,7 +20,7 @@ def build(context: Context) -> SharedMemory:
     return SharedMemory(context.open_host())
 
 
-class SharedMemory:
+class SharedMemory(HostSlots):
     """Nodes lie in shared memory and are read in place: each row is read once from every node.
 
     Args:
@@ -28,22 +28,9 @@ class SharedMemory:
     """
 
     def __init__(self, host: Host) -> None:
-        self._host = host
+        super().__init__(host)
         self.rank = host.rank
         self.size = host.size
-
-    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
-        self._layout = layout
-        return self._host.prepare(layout, slots)
-
-    def slot(self) -> Slot:
-        return self._host.slot()
-
-    def release(self, slot: Slot) -> None:
-        self._host.release(slot)
-
-    def offer(self, share: Share, rows_ready: int) -> None:
-        pass
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
         return self._host.work, range(self.size)

@@ -20,8 +20,8 @@ from unisono.decisions.tree import schedule
 from unisono.errors import UsageError
 from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Share, Work
 from unisono.exchange.context import Context
-from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, fold_rows, parts_of, split_rows
-from unisono.exchange.host import Host, HostCombine
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, parts_of, split_rows
+from unisono.exchange.host import Host, HostCombine, HostSlots
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.pages import MAX_TEAM
 from unisono.exchange.reduce import Reduction, padded_rows
@@ -40,7 +40,7 @@ def build(context: Context) -> TwoLevel:
     return TwoLevel(host, lane, hosts=context.hosts, rank=context.rank)
 
 
-class TwoLevel:
+class TwoLevel(HostSlots):
     """Shared memory within a host, one process group a lane between hosts.
 
     Args:
@@ -53,7 +53,7 @@ class TwoLevel:
     """
 
     def __init__(self, host: Host, wire: Wire | None, *, hosts: Sequence[range], rank: int) -> None:
-        self._host = host
+        super().__init__(host)
         self._wire = wire
         self._num_lanes = min(map(len, hosts))
         self._hosts = hosts
@@ -62,20 +62,6 @@ class TwoLevel:
         self.size = sum(map(len, hosts))
         if self.size > MAX_TEAM:
             raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that can tell each other their timings")
-
-    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
-        self._layout = layout
-        return self._host.prepare(layout, slots)
-
-    def slot(self) -> Slot:
-        return self._host.slot()
-
-    def release(self, slot: Slot) -> None:
-        self._host.release(slot)
-
-    def offer(self, share: Share, rows_ready: int) -> None:
-        # A lane needs the nodes of the whole host, so nothing can leave before all its members are done.
-        pass
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
         # The nodes of a host's members together are the same, whichever member has computed a leaf.

@@ -25,7 +25,6 @@ class Finished(Protocol):
     @property
     def layout(self) -> FlatLayout | None:
         """What was summed; None if the round sums nothing."""
-        ...
 
     def stand_by(self, plan: Plan) -> None:
         """Take part in the others' repetition of the round, without any node. Collective.
@@ -36,7 +35,6 @@ class Finished(Protocol):
         Raises:
             PeerLost, DeadlineExceeded: another member was lost. DivergenceError: the repetition gave other bits.
         """
-        ...
 
 
 class Round(Protocol):
@@ -49,42 +47,34 @@ class Round(Protocol):
     @property
     def kind(self) -> str:
         """Name of this kind of round, e.g. "step"; members that begin the same round as different kinds fail."""
-        ...
 
     @property
     def title(self) -> str:
         """What the round is, for an error message: "a step of 8 micro-batches"."""
-        ...
 
     @property
     def num_leaves(self) -> int: ...
 
     def first_plan(self) -> Plan:
         """Return who computes which leaves when nothing is computed yet; equal on all members. Local."""
-        ...
 
     def begin(self, plan: Plan) -> None:
         """Get ready to compute; called once, with the first plan, which may give this member no leaf. Local."""
-        ...
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Compute the leaves that the plan gives this member and that it does not have. Local.
 
         Whatever it yields goes to the script.
         """
-        ...
 
     def combine(self, plan: Plan) -> Finished:
         """Put the results of all members together; returning means that the round is committed. Collective."""
-        ...
 
     def interrupt(self) -> Collection[Node]:
         """A member was lost: give up the plan. Returns the nodes that this member has complete. Local."""
-        ...
 
     def finish(self) -> None:
         """Put the result in force, after the commit."""
-        ...
 
 
 class Reporter(Protocol):
@@ -92,15 +82,12 @@ class Reporter(Protocol):
 
     def report(self) -> CheckpointReport:
         """Return this member's report; may wait for a copy in memory. Called before every combine."""
-        ...
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         """Take note of the reports of all members, by rank. Called after every combine."""
-        ...
 
     def unwritten_lines(self) -> list[str]:
         """Return the lines of the journal that a newcomer may have to write."""
-        ...
 
 
 class Nothing:

@@ -13,6 +13,7 @@ from unisono.decisions.cursor import Cursor, StepPosition
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
 from unisono.errors import DivergenceError, StepError
+from unisono.events import Seconds
 from unisono.exchange import Share
 from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
@@ -27,7 +28,7 @@ from unisono.rounds.clock import Clock
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Summed
 from unisono.rounds.team import LOST
-from unisono.telemetry import StepSeconds, StepTelemetry
+from unisono.telemetry import StepTelemetry
 
 __all__ = ["CommittedStep", "GradientRound", "StepContext"]
 
@@ -290,5 +291,5 @@ class GradientRound:
     def _telemetry(self) -> StepTelemetry:
         now, last = self._clock.parts, self._clock.last
         return StepTelemetry(
-            leaves=self._num_computed, data_s=now["data"], compute_s=now["compute"], last=StepSeconds(**last)
+            leaves=self._num_computed, data_s=now["data"], compute_s=now["compute"], last=Seconds(**last)
         )

@@ -223,5 +223,5 @@ def _times(telemetry: StepTelemetry) -> WorkerTimes:
         leaves=telemetry.leaves,
         data=round(telemetry.data_s, DIGITS),
         compute=round(telemetry.compute_s, DIGITS),
-        last=_rounded(telemetry.last._asdict()),
+        last=_rounded(msgspec.structs.asdict(telemetry.last)),
     )
