@@ -94,18 +94,18 @@ class Member:
         spec: settings, from the agent.
         info: describes this worker; ``address`` is filled in with the interface that reaches the head.
         fingerprint: what equal bits depend on.
-        board: its page in shared memory (`unisono.exchange.pages.WorkerPage`), kept for the library.
+        page: its page in shared memory (`unisono.exchange.pages.WorkerPage`), kept for the library.
         script: checksum of its script's text.
     """
 
     def __init__(
-        self, spec: WorkerSpec, info: MemberInfo, fingerprint: dict[str, str], board: Any = None, *, script: str = ""
+        self, spec: WorkerSpec, info: MemberInfo, fingerprint: dict[str, str], page: Any = None, *, script: str = ""
     ) -> None:
         self.spec = spec
         self._head_away_s = spec.run.head_away_s
         self.info = info
         self.worker_id = info.worker_id
-        self.board = board
+        self.page = page
         self._fingerprint = fingerprint
         self._script = script
         self._changed = threading.Condition()

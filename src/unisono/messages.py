@@ -91,7 +91,7 @@ class MemberInfo(Message):
     """Workers with equal ``host`` can share memory."""
     pid: int
     device: str
-    board: str = ""
+    page: str = ""
     """Address of its page in shared memory (`unisono.exchange.pages`); empty where the host has none."""
     address: str = "127.0.0.1"
     """The interface on which it listens for data connections."""

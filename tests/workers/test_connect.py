@@ -23,7 +23,7 @@ from unisono.spec import WorkerSpec
 def notice(*places: tuple[str, str]) -> Notice:
     """Of members on these (host, device)."""
     members = [
-        MemberInfo(worker_id=f"w{n}", host=host, pid=n, device=device, board="/board" if device == "cpu" else "")
+        MemberInfo(worker_id=f"w{n}", host=host, pid=n, device=device, page="/page" if device == "cpu" else "")
         for n, (host, device) in enumerate(places)
     ]
     return Notice(generation=1, members=members, immediate=False, reason="")
@@ -100,15 +100,15 @@ def test_a_row_of_the_table_is_all_that_a_new_exchange_needs(monkeypatch: pytest
 @pytest.mark.parametrize(("hosts", "wanted"), [("bb", "shared"), ("abb", "two-level")])
 def test_an_exchange_knows_its_members_by_their_workers_names(hosts: str, wanted: str) -> None:
     """The error names the worker that does not come, for the head that decides whom to go on without."""
-    boards = [WorkerPage() for _ in hosts]
+    pages = [WorkerPage() for _ in hosts]
     members = [
-        MemberInfo(worker_id=f"w{n + 4}", host=host, pid=n, device="cpu", board=board.address)
-        for n, (host, board) in enumerate(zip(hosts, boards, strict=True))
+        MemberInfo(worker_id=f"w{n + 4}", host=host, pid=n, device="cpu", page=page.address)
+        for n, (host, page) in enumerate(zip(hosts, pages, strict=True))
     ]
     there = Notice(generation=1, members=members, immediate=False, reason="")
     rank = hosts.index("b")
     spec = WorkerSpec(head="ws://nowhere:1", worker_id=members[rank].worker_id, host="b")
-    member = Member(spec, members[rank], {}, boards[rank])
+    member = Member(spec, members[rank], {}, pages[rank])
     exchange = build_exchange(there, rank, member=member, device=CPU, wanted=wanted, timeout_s=0.05)
     absent = members[rank + 1].worker_id
     try:
@@ -116,10 +116,10 @@ def test_an_exchange_knows_its_members_by_their_workers_names(hosts: str, wanted
     except DeadlineExceeded as error:
         told, peers = str(error), error.peers
     exchange.close()
-    for board in boards:
-        board.close()
-    member.board = None  # a thread that looks for the other hosts holds the member for a moment
-    del exchange, member, board, boards
-    gc.collect()  # boards and members that did not connect refer to themselves, and hold their memory
+    for page in pages:
+        page.close()
+    member.page = None  # a thread that looks for the other hosts holds the member for a moment
+    del exchange, member, page, pages
+    gc.collect()  # pages and members that did not connect refer to themselves, and hold their memory
     assert peers == (absent,)
     assert f"waited 0 s for worker {absent} in generation 1" in told

@@ -16,7 +16,7 @@ import torch
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import StaticTeam
-from unisono.decisions.cadence import CheckpointReport, Place
+from unisono.decisions.cadence import CheckpointReport, Position
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
@@ -69,9 +69,9 @@ class Script:
 class ScriptedTeam(AloneTeam):
     """A member of the generations of a script."""
 
-    def __init__(self, name: str, script: Script, board: WorkerPage, boards: dict[str, str]) -> None:
+    def __init__(self, name: str, script: Script, page: WorkerPage, pages: dict[str, str]) -> None:
         super().__init__(CPU)
-        self.name, self.script, self.board, self.boards = name, script, board, boards
+        self.name, self.script, self.page, self.pages = name, script, page, pages
         self.is_begun = False
         self.met: list[list[tuple[int, str]]] = []
 
@@ -80,8 +80,8 @@ class ScriptedTeam(AloneTeam):
         members = self.script.generations[generation].members
         self.generation, self.rank, self.size = generation, members.index(self.name), len(members)
         self.worker_ids = tuple(members)
-        addresses = [self.boards[member] for member in members]
-        host = Host(self.board, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+        addresses = [self.pages[member] for member in members]
+        host = Host(self.page, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
         self.exchange = SharedMemory(host)
 
     def meet(self, report: Report) -> list[Report]:
@@ -153,11 +153,11 @@ class Sum:
 def take_part(seat: Seat, why: str) -> None:
     """Says the number of rounds that are over, and who met whom where."""
     name = "abc"[seat.rank]
-    board = WorkerPage()
-    seat.say(board.address)
-    boards = seat.hear()
+    page = WorkerPage()
+    seat.say(page.address)
+    pages = seat.hear()
     script = Script(why)
-    team, tracked = ScriptedTeam(name, script, board, boards), Tracked()
+    team, tracked = ScriptedTeam(name, script, page, pages), Tracked()
     rounds = Rounds(team, tracked, balance=False)
     keeper = Keeper(
         None, tracked=tracked, policy=None, resume="", anyway=(), also_anyway=(), command="", overwrite=False,
@@ -176,7 +176,7 @@ def take_part(seat: Seat, why: str) -> None:
             raise PeerLost("c is gone")
 
     for step in range(NUM_STEPS):
-        rounds.move_to(Place(phase=0, step=step, total=step, lines=0))
+        rounds.move_to(Position(phase=0, step=step, total=step, lines=0))
         keeper.boundary(rounds)
         team.is_begun = True
         for _ in rounds.play(Sum(rounds.members, lose)):
@@ -195,9 +195,9 @@ def take_part(seat: Seat, why: str) -> None:
 def test_who_has_not_seen_the_commit_halts_where_the_others_do(why: str) -> None:
     """The others have begun to write a checkpoint: who comes after them must not begin a step instead."""
     with Team(3, take_part, why) as team:
-        boards = {name: team.hear(rank) for rank, name in enumerate("abc")}
+        pages = {name: team.hear(rank) for rank, name in enumerate("abc")}
         for rank in range(3):
-            team.say(rank, boards)
+            team.say(rank, pages)
         assert (team.hear(0), team.hear(2)) == ("committed", "committed")
         team.say(1, "go on")
         (rounds_of_a, met_by_a), (rounds_of_b, met_by_b), _ = [team.hear(rank) for rank in range(3)]
@@ -297,7 +297,7 @@ def _trained(num_steps: int) -> tuple[Tracked, torch.optim.Optimizer]:
 def test_members_that_stand_at_different_phases_begin_together_where_the_checkpoint_is(phases: tuple[int, int]) -> None:
     """One has the models and went on, the other had lost the member that shared them: both get the whole state."""
     saved = copy.deepcopy(_trained(3)[0].state())
-    place = Place(phase=1, step=5, total=9, lines=12)
+    place = Position(phase=1, step=5, total=9, lines=12)
     barrier, box = threading.Barrier(2, timeout=WAIT_S), [None, None]
     found: dict[int, tuple[int, str]] = {}
 
@@ -307,12 +307,12 @@ def test_members_that_stand_at_different_phases_begin_together_where_the_checkpo
         admission = Admission(rounds)
         for number in range(phase, 2):
 
-            def begin(number: int = number) -> Place:
+            def begin(number: int = number) -> Position:
                 (tracked.load if number == place.phase else tracked.load_models)(saved)
                 return place
 
             assert admission.join(number, {}, begin) == (number == place.phase)
-        found[rank] = (rounds.place.step, f"{quick_digest(tracked.compared()):016x}")
+        found[rank] = (rounds.position.step, f"{quick_digest(tracked.compared()):016x}")
 
     threads = [threading.Thread(target=begin_at, args=(rank, phase)) for rank, phase in enumerate(phases)]
     for thread in threads:

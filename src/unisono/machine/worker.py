@@ -110,10 +110,10 @@ def _connect(spec: WorkerSpec) -> Member:
     from unisono.fingerprint import fingerprint, script_checksum
 
     device = _device(spec.local_rank)
-    board = WorkerPage()
-    info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, board=board.address)
+    page = WorkerPage()
+    info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, page=page.address)
     script = script_checksum(sys.argv[1:])  # it may have been edited since the others began
-    return Member(spec, info, fingerprint(device), board, script=script).connect()
+    return Member(spec, info, fingerprint(device), page, script=script).connect()
 
 
 def _device(local_rank: int) -> str:

@@ -43,7 +43,7 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
     if wanted != AUTO and wanted not in EXCHANGES:
         raise UsageError(f"the exchange {wanted!r} is unknown; choose one of {', '.join((AUTO, *EXCHANGES))}")
     hosts = hosts_of(notice)
-    can_share = device.type == "cpu" and all(info.board for info in notice.members)
+    can_share = device.type == "cpu" and all(info.page for info in notice.members)
     places = collections.Counter((info.host, info.device) for info in notice.members)
     (host, shared), number = places.most_common(1)[0]
     if device.type == "cuda" and number > 1:
@@ -83,8 +83,8 @@ def build_exchange(
         store=partial(_store, member, notice.generation, timeout_s),
         names=[info.worker_id for info in notice.members],
         address=notice.members[rank].address,
-        page=member.board,
-        pages=[info.board for info in notice.members],
+        page=member.page,
+        pages=[info.page for info in notice.members],
     )
     return EXCHANGES[choose_kind(notice, wanted, device)](context)
 
