@@ -40,7 +40,7 @@ from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
 from unisono.checkpoint import files, saving, snapshot, writer
-from unisono.decisions.cadence import Place
+from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
@@ -340,7 +340,7 @@ def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(
 ) -> None:
     """Also one that has not loaded it: here, one that is made to forget that it has."""
 
-    def begin_elsewhere(keeper: Keeper, phase: int, cursor: Cursor) -> Place | None:
+    def begin_elsewhere(keeper: Keeper, phase: int, cursor: Cursor) -> Position | None:
         place = begin(keeper, phase, cursor)
         keeper._saver.saved = -1
         return place
@@ -357,7 +357,7 @@ def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:
         pass
 
     def fail(run: unisono.Run, step: unisono.Step) -> None:
-        if run._rounds is not None and run._rounds.place.phase == 1 and step.number == 4:
+        if run._rounds is not None and run._rounds.position.phase == 1 and step.number == 4:
             raise Stop
 
     with pytest.raises(Stop):
@@ -479,7 +479,7 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
 def test_a_run_that_has_lost_all_its_workers_does_not_begin_again_after_a_step(kind: str, tmp_path: Path) -> None:
     """Also where the head had not heard of the step: the journal has it."""
 
-    def begin() -> Place | None:
+    def begin() -> Position | None:
         keeper = Keeper(
             tmp_path,
             tracked=Tracked(),
@@ -641,7 +641,7 @@ class Members:
 
     @property
     def moment(self) -> snapshot.Moment:
-        place = Place(phase=0, step=self.total, total=self.total, lines=self.total)
+        place = Position(phase=0, step=self.total, total=self.total, lines=self.total)
         return snapshot.Moment(place, self.generation, self.ids, {})
 
     def boundary(self) -> None:

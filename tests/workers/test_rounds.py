@@ -16,7 +16,7 @@ import torch
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import StaticTeam
-from unisono.decisions.cadence import CheckpointReport, Place
+from unisono.decisions.cadence import CheckpointReport, Position
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
@@ -176,7 +176,7 @@ def take_part(seat: Seat, why: str) -> None:
             raise PeerLost("c is gone")
 
     for step in range(NUM_STEPS):
-        rounds.move_to(Place(phase=0, step=step, total=step, lines=0))
+        rounds.move_to(Position(phase=0, step=step, total=step, lines=0))
         keeper.boundary(rounds)
         team.is_begun = True
         for _ in rounds.play(Sum(rounds.members, lose)):
@@ -297,7 +297,7 @@ def _trained(num_steps: int) -> tuple[Tracked, torch.optim.Optimizer]:
 def test_members_that_stand_at_different_phases_begin_together_where_the_checkpoint_is(phases: tuple[int, int]) -> None:
     """One has the models and went on, the other had lost the member that shared them: both get the whole state."""
     saved = copy.deepcopy(_trained(3)[0].state())
-    place = Place(phase=1, step=5, total=9, lines=12)
+    place = Position(phase=1, step=5, total=9, lines=12)
     barrier, box = threading.Barrier(2, timeout=WAIT_S), [None, None]
     found: dict[int, tuple[int, str]] = {}
 
@@ -307,12 +307,12 @@ def test_members_that_stand_at_different_phases_begin_together_where_the_checkpo
         admission = Admission(rounds)
         for number in range(phase, 2):
 
-            def begin(number: int = number) -> Place:
+            def begin(number: int = number) -> Position:
                 (tracked.load if number == place.phase else tracked.load_models)(saved)
                 return place
 
             assert admission.join(number, {}, begin) == (number == place.phase)
-        found[rank] = (rounds.place.step, f"{quick_digest(tracked.compared()):016x}")
+        found[rank] = (rounds.position.step, f"{quick_digest(tracked.compared()):016x}")
 
     threads = [threading.Thread(target=begin_at, args=(rank, phase)) for rank, phase in enumerate(phases)]
     for thread in threads:

@@ -268,7 +268,7 @@ class Saver:
         """
         if self._directory.path is None:
             return
-        self._step = step = moment.place.total
+        self._step = step = moment.position.total
         self._raise_failure()
         reports, self._reports = self._reports, ()
         if not reports or self._generation != moment.generation:
@@ -298,12 +298,13 @@ class Saver:
     def _start(self, moment: Moment, publisher: int, snapshot: Snapshot) -> _UnderWay:
         copy_s = time.monotonic() - snapshot.began
         written = self._writer.write(snapshot) if snapshot.part is not None else None
-        self._under_way = _UnderWay(moment.place.total, moment.generation, publisher, snapshot, written, copy_s=copy_s)
+        step = moment.position.total
+        self._under_way = _UnderWay(step, moment.generation, publisher, snapshot, written, copy_s=copy_s)
         return self._under_way
 
     def _take(self, moment: Moment, writers: Sequence[str], *, is_last: bool) -> Snapshot:
         """Copy the part of this member."""
-        folder = self.folder / files.partial_name(moment.place.total, moment.generation, last=is_last)
+        folder = self.folder / files.partial_name(moment.position.total, moment.generation, last=is_last)
         part = writers.index(self._worker_id) if self._worker_id in writers else None
         self._writer.drain()  # it may still use the memory
         return self._camera.take(moment, folder, len(writers), part, is_last=is_last)
@@ -337,7 +338,7 @@ class Saver:
         self._give_up(was_heard=False)
         self._wanted = self._asked = False
         self._reports = ()  # they do not know of this checkpoint
-        step = self._last_step = moment.place.total
+        step = self._last_step = moment.position.total
         publisher = self.choose_publisher(moment.worker_ids) or moment.worker_ids[0]
         rank = moment.worker_ids.index(publisher)
         if publisher != self._worker_id:
@@ -395,7 +396,7 @@ class Saver:
         if (seconds := time.monotonic() - busy.began) >= SLOW_S:
             self._warned_of = busy.manifest.step
             warnings.warn(
-                f"the checkpoint of step {moment.place.total} waits: that of step {busy.manifest.step} has been "
+                f"the checkpoint of step {moment.position.total} waits: that of step {busy.manifest.step} has been "
                 f"written for {seconds:.1f} s ({sum(busy.layout.num_bytes) / 1e6:.0f} MB) and is not done. "
                 "The disk is slower than checkpoints are asked for; write them less often",
                 stacklevel=2,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono.checkpoint import files
 from unisono.checkpoint.files import Entry, Manifest
-from unisono.decisions.cadence import Place, assign_parts
+from unisono.decisions.cadence import Position, assign_parts
 from unisono.state.packing import Packed, pack
 
 __all__ = ["Camera", "LateCopy", "Layout", "Moment", "Snapshot", "tensor_names"]
@@ -133,7 +133,7 @@ class Snapshot:
 class Moment(NamedTuple):
     """A boundary between two steps: the position of the run, and its members."""
 
-    place: Place
+    position: Position
     generation: int
     worker_ids: Sequence[str]
     metrics: Mapping[str, float]
@@ -195,7 +195,7 @@ class Camera:
             is_last: no step follows at once, so the script may change the state.
         """
         began = time.monotonic()
-        place = moment.place
+        position = moment.position
         packed = pack(self._state(), "tracked")
         layout = self._layout(packed, num_parts)
         data, late = memoryview(b""), tuple[LateCopy, ...]()
@@ -203,9 +203,9 @@ class Camera:
             later = self._choose_late(packed.tensors) if self._overlaps and not is_last else set[int]()
             data, late = self._fill(layout, part, packed.tensors, later)
         manifest = Manifest(
-            step=place.total, phase=place.phase, phase_step=place.step, lines=place.lines, recipe=self._recipe,
-            fingerprint=self._fingerprint, metrics=dict(moment.metrics), num_workers=len(moment.worker_ids),
-            saved=0.0, seconds=0.0, tensors=layout.entries, files={},
+            step=position.total, phase=position.phase, phase_step=position.step, lines=position.lines,
+            recipe=self._recipe, fingerprint=self._fingerprint, metrics=dict(moment.metrics),
+            num_workers=len(moment.worker_ids), saved=0.0, seconds=0.0, tensors=layout.entries, files={},
         )  # fmt: skip
         return Snapshot(manifest, folder, layout, packed.skeleton, part, data, late, began)
 

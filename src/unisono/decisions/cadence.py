@@ -41,7 +41,7 @@ from unisono.errors import UsageError
 __all__ = [
     "CheckpointReport",
     "Checkpoints",
-    "Place",
+    "Position",
     "Status",
     "Verdict",
     "assign_parts",
@@ -98,7 +98,7 @@ class Checkpoints:
             raise UsageError(f"Checkpoints(on_signal=...) is an exit code from 0 to 255, or None; got {self.on_signal}")
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a run between two steps."""
 
     phase: int

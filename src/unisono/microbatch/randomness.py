@@ -14,7 +14,7 @@ import torch
 
 from unisono.decisions.cursor import seed_of
 
-__all__ = ["seed_everything", "seed_place"]
+__all__ = ["seed_at", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
@@ -27,6 +27,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_place(seed: int, *place: int | str) -> None:
-    """Set all generators for one place of a run, e.g. ``seed_place(7, "microbatch", step, index)``."""
+def seed_at(seed: int, *place: int | str) -> None:
+    """Set all generators for one place of a run, e.g. ``seed_at(7, "microbatch", step, index)``."""
     seed_everything(seed_of(seed, *place))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.decisions.cadence import Place, differences, table
+from unisono.decisions.cadence import Position, differences, table
 from unisono.errors import RecipeError
 from unisono.rounds.life import Rounds
 from unisono.rounds.standing import Report
@@ -18,7 +18,7 @@ from unisono.state.packing import pack
 
 __all__ = ["Admission"]
 
-Begin = Callable[[], Place | None]
+Begin = Callable[[], Position | None]
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class _Fresh:
 
 @dataclass(frozen=True)
 class _BeginsLater:
-    """The run begins at a place of a later phase, and this member has the models of that place."""
+    """The run begins at a position of a later phase, and this member has the models of that position."""
 
-    place: Place
+    position: Position
 
 
 @dataclass(frozen=True)
 class _Arrived:
-    """A newcomer holds the run's state, which it puts in force when its script comes to that place."""
+    """A newcomer holds the run's state, which it puts in force when its script comes to that position."""
 
     source: Report
     state: dict[str, Any]
@@ -63,7 +63,7 @@ class Admission:
         Args:
             recipe: of this phase, as this member's script has it.
             begin: called on one member of a run that begins: loads the state that it shall begin with, and returns the
-                place of that state; None: the beginning. Of a state of a later phase it loads the models only.
+                position of that state; None: the beginning. Of a state of a later phase it loads the models only.
 
         Returns:
             False if the run is in a later phase; call again there.
@@ -71,15 +71,15 @@ class Admission:
         Raises:
             RecipeError: the run has another recipe.
         """
-        self._rounds.enter_phase(recipe, Place(phase=phase, step=0, total=0, lines=0))
+        self._rounds.enter_phase(recipe, Position(phase=phase, step=0, total=0, lines=0))
         while not isinstance(self._state, _Arrived):
             try:
                 reports = self._meet(phase)
                 if all(report.fresh for report in reports):
-                    if (place := self._begin_together(reports, phase, recipe, begin)) is not None:
-                        self._rounds.start_at(0, place)
+                    if (position := self._begin_together(reports, phase, recipe, begin)) is not None:
+                        self._rounds.start_at(0, position)
                         return True
-                    if isinstance(self._state, _BeginsLater) and self._state.place.phase > phase:
+                    if isinstance(self._state, _BeginsLater) and self._state.position.phase > phase:
                         return False
                 else:
                     self._receive(reports)
@@ -96,35 +96,35 @@ class Admission:
 
     def _begin_together(
         self, reports: list[Report], phase: int, recipe: dict[str, int | bool], begin: Begin
-    ) -> Place | None:
+    ) -> Position | None:
         """The run begins, and nobody has its state yet. Collective.
 
         Returns:
-            The place at which all begin now; None: not all members have come to that place in their scripts.
+            The position at which all begin now; None: not all members have come to that position in their scripts.
         """
         self._check_recipe(reports[0], phase, recipe)
-        place = self._load(begin)
-        if place is None:
+        position = self._load(begin)
+        if position is None:
             own = reports[self._team.rank]
             share_state(self._rounds.members, self._tracked, reports)
-            return Place(phase=own.phase, step=own.step, total=own.total, lines=own.lines)
-        # All see from the reports whether a member is at an earlier phase; those at the place already wait for it.
-        some_are_earlier = any(report.phase < place.phase for report in reports)
+            return Position(phase=own.phase, step=own.step, total=own.total, lines=own.lines)
+        # All see from the reports whether a member is at an earlier phase; those at the position already wait for it.
+        some_are_earlier = any(report.phase < position.phase for report in reports)
         if len(reports) > 1:
             packed = pack(self._tracked.state(), "tracked") if self._team.rank == 0 else None
             state = broadcast_state(self._team.exchange, 0, packed)
             if self._team.rank != 0:
                 (self._tracked.load_models if some_are_earlier else self._tracked.load)(state)
         if some_are_earlier:
-            self._state = _BeginsLater(place)
+            self._state = _BeginsLater(position)
             return None
-        return place
+        return position
 
-    def _load(self, begin: Begin) -> Place | None:
+    def _load(self, begin: Begin) -> Position | None:
         """Return what rank 0 has found to begin with. Collective."""
         with self._team.waiting():
             payload = msgspec.msgpack.encode(begin()) if self._team.rank == 0 else b""
-            return msgspec.msgpack.decode(self._team.exchange.all_gather(payload)[0], type=Place | None)
+            return msgspec.msgpack.decode(self._team.exchange.all_gather(payload)[0], type=Position | None)
 
     def _receive(self, reports: list[Report]) -> None:
         """Get the state of a run that is under way. Collective."""
@@ -134,7 +134,7 @@ class Admission:
         self._state = _Arrived(now[self._team.rank], state)
 
     def _arrive(self, arrived: _Arrived, phase: int, recipe: dict[str, int | bool]) -> bool:
-        """Put the received state in force if the script has come to its place, else only the models.
+        """Put the received state in force if the script has come to its position, else only the models.
 
         The code before the next phase may compute data with the models. What it will track may not be made yet.
         """
@@ -145,8 +145,8 @@ class Admission:
         self._check_recipe(source, phase, recipe)
         self._tracked.load(arrived.state)
         self._state = _Fresh()  # let go of the state: it is as large as all models and optimizers
-        place = Place(phase=source.phase, step=source.step, total=source.total, lines=source.lines)
-        self._rounds.start_at(source.round, place, is_newcomer=True)
+        position = Position(phase=source.phase, step=source.step, total=source.total, lines=source.lines)
+        self._rounds.start_at(source.round, position, is_newcomer=True)
         return True
 
     def _check_recipe(self, other: Report, phase: int, recipe: dict[str, int | bool]) -> None:

@@ -30,7 +30,7 @@ from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.guards import Structure
-from unisono.microbatch.randomness import seed_place
+from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Gathered
@@ -74,7 +74,7 @@ class Evaluator:
             StepError: the function has made or replaced parameters.
         """
         data = self._fetcher.fetch(0, batch)
-        seed_place(self._seed, "evaluate", batch)
+        seed_at(self._seed, "evaluate", batch)
         with torch.no_grad():
             totals = self._function(data)
             self._buffers.restore()
@@ -104,7 +104,7 @@ class EvaluationRound:
         self._members = rounds.members
         self._team = rounds.team
         self._tracked = rounds.tracked
-        self._place = rounds.place
+        self._position = rounds.position
         self._evaluator = evaluator
         self._rehearses = rehearses and self._members.size > 1
         self._number = number
@@ -152,7 +152,7 @@ class EvaluationRound:
 
     def _evaluate(self, batch: int) -> Totals:
         self._team.check()
-        self._team.at(phase=self._place.phase, step=self._place.step, microbatch=batch, evaluates=True)
+        self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
         return self._evaluator.totals(batch)
 
 

@@ -21,7 +21,7 @@ from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards
 from unisono.microbatch.losses import Microbatch
-from unisono.microbatch.randomness import seed_place
+from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.balancing import Helping
 from unisono.rounds.clock import Clock
@@ -191,7 +191,7 @@ class GradientRound:
         self._folder.show(summed.slot)
         self._clock.switch("other")
         self._clock.move(summed.waiting_s, "exchange", "waiting")
-        seed_place(self._context.seed, "update", self.number)
+        seed_at(self._context.seed, "update", self.number)
 
     # -- one micro-batch -----------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class GradientRound:
         self._folder.start_leaf(leaf, self._members.new_slot, following)
         if last_of is not None:
             self._offer_rows(last_of)
-        seed_place(self._context.seed, "microbatch", self.number, leaf)
+        seed_at(self._context.seed, "microbatch", self.number, leaf)
         yield batch
         for slot in self._fold():
             self._members.release(slot)
@@ -221,7 +221,7 @@ class GradientRound:
         self._clock.switch("other")  # it says nothing about how fast this member is
         batch = self._fetch(leaf)
         self._folder.start_leaf(leaf, self._members.new_slot, apart=True)
-        seed_place(self._context.seed, "microbatch", self.number, leaf)
+        seed_at(self._context.seed, "microbatch", self.number, leaf)
         yield batch
         self._fold()
         self._context.agreement.note_other(self._folder.fingerprint(leaf))

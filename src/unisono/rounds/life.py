@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from unisono.decisions.cadence import Place
+from unisono.decisions.cadence import Position
 from unisono.decisions.layout import StateLayout, replicated
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
@@ -47,7 +47,7 @@ class Rounds:
 
     Attributes:
         members: what a round exchanges with.
-        place: where the run stands.
+        position: of the run, between two steps.
         number: of the round that this member has not finished yet.
     """
 
@@ -64,7 +64,7 @@ class Rounds:
         self.tracked = tracked
         self.reporter = reporter if reporter is not None else Nothing()
         self.members = Members(team, self.reporter, balance=balance, layout=layout)
-        self.place = Place(phase=0, step=0, total=0, lines=0)
+        self.position = Position(phase=0, step=0, total=0, lines=0)
         self.number = 0
         self._recipe: dict[str, int | bool] = {}
         self._round: Round | None = None
@@ -146,7 +146,7 @@ class Rounds:
                 with self.team.waiting():
                     self.slots.bring(self.team.exchange, layout or self.slots.layout)
                 if rounds == {self.number}:
-                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.place.step)
+                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.step)
                     return Met(reports)
                 if min(rounds) == self.number:
                     return Behind(reports, frozenset(one.kind for one in reports if one.round > self.number) - {""})
@@ -171,36 +171,36 @@ class Rounds:
         current = self._round
         return Report(
             fresh=False,
-            phase=self.place.phase,
-            step=self.place.step,
+            phase=self.position.phase,
+            step=self.position.step,
             round=self.number,
             kind=current.kind if current is not None else "",
             title=current.title if current is not None else "",
             num_leaves=current.num_leaves if current is not None else 1,
             have=[(node.level, node.index) for node in have],
-            lines=self.place.lines,
-            total=self.place.total,
+            lines=self.position.lines,
+            total=self.position.total,
             recipe=self._recipe,
         )
 
     # -- between two rounds --------------------------------------------------------------------------
 
-    def enter_phase(self, recipe: dict[str, int | bool], place: Place) -> None:
+    def enter_phase(self, recipe: dict[str, int | bool], position: Position) -> None:
         """A phase of the script begins here, with its own recipe. Local."""
-        self._recipe, self.place = recipe, place
+        self._recipe, self.position = recipe, position
 
-    def move_to(self, place: Place) -> None:
+    def move_to(self, position: Position) -> None:
         """The script is at this step now. Local."""
-        self.place = place
+        self.position = position
 
-    def start_at(self, number: int, place: Place, *, is_newcomer: bool = False) -> None:
+    def start_at(self, number: int, position: Position, *, is_newcomer: bool = False) -> None:
         """Take part from this round on, holding the run's state. Local.
 
         Args:
             is_newcomer: this member joins after the others have decided whether to stop at this boundary.
         """
-        self.number, self.place = number, place
-        self._joined_at = (place.phase, place.step) if is_newcomer else None
+        self.number, self.position = number, position
+        self._joined_at = (position.phase, position.step) if is_newcomer else None
         self.team.holding()
 
     def use_layout(self, layout: FlatLayout) -> None:
@@ -224,7 +224,7 @@ class Rounds:
         if begun or isinstance(self._standing, Behind):
             # A loss has brought this member here when others had gone on already: all do what these have begun.
             return CHECKPOINT in begun
-        if (self.place.phase, self.place.step) == self._joined_at:
+        if (self.position.phase, self.position.step) == self._joined_at:
             return False
         agreed = self.members.agreed_generation
         return (agreed > self.team.generation and self.team.stops_at(agreed)) or self.team.paused()

@@ -95,7 +95,7 @@ class Team(Protocol):
             samples: gives the samples of the micro-batch; called in another thread when it takes long.
         """
 
-    def in_loop(self, place: tuple[int, int] | None) -> None:
+    def in_loop(self, position: tuple[int, int] | None) -> None:
         """The training loop is at this step (its phase and number); None: it has come to its end on all members."""
 
     def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
@@ -163,7 +163,7 @@ class AloneTeam:
     ) -> None:
         pass
 
-    def in_loop(self, place: tuple[int, int] | None) -> None:
+    def in_loop(self, position: tuple[int, int] | None) -> None:
         pass
 
     def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
@@ -326,8 +326,8 @@ class HeadTeam:
     ) -> None:
         self._member.at(phase=phase, step=step, microbatch=microbatch, evaluates=evaluates, samples=samples)
 
-    def in_loop(self, place: tuple[int, int] | None) -> None:
-        self._member.in_loop(place)
+    def in_loop(self, position: tuple[int, int] | None) -> None:
+        self._member.in_loop(position)
 
     def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
         self._member.leaving(phase, step, goes_on=goes_on)

@@ -14,7 +14,7 @@ import torch
 
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
-from unisono.decisions.cadence import CheckpointReport, Checkpoints, Place
+from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
 from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal
@@ -98,7 +98,7 @@ class Keeper:
             if code is not None and threading.current_thread() is threading.main_thread():
                 self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def begin(self, phase: int, cursor: Cursor) -> Place | None:
+    def begin(self, phase: int, cursor: Cursor) -> Position | None:
         """Claim the directory and load what the run goes on from, on the one member that begins a run.
 
         See `Resumption.begin`.
@@ -114,7 +114,7 @@ class Keeper:
         team = rounds.team
         self._worker_id = team.worker_ids[team.rank]
         self._metrics = dict(self._resumption.metrics)
-        self.journal.go_on_at(rounds.place.lines, lines)
+        self.journal.go_on_at(rounds.position.lines, lines)
         self._directory.enter(self._run_id)
         recipe, fingerprint = self._resumption.whole_recipe(cursor), self._resumption.fingerprint()
         self._saver.join(self._worker_id, recipe, fingerprint, is_newcomer=rounds.number > 0)
@@ -228,4 +228,4 @@ class Keeper:
 
     def _moment(self, rounds: Rounds) -> Moment:
         team = rounds.team
-        return Moment(rounds.place, team.generation, team.worker_ids, self._metrics)
+        return Moment(rounds.position, team.generation, team.worker_ids, self._metrics)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from unisono.decisions.cadence import Place
+from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Cursor
 from unisono.errors import StepError
 from unisono.faults import at_step, point
@@ -14,7 +14,7 @@ from unisono.journal import Journal
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
-from unisono.microbatch.randomness import seed_place
+from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.clock import Clock
@@ -124,7 +124,7 @@ class TrainingLoop:
                     self._move_to(number)
                     team.in_loop((phase, number))
                     self._keeper.boundary(rounds)
-                    seed_place(self._seed, "step", self._base + number)
+                    seed_at(self._seed, "step", self._base + number)
                     self.step = Step(context, number, unused=self._unused, process=self._process)
                     point("step_head")
                     yield self.step
@@ -171,8 +171,8 @@ class TrainingLoop:
         self._on_step(step, self._clock.reset(), self._base + self.num_steps)
 
     def _move_to(self, number: int) -> None:
-        place = Place(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)
-        self._rounds.move_to(place)
+        position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)
+        self._rounds.move_to(position)
 
     def _current_folder(self) -> GradientFolder:
         """Return the folder of what is trained now. Collective when that has changed."""

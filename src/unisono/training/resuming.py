@@ -16,7 +16,7 @@ import torch
 
 from unisono.checkpoint import files
 from unisono.checkpoint.loading import Loaded, newest
-from unisono.decisions.cadence import Place, differences, table
+from unisono.decisions.cadence import Position, differences, table
 from unisono.decisions.cursor import Cursor
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
@@ -76,7 +76,7 @@ class Resumption:
         self._device = device
         self._threads = threads
         self._loaded: Loaded | None = None
-        self._began: Place | None = None
+        self._began: Position | None = None
 
     def claim(self, run_id: str) -> None:
         """Make the directory that of this run.
@@ -106,7 +106,7 @@ class Resumption:
 
     # -- the beginning -------------------------------------------------------------------------------
 
-    def begin(self, run_id: str, phase: int, cursor: Cursor, *, is_restart: bool) -> Place | None:
+    def begin(self, run_id: str, phase: int, cursor: Cursor, *, is_restart: bool) -> Position | None:
         """Claim the directory, and load what the run goes on from. For the one member that begins a run.
 
         Called again, because the others had not waited for as long as that took, it finds everything done.
@@ -115,8 +115,8 @@ class Resumption:
             is_restart: the directory may hold steps of this very run, whose workers were all lost.
 
         Returns:
-            The place in the run to go on at; None: at the beginning. If that is in a later phase, only the models were
-            loaded.
+            The position at which the run goes on; None: at the beginning. If the position is in a later phase, only the
+            models were loaded.
 
         Raises:
             CheckpointError: there are checkpoints, and none can be used; or this very run has done steps already.
@@ -142,21 +142,21 @@ class Resumption:
             describe(path, facts)
             return None
         manifest = loaded.manifest
-        place = Place(phase=manifest.phase, step=manifest.phase_step, total=manifest.step, lines=manifest.lines)
-        if place.phase != phase:
+        position = Position(phase=manifest.phase, step=manifest.phase_step, total=manifest.step, lines=manifest.lines)
+        if position.phase != phase:
             self._tracked.load_models(loaded.state)
-            return place
+            return position
         self._check(loaded, self.whole_recipe(cursor))
         self._tracked.load(loaded.state)
         self._loaded = None
         moved = self._set_aside(loaded, path)  # first: the journal would not reach as far as these
         self._go_on_with_journal(loaded, path)
         self.metrics = dict(manifest.metrics)
-        again = {"step": place.total, "at": time.time(), "from": str(loaded.path)}
+        again = {"step": position.total, "at": time.time(), "from": str(loaded.path)}
         describe(path, {**facts, "resumed": [*facts.get("resumed", []), again]})
-        tell(f"unisono: goes on at step {place.total}, from {loaded.path}{moved}")
-        self._began = place
-        return place
+        tell(f"unisono: goes on at step {position.total}, from {loaded.path}{moved}")
+        self._began = position
+        return position
 
     def _facts(self, path: Path, run_id: str, cursor: Cursor) -> dict[str, Any]:
         """Return what the run's description is to say."""

@@ -28,7 +28,7 @@ from unisono.events import RunStarted
 from unisono.messages import RunDirectory
 from unisono.microbatch.data import Fetcher, MapDataset, check_dataset
 from unisono.microbatch.guards import Structure
-from unisono.microbatch.randomness import seed_place
+from unisono.microbatch.randomness import seed_at
 from unisono.process import Process, tell
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
@@ -152,7 +152,7 @@ class Run:
         self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
         self._admission = Admission(self._rounds)
         self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
-        seed_place(self.seed, "start")
+        seed_at(self.seed, "start")
         return self
 
     def __exit__(
@@ -204,7 +204,7 @@ class Run:
             DivergenceError: the members do not end with the same.
         """
         assert self._team is not None
-        self._team.leaving(rounds.place.phase, rounds.place.step)
+        self._team.leaving(rounds.position.phase, rounds.position.step)
         own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
         told = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
@@ -443,7 +443,7 @@ class Run:
         shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
         self._recorder.evaluation_finished(self._num_steps, shown, self._role())
         # Every member has evaluated other batches, and what comes next may draw random numbers.
-        seed_place(self.seed, "after", self._journal.number)
+        seed_at(self.seed, "after", self._journal.number)
         return totals
 
     def play(self, make: Callable[[Rounds], Round]) -> Round:
@@ -480,7 +480,7 @@ class Run:
         if self._loop is not None and self._loop.step is not None:
             self._loop.leave()
             if self._joined:
-                team.leaving(rounds.place.phase, rounds.place.step, goes_on=True)
+                team.leaving(rounds.position.phase, rounds.position.step, goes_on=True)
         phase, self._phases = self._phases, self._phases + 1
         first = self._join(phase, loop.cursor, loop.num_steps)
         if first is None:
@@ -501,12 +501,12 @@ class Run:
         assert self._team is not None
         rounds, recipe = self._rounds, self._keeper.recipe(cursor, num_steps)
         if self._joined:
-            rounds.enter_phase(recipe, msgspec.structs.replace(rounds.place, phase=phase, step=0))
+            rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
             return 0
         if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
             return None
         self._joined = True
-        self._num_steps = rounds.place.total
+        self._num_steps = rounds.position.total
         self._keeper.joined(cursor, rounds, self._admission.lines)
         # All who see it: the first may be lost before, or be on a machine where that path is nothing.
         if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
@@ -521,10 +521,10 @@ class Run:
                 stacklevel=4,
             )
         started = RunStarted(
-            run_id=self._run_id, directory=str(self.directory or ""), step=rounds.place.total, recipe=recipe
+            run_id=self._run_id, directory=str(self.directory or ""), step=rounds.position.total, recipe=recipe
         )
         self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
-        return rounds.place.step
+        return rounds.position.step
 
     def _finish(self, step: Step, seconds: dict[str, float], num_steps: int) -> None:
         """Record a step that the script has left."""
