@@ -61,7 +61,7 @@ class TwoLevel:
         self.rank = rank
         self.size = sum(map(len, hosts))
         if self.size > MAX_TEAM:
-            raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that can tell each other their timings")
+            raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that this exchange can connect")
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._layout = layout
