@@ -85,7 +85,7 @@ def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         return  # a builtin without a signature
     except TypeError as error:
         raise LaunchError(
-            f"launch cannot call {name} with the {count(len(args), 'argument')} that follow it: {error}", "", 2
+            f"launch cannot call {name} with the {count(len(args), 'argument')} given: {error}", "", 2
         ) from None
 
 

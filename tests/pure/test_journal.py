@@ -105,7 +105,7 @@ def test_the_lines_of_older_and_newer_versions_are_read() -> None:
     assert math.isnan(found.loss)
     assert from_line({"kind": "end", "ok": True}) == RunEnded(ok=True, reason="", digests={})
     assert from_line({"line": 4, "kind": "dance"}) is None
-    with pytest.raises(ValueError, match=r"the journal's line 5 is none of a step: .*loss"):
+    with pytest.raises(ValueError, match=r"the journal's line 5 is not a line of kind 'step': .*loss"):
         from_line({"line": 5, "kind": "step", "loss": [3]})
 
 
@@ -378,7 +378,7 @@ def test_a_broken_line_at_the_end_does_not_end_a_training(tmp_path: Path) -> Non
     for number in range(3):
         journal.emit(step(number))
     with pytest.warns(
-        UserWarning, match=r"a line of .* is not one of a journal: .*; the run goes on after its last whole line"
+        UserWarning, match=r"a line of .* is not a line of a journal: .*; the run goes on after its last whole line"
     ):
         journal.start(writer=True)
     journal.emit(step(3))
@@ -454,11 +454,11 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
         ([step(0), step(1, weight=23.0)], "step 1 is the first to differ: weight is 24.0 in {a}, 23.0 in {b}"),
         (
             [step(0), step(1), step(2)],
-            "equal for 3 steps; then {a} has finished, and {b} says no more (it was killed, or is still going)",
+            "equal for 3 steps; then {a} has finished, and {b} ends (it was killed, or is still going)",
         ),
         (
             [step(0), step(1)],
-            "equal for 2 steps; then {a} has step 2, and {b} says no more (it was killed, or is still going)",
+            "equal for 2 steps; then {a} has step 2, and {b} ends (it was killed, or is still going)",
         ),
         ([step(0), step(1), step(2), step(3)], "equal for 3 steps; then {a} has finished, and {b} has step 3"),
         (
@@ -497,7 +497,7 @@ def test_runs_that_failed_have_ended(tmp_path: Path) -> None:
     for pair in ((a, killed), (killed, a)):
         with pytest.raises(Difference) as caught:
             compare(*pair)
-        words = "equal for 1 step; then {} has failed, and {} says no more (it was killed, or is still going)"
+        words = "equal for 1 step; then {} has failed, and {} ends (it was killed, or is still going)"
         assert str(caught.value) == words.format(a, killed)
 
 
@@ -526,7 +526,7 @@ def test_a_broken_line_is_named(text: str, tmp_path: Path) -> None:
     with (folder / JOURNAL).open("ab") as file:
         file.write(text.encode("latin-1") + b"\n")
     for use in (summary, lambda run: compare(run, run)):
-        with pytest.raises(ValueError, match=r"line 2 of .*journal.jsonl is not one of a journal: "):
+        with pytest.raises(ValueError, match=r"line 2 of .*journal.jsonl is not a line of a journal: "):
             use(folder)
     conclude(folder, "all are gone")
     assert (folder / JOURNAL).read_bytes().count(b"\n") == 2, "nothing is appended to what cannot be read"

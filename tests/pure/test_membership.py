@@ -289,7 +289,7 @@ def test_a_guest_that_fails_before_the_first_generation_fails_alone(end: Message
     assert story.worker("w2").state is WorkerState.LOST
     assert story.sent("agent1", Start) == [], "another process there would fare no better"
     assert story.sent("agent1", Announcement)[0].text in (
-        "the last words of worker w2 (pid 1002):\nNo module named foo",
+        "the last output of worker w2 (pid 1002):\nNo module named foo",
         "T",
     )
     story.arrive("w0", "w1")
@@ -1338,7 +1338,7 @@ def test_a_run_is_no_success_whose_last_worker_never_comes_to_the_end() -> None:
     assert story.ended is not None
     assert not story.ended.ok
     assert story.ended.worker_id == "w0"
-    assert "w0 (pid 1000) has not come to the end of the run: no progress for 601 s" in story.ended.reason
+    assert "w0 (pid 1000) has not reached the end of the run: no progress for 601 s" in story.ended.reason
 
 
 def test_a_worker_is_left_aside_as_before_while_one_of_those_who_wait_is_not_at_the_end() -> None:
@@ -1607,7 +1607,7 @@ def test_an_exchange_that_breaks_on_every_member_by_itself_ends_the_run() -> Non
             story.says(worker_id, Suspect(generation=story.state.generation, reason="File too large"))
         story.tick(story.now + story.state.policy.suspect_s)
     assert story.ended is not None
-    assert "3 exchanges in a row broke, and on every member by itself: " in story.ended.reason
+    assert "3 exchanges in a row broke, and no member is to blame: " in story.ended.reason
     assert "File too large" in story.ended.reason
 
 
@@ -1666,7 +1666,7 @@ def test_an_exchange_that_breaks_for_the_newcomer_alone_is_not_held_against_it()
     story.arrive(*story.agent(1, "agent1", primary=False))
     for _ in range(4):
         cannot_exchange(story, by=["w2"])
-        assert "the members have not come to a step boundary: trying again" in story.reason
+        assert "the members have not reached a step boundary yet: trying again" in story.reason
         story.hold("w0", "w1")
         assert story.state.members == ("w0", "w1", "w2"), "nor against the members"
         assert story.worker("w2").state is WorkerState.ADMITTED
@@ -2088,7 +2088,7 @@ def test_a_machine_none_of_whose_workers_can_take_part_is_sent_away_with_their_r
         assert story.sent("agent1", Start) == []
     (told,) = story.sent("agent1", Ended)
     assert (told.ok, told.exit_code) == (False, 1)
-    assert told.reason.endswith("the last: worker w2 (pid 1002) failed: FileNotFoundError: data")
+    assert told.reason.endswith("the last failure: worker w2 (pid 1002) failed: FileNotFoundError: data")
     assert [agent.used_restarts for agent in story.state.agents.values()] == [0, 0]
     story.says("agent1", AgentHello(host="office", pid=1, num_workers=2, agent_id="agent1"))
     assert story.sent("agent1", Ended) == [told], "it may not have heard it"
@@ -2162,7 +2162,7 @@ def test_the_table_says_who_may_say_what(state: WorkerState, message: Message) -
     )
     before = story.state
     if type(message) not in TRANSITIONS[state]:
-        with pytest.raises(ProtocolError, match=f"is {state.value} and may not say {type(message).__name__}"):
+        with pytest.raises(ProtocolError, match=f"is {state.value} and may not send {type(message).__name__}"):
             story.says("w1", message)
         assert story.state is before
         return
@@ -2211,7 +2211,7 @@ def test_another_version_is_refused(hello: Message) -> None:
 
 def test_an_agent_cannot_speak_for_a_worker() -> None:
     story = training(1)
-    with pytest.raises(ProtocolError, match="an agent may not say Finished"):
+    with pytest.raises(ProtocolError, match="an agent may not send Finished"):
         story.says(AGENT, Finished())
 
 

@@ -531,7 +531,9 @@ def test_another_recipe_is_refused_with_the_differences(changed: dict[str, Any],
 
 def test_another_number_of_microbatches_by_explicit_word(tmp_path: Path) -> None:
     train(tmp_path / "a", num_steps=2, checkpoint=EVERY)
-    with pytest.warns(UserWarning, match=r"another recipe, as asked for:\s+checkpoint +script\s+microbatches +4 +8"):
+    with pytest.warns(
+        UserWarning, match=r"another recipe, which resume_anyway allows:\s+checkpoint +script\s+microbatches +4 +8"
+    ):
         train(tmp_path / "a", num_steps=4, microbatches=8, resume="auto", resume_anyway={"microbatches"})
     assert len([line for line in read(tmp_path / "a") if line["kind"] == "step"]) == 4
     with pytest.raises(UsageError, match="does not fit into another model"):
@@ -918,7 +920,7 @@ def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> No
     assert steps(tmp_path) == []
     members.step()
     members = Members(tmp_path, reaches=(False, False), policy=unisono.Checkpoints(must_succeed=True))
-    with pytest.raises(CheckpointError, match=r"no worker that is left sees it.* The run ends because"):
+    with pytest.raises(CheckpointError, match=r"no worker that is left sees that directory.* The run ends because"):
         members.save_last()
 
 
@@ -1248,7 +1250,7 @@ def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, t
     other.line("resume_anyway={'microbatches'} or --resume-anyway microbatches")
     asked_for = unisono("run", "--resume", "run", "--resume-anyway", "microbatches", "work/train.py", "--", 8)
     assert asked_for.wait() == 0, asked_for.err
-    asked_for.line("another recipe, as asked for")
+    asked_for.line("another recipe, which resume_anyway allows")
 
 
 def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path) -> None:
@@ -1280,7 +1282,7 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
         (["run", "--resume-anyway", "seed", "x.py"], "give --resume DIR as well"),
         (["checkpoints", "nowhere"], "nowhere holds no checkpoint; give the directory of a run"),
         (["run", "--resume", "nowhere", "x.py"], "--resume nowhere: there is no such directory"),
-        (["run", "--resume", ".", "--overwrite", "x.py"], "give one of them"),
+        (["run", "--resume", ".", "--overwrite", "x.py"], "give only one of them"),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], said: str, unisono: Unisono, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ BEGIN = """
         (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
         (["run", "here.py", "--bind", ""], "--bind is an address of this machine"),
         (["run", "here.py", "--bind", "ä..b"], "cannot listen on ä..b port 0: encoding of hostname failed"),
-        (["run", "here.py", "--heartbeat-s", "9"], "heartbeats come more often than they time out"),
+        (["run", "here.py", "--heartbeat-s", "9"], "--heartbeat-s must be smaller than --heartbeat-timeout-s"),
         (["run", "here.py", "--timeout-s", "0"], "--timeout-s is a time in seconds above 0, got 0.0"),
         (["run", "here.py", "--timeout-s", "nan"], "--timeout-s is a time in seconds above 0, got nan"),
         (["run", "here.py", "--hang-s", "inf"], "--hang-s is a time in seconds above 0, got inf"),
@@ -82,8 +82,8 @@ BEGIN = """
         (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),
         (["status", "missing"], "there is no run directory missing"),
         (["status", "."], "there is no run in .: no journal, and no head that answers"),
-        (["status", "broken"], "line 2 of broken/journal.jsonl is not one of a journal: '{nonsense'"),
-        (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not one of a journal: '{nonsense'"),
+        (["status", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
+        (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
         (["compare", "nothing", "nothing"], "nothing holds no journal"),
         (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
         (["scale", ".", "-1"], "a run has at least 1 worker, got -1"),
@@ -558,7 +558,7 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
         launch(main, 1, time_out_s=3)
     with pytest.raises(LaunchError, match="no option callable="):
         launch(main, 1, callable="x")
-    with pytest.raises(LaunchError, match=r"main with the 2 arguments that follow it: too many positional arguments$"):
+    with pytest.raises(LaunchError, match=r"main with the 2 arguments given: too many positional arguments$"):
         launch(main, 1, 2)
     with pytest.raises(LaunchError, match="launch calls a function, got 3"):
         launch(3)  # type: ignore[arg-type]

@@ -615,7 +615,7 @@ def test_limits_are_said(pair: Pair) -> None:
     exchange.prepare(layouts()[1])
     slot, num_leaves = exchange.slot(), 2 * MAX_NODES + 2
     nodes = {Node(0, 2 * index): slot for index in range(MAX_NODES + 1)}
-    with pytest.raises(RecipeError, match=f"holds {MAX_NODES + 1} nodes.*can show {MAX_NODES}"):
+    with pytest.raises(RecipeError, match=f"holds {MAX_NODES + 1} nodes.*can publish {MAX_NODES}"):
         combine(exchange, Share(num_leaves, (tuple(nodes),), nodes), telemetry_of(0, 0))
     exchange.close()
     host = Host(page, [page.address], 0, generation=3, timeout_s=10)

@@ -124,7 +124,9 @@ def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any]) -> tuple[Ma
     try:
         state: dict[str, Any] = unpack(_read_skeleton(checkpoint, manifest), tensors)
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise Problem(f"{checkpoint.name}/{files.SKELETON} is not one of this version: {error}") from error
+        raise Problem(
+            f"{checkpoint.name}/{files.SKELETON} cannot be read by this version of unisono: {error}"
+        ) from error
     chosen = choose(state)
     _fill(checkpoint, manifest, tensors, {one.data_ptr() for one in pack(chosen).tensors if one.numel()})
     return manifest, chosen

@@ -349,7 +349,10 @@ class Saver:
                 self._publish(self._start(moment, rank, self._take(moment, [publisher], is_last=True)))
         elif self._missed_step != step:  # the end of the run tries again what the end of its loop has tried
             self._missed_step = step
-            self._failure = (step, CheckpointError("no worker that is left sees it, all machines must share it"))
+            self._failure = (
+                step,
+                CheckpointError("no worker that is left sees that directory, which all machines must share"),
+            )
             self._raise_failure()
 
     def confirm(self) -> None:
@@ -398,6 +401,6 @@ class Saver:
             warnings.warn(
                 f"the checkpoint of step {moment.position.total} waits: that of step {busy.manifest.step} has been "
                 f"written for {seconds:.1f} s ({sum(busy.layout.num_bytes) / 1e6:.0f} MB) and is not done. "
-                "The disk is slower than checkpoints are asked for; write them less often",
+                "The disk is too slow for so many checkpoints; write them less often",
                 stacklevel=2,
             )

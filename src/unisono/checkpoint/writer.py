@@ -114,7 +114,7 @@ class Writer:
             path = folder / files.part_name(part, len(sizes))
             found[path.name] = facts = msgspec.json.decode(path.with_suffix(".facts").read_bytes(), type=FileFacts)
             if path.stat().st_size != num_bytes or facts.num_bytes != num_bytes:
-                raise CheckpointError(f"{path.name} has not the {num_bytes} bytes that were written")
+                raise CheckpointError(f"{path.name} does not have the {num_bytes} bytes that were written to it")
         files.leave_only(folder, found)
         assert self._directory.path is not None
         if (journal := self._directory.path / JOURNAL).exists():

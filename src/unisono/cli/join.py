@@ -52,7 +52,7 @@ def join(
         raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
     run = _spec_of(ask_status(Address(url, token)))
     if ":" in workers:
-        raise UsageError(f"--workers of a join is a number or 'auto', got {workers!r}")
+        raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
     number = parse_workers(workers, run.threads).start
     check_workers(number)
     check_open_files(number)

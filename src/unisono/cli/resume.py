@@ -67,7 +67,7 @@ def resumed(path: Path, run_dir: str, *, overwrite: bool) -> Resumed:
     from unisono.rundir import RUN_FILE, read_facts
 
     if overwrite:
-        raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
+        raise UsageError("--resume goes on with a run, --overwrite removes it; give only one of them")
     if not path.is_dir():
         raise UsageError(f"--resume {path}: there is no such directory")
     inside = path.parent.name == FOLDER

@@ -117,7 +117,7 @@ class Options:
             raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
-                f"heartbeats come more often than they time out, got --heartbeat-s {self.heartbeat_s} and "
+                f"--heartbeat-s must be smaller than --heartbeat-timeout-s, got --heartbeat-s {self.heartbeat_s} and "
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
             )
         if not self.bind:

@@ -154,7 +154,7 @@ class Counters:
     def gone(self, rank: int) -> PeerLost:
         """Return the error that says that this member has left."""
         return PeerLost(
-            f"{self._name(rank)} has left generation {self._generation}; nothing of it can be committed any more",
+            f"{self._name(rank)} has left generation {self._generation}, in which nothing can be committed any more",
             self._names[rank : rank + 1],
         )
 

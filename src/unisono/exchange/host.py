@@ -266,7 +266,7 @@ class HostCombine:
         slots = self.share.slots
         if len(slots) > MAX_NODES:
             raise RecipeError(
-                f"this worker holds {len(slots)} nodes of the summation tree and can show {MAX_NODES}; "
+                f"this worker holds {len(slots)} nodes of the summation tree and can publish {MAX_NODES}; "
                 "use fewer micro-batches"
             )
         for index, (node, slot) in enumerate(slots.items()):

@@ -61,7 +61,7 @@ class TwoLevel(HostSlots):
         self.rank = rank
         self.size = sum(map(len, hosts))
         if self.size > MAX_TEAM:
-            raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that can tell each other their timings")
+            raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that this exchange can connect")
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
         # The nodes of a host's members together are the same, whichever member has computed a leaf.

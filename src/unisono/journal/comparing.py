@@ -55,9 +55,7 @@ def _compare(a: Path, b: Path, ours: dict[int, Line], theirs: dict[int, Line]) -
         )
         last, rest = less[max(less)], more[min(number for number in more if number > max(less))]
         why = "" if last["kind"] == "end" else " (it was killed, or is still going)"
-        raise Difference(
-            f"equal for {count(num_steps, 'step')}; then {longer} {_does(rest)}, and {shorter} says no more{why}"
-        )
+        raise Difference(f"equal for {count(num_steps, 'step')}; then {longer} {_does(rest)}, and {shorter} ends{why}")
     last = ours[our_last]
     if last["kind"] != "end":
         return f"identical so far: {count(num_steps, 'step')}, neither has ended"

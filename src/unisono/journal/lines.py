@@ -53,7 +53,9 @@ def from_line(line: Line) -> LineEvent | None:
     try:
         event: LineEvent = msgspec.convert({**absent, **known}, LineEvent, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"the journal's line {line.get('line', '?')} is none of a {line['kind']}: {error}") from error
+        raise ValueError(
+            f"the journal's line {line.get('line', '?')} is not a line of kind {line['kind']!r}: {error}"
+        ) from error
     return event
 
 
@@ -77,7 +79,7 @@ def parse(path: Path, text: bytes, where: str = "a line") -> Line:
     """Return the line in ``text``.
 
     Raises:
-        ValueError: it is not one of a journal; names ``where`` in ``path``.
+        ValueError: ``text`` is not a line of a journal; names ``where`` in ``path``.
     """
     try:
         line = json.loads(text)
@@ -86,6 +88,6 @@ def parse(path: Path, text: bytes, where: str = "a line") -> Line:
         whole = False
     if not whole:
         shown = text[:40].decode(errors="replace").rstrip("\n")
-        raise ValueError(f"{where} of {path} is not one of a journal: {shown!r}")
+        raise ValueError(f"{where} of {path} is not a line of a journal: {shown!r}")
     found: Line = line
     return found

@@ -338,7 +338,7 @@ class _Agent:
         patience_s = self._patience_s(ended)
         if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
             late = ", ".join(self._workers.running())
-            self.announce(f"{late}: still there {patience_s:.0f} s after the end of the run; ended now")
+            self.announce(f"{late}: still running {patience_s:.0f} s after the end of the run; ended now")
         await self._workers.close()
 
     def _show(self, ended: Ended) -> None:

@@ -146,8 +146,8 @@ class Following:
             await asyncio.sleep(RETRY_S)
             if self._head_is_done:
                 why = (
-                    "the head has ended the run, and its reason was not heard: the head was asked to end, or this "
-                    "command was stopped for too long"
+                    "the head has ended the run, and its final message did not arrive: the head was asked to end, or "
+                    "this command was stopped for too long"
                 )
                 self._end(Ended(ok=False, reason=why, exit_code=1))
 

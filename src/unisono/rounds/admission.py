@@ -154,6 +154,6 @@ class Admission:
         if other.phase == phase and (rows := differences(other.recipe, recipe)):
             raise RecipeError(
                 f"this worker's script has another recipe than the run:\n{table(rows, whose=('run', 'worker'))}\n"
-                "Was the script, or a file that it reads, changed after the run had begun? A worker that starts now "
-                "reads it anew"
+                "Was the script, or a file that it reads, changed after the run had begun? A worker that starts "
+                "later reads the new version"
             )

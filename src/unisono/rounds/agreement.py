@@ -210,7 +210,7 @@ class Agreement:
 
 
 _OTHER_ARITHMETIC = (
-    "workers whose arithmetic differs do not hold the same state any more; all of them go on, and the result is that "
+    "workers whose arithmetic differs do not hold the same state any more. All of them go on, and the result is that "
     "of the first worker. unisono run --strict refuses such workers"
 )
 

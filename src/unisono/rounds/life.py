@@ -159,7 +159,10 @@ class Rounds:
         """Take part in the round that others have not finished. Collective."""
         behind = min(reports, key=lambda report: report.round)
         if behind.round != self.number - 1:
-            raise StepError(f"a member is in round {behind.round}, this one in {self.number}: more than one apart")
+            raise StepError(
+                f"internal error, please report it: another member is in round {behind.round}, and this one in "
+                f"{self.number}: more than one round apart"
+            )
         self._finished.stand_by(plan_of_missing(reports, behind.round, behind.num_leaves))
 
     def report(self, have: Collection[Node] = ()) -> Report:

@@ -254,8 +254,8 @@ class HeadTeam:
             notice = self._await(lambda n: n.immediate)
             if self._rank_in(notice) < 0:
                 raise LeftBehind(
-                    f"generation {notice.generation} goes on without this worker ({notice.reason}); it ends, to "
-                    f"join again"
+                    f"generation {notice.generation} goes on without this worker ({notice.reason}); this "
+                    "worker ends, and a new one may join"
                 )
             try:
                 self._enter(notice)

@@ -103,8 +103,8 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
         changed = [index for index, (a, b) in enumerate(zip(own.digests, first.digests, strict=True)) if a != b]
         what = f"{len(changed)} tensors, the first is {packed.paths[changed[0]]}" if changed else "settings, no tensor"
         warnings.warn(
-            f"{ids[team.rank]} starts with another state than {ids[0]}, whose "
-            f"is taken: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
+            f"{ids[team.rank]} starts with another state than {ids[0]}, and uses the "
+            f"state of {ids[0]}: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
             stacklevel=2,
         )
     tracked.load(state)

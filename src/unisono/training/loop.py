@@ -204,5 +204,5 @@ class TrainingLoop:
         if self.is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
             raise StepError(
                 "the step() of a learning rate scheduler was called inside of `for batch in step`, where each worker "
-                "computes other micro-batches, so it would count other steps on each: call it after that loop"
+                "computes different micro-batches, so it would count different steps on each: call it after that loop"
             )

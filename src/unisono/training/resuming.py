@@ -63,7 +63,7 @@ class Resumption:
             raise UsageError("resume_anyway cannot hold 'parameters': a state does not fit into another model")
         if unknown := sorted(set(may_differ) - RECIPE):
             raise UsageError(
-                f"resume_anyway names parts of the recipe ({', '.join(sorted(RECIPE))}); {unknown[0]!r} is none"
+                f"resume_anyway takes names of parts of the recipe ({', '.join(sorted(RECIPE))}); got {unknown[0]!r}"
             )
         self.metrics: dict[str, float] = {}
         """Of the checkpoint that the run goes on from."""
@@ -194,13 +194,13 @@ class Resumption:
         except OSError as error:
             shown = ", ".join(path.name for path in others)
             raise CheckpointError(
-                f"{shown} cannot be set aside in {folder}, which the run needs that goes on from {loaded.path}: "
-                f"{error.strerror or error}"
+                f"{shown} cannot be renamed in {folder}: {error.strerror or error}. The run goes on from "
+                f"{loaded.path}, and newer checkpoints must be out of its way"
             ) from error
         if not moved:
             return ""
         if is_ours and loaded.broken:
-            return f"; what is broken can be looked at: {', '.join(path.name for path in moved)}"
+            return f"; the broken ones are kept as {', '.join(path.name for path in moved)}"
         return f"; {count(len(moved), 'other checkpoint')} of {folder} will be removed when the run has written one"
 
     def _check(self, loaded: Loaded, recipe: dict[str, Any]) -> None:
@@ -216,11 +216,15 @@ class Resumption:
                 f"Change the script back, which gives the same bits as a run that was never stopped{help_}"
             )
         if found:
-            warnings.warn(f"the run goes on with another recipe, as asked for:\n{table(found)}", stacklevel=2)
+            warnings.warn(
+                f"the run goes on with another recipe, which resume_anyway allows:\n{table(found)}", stacklevel=2
+            )
         others = differences(loaded.manifest.fingerprint, fingerprint(str(self._device)))
         if others:
             warnings.warn(
-                f"{loaded.path} was made where arithmetic may differ, so the bits may:\n{table(others)}", stacklevel=2
+                f"{loaded.path} was written on a machine whose arithmetic may differ, so the bits may differ as well:\n"
+                f"{table(others)}",
+                stacklevel=2,
             )
 
     def _go_on_with_journal(self, loaded: Loaded, directory: Path) -> None:

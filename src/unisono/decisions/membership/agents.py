@@ -82,7 +82,7 @@ def leave(draft: Draft, agent_id: str, message: Lost) -> None:
         absent={**draft.state.absent, agent_id: dataclasses.replace(agent, wanted=wanted)},
     )
     if agent.primary:
-        draft.end(False, f"the command that started the run is gone ({message.reason})")
+        draft.end(False, f"the command that started the run has ended ({message.reason})")
         return
     policy = draft.state.policy
     if policy.grows:  # not after `unisono scale`, which says how many there shall be

@@ -93,7 +93,7 @@ def _pass_time(draft: Draft) -> None:
     lose_silent_workers(draft)
     for agent_id, agent in draft.state.agents.items():
         if agent.away_at is not None and agent.away_at + draft.state.policy.away_s <= draft.now:
-            agents.leave(draft, agent_id, Lost(reason="it has not come back"))
+            agents.leave(draft, agent_id, Lost(reason="its agent has not connected again"))
     retry_exchange_when_due(draft)
 
 
@@ -119,7 +119,7 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
         case Kept():
             draft.put_agent(agent_id, lags=False)
         case _:
-            raise ProtocolError(f"an agent may not say {type(message).__name__}")
+            raise ProtocolError(f"an agent may not send {type(message).__name__}")
 
 
 def _take_from_worker(draft: Draft, worker_id: str, message: Message) -> None:
@@ -156,7 +156,7 @@ def _take_allowed(draft: Draft, worker: Worker, message: Message) -> None:
     """Deal with a message if the table allows it in the worker's state."""
     allowed = TRANSITIONS[worker.state]
     if type(message) not in allowed:
-        raise ProtocolError(f"{worker.name} is {worker.state.value} and may not say {type(message).__name__}")
+        raise ProtocolError(f"{worker.name} is {worker.state.value} and may not send {type(message).__name__}")
     state = draft.state
     newest = max(state.generation, state.unknown)
     following = allowed[type(message)]

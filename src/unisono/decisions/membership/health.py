@@ -20,7 +20,7 @@ _S = WorkerState
 
 
 def lose_silent_workers(draft: Draft) -> None:
-    """Lose every worker whose time to say something has passed."""
+    """Lose every worker that has been silent for too long."""
     for worker_id, deadline in draft.state.silent_at().items():
         if deadline > draft.now:
             continue
@@ -73,16 +73,17 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
             draft.end(
                 False,
                 f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}, where {first} has hung "
-                f"as well (for {known.beat.seconds_at:.0f} s). It is not a worker but what is computed or loaded "
-                "there; its stack is shown above. Where that may take so long, say --hang-s",
+                f"as well (for {known.beat.seconds_at:.0f} s). So the cause is the script or its data, and not a "
+                "worker; the worker's stack is shown above. If the script may take so long there, raise --hang-s",
                 worker.worker_id,
             )
         case Verdict.HANGS_AT_END:
             draft.end(
                 False,
-                f"{worker.name} has not come to the end of the run: no progress for {beat.seconds_at:.0f} s, and "
-                "the others wait for it there; its stack is shown above. Where what it does after the training "
-                "loop may take so long, say --hang-s (a tenth of the time), or do it after the `with unisono.Run`",
+                f"{worker.name} has not reached the end of the run: no progress for {beat.seconds_at:.0f} s, and "
+                "the other workers wait there; its stack is shown above. If its work after the training loop may "
+                "take so long, set --hang-s to a tenth of that time, or do the work after the `with unisono.Run` "
+                "block",
                 worker.worker_id,
             )
         case Verdict.HANGS:
@@ -177,7 +178,7 @@ def _retry_exchange(draft: Draft) -> None:
         return
     if _newcomers_waited_in_vain(draft, newcomers):
         # The newcomers have waited for members that are still in a step. That may be long, and is no fault.
-        draft.broken.append(f"{state.suspicion}; the members have not come to a step boundary: trying again")
+        draft.broken.append(f"{state.suspicion}; the members have not reached a step boundary yet: trying again")
         return
     present = [w.worker_id for w in draft.members(_S.ADMITTED, _S.HOLDING)]
     suspicions = state.suspicions.given_up(present)
@@ -187,7 +188,7 @@ def _retry_exchange(draft: Draft) -> None:
         return
     worst, is_guilty = suspicions.worst(present)
     if not is_guilty and (len(present) == 1 or not state.held):
-        draft.end(False, f"{MAX_TRIES} exchanges in a row broke, and on every member by itself: {state.suspicion}")
+        draft.end(False, f"{MAX_TRIES} exchanges in a row broke, and no member is to blame: {state.suspicion}")
         return
     name = state.workers[worst].name
     why = f"{name} cannot be reached by the others ({MAX_TRIES} exchanges in a row broke): {state.suspicion}"

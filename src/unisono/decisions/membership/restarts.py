@@ -63,7 +63,7 @@ def _replace(draft: Draft, worker: Worker) -> None:
         return
     agent = state.agents.get(worker.agent)
     if agent is None or agent.refused:
-        draft.reasons.append("it is not replaced: the agent that started it is gone")
+        draft.reasons.append("it is not replaced: its agent has ended")
     elif agent.used_restarts >= policy.max_restarts:
         where = f"on {agent.host} " if len(state.agents) > 1 else ""
         number = policy.max_restarts
@@ -105,7 +105,7 @@ def take_exit(draft: Draft, message: WorkerExit) -> None:
     may_fare_better = (not is_guest or draft.state.held) and _has_served(draft, worker)
     lose(draft, worker.worker_id, why, replace=killed or may_fare_better)
     if message.last_words:
-        draft.announce_to(worker.agent, f"the last words of {worker.name}:\n{message.last_words}")
+        draft.announce_to(worker.agent, f"the last output of {worker.name}:\n{message.last_words}")
 
 
 def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
@@ -139,8 +139,8 @@ def replace_suspects(draft: Draft, step: int) -> None:
     for (number, microbatch), (worker_id, failure) in passed.items():
         worker = draft.state.workers[worker_id]
         draft.reasons.append(
-            f"{worker.name} is suspect: micro-batch {microbatch} of step {number} raised {failure.error!r} there "
-            "and passed elsewhere"
+            f"{worker.name} is suspect: micro-batch {microbatch} of step {number} raised {failure.error!r} on this "
+            "worker, and passed on another one"
         )
         _replace(draft, worker)
 
@@ -173,7 +173,7 @@ def turn_agents_away(draft: Draft) -> None:
         return
     for agent_id, agent in draft.state.agents.items():
         if agent.failure and not agent.refused and not draft.workers_of([agent_id]):
-            why = f"{agent.host} is sent away: none of its workers could take part; the last: {agent.failure}"
+            why = f"{agent.host} is sent away: none of its workers could take part; the last failure: {agent.failure}"
             draft.put_agent(agent_id, refused=why)
             draft.reasons.append(why)
             draft.send(agent_id, Ended(ok=False, reason=why, exit_code=1))
