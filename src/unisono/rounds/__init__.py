@@ -1,8 +1,8 @@
-"""What the members of a run do together: rounds.
+"""Rounds: the common work of the members of a run.
 
 A **round** is work that is cut into leaves. Each member computes the leaves that the plan gives it, and at the end all
 members put the results together. The sum of a step's gradients is a round, and so are an evaluation and a checkpoint
-that everybody waits for; each kind is one file of this folder. `unisono.rounds.life` plays any of them, and lets it
+that all members wait for; each kind is one file of this folder. `unisono.rounds.life` plays any of them, and lets it
 survive the loss of members. A new kind of round is one new file with a class that has the methods of `Round`.
 """
 
@@ -24,14 +24,14 @@ class Finished(Protocol):
 
     @property
     def layout(self) -> FlatLayout | None:
-        """What was summed; None if the round sums nothing."""
+        """Layout of the sums; None if the round sums nothing."""
         ...
 
     def stand_by(self, plan: Plan) -> None:
         """Take part in the others' repetition of the round, without any node. Collective.
 
         Args:
-            plan: which member of the new generation holds which nodes; this member holds none.
+            plan: by rank of the new generation, the nodes of each member; this member has none.
 
         Raises:
             PeerLost, DeadlineExceeded: another member was lost. DivergenceError: the repetition gave other bits.
@@ -53,14 +53,14 @@ class Round(Protocol):
 
     @property
     def title(self) -> str:
-        """What the round is, for an error message: "a step of 8 micro-batches"."""
+        """Description of the round for an error message: "a step of 8 micro-batches"."""
         ...
 
     @property
     def num_leaves(self) -> int: ...
 
     def first_plan(self) -> Plan:
-        """Return who computes which leaves when nothing is computed yet; equal on all members. Local."""
+        """Return the plan of a round in which nothing is computed yet; equal on all members. Local."""
         ...
 
     def begin(self, plan: Plan) -> None:
@@ -68,34 +68,34 @@ class Round(Protocol):
         ...
 
     def compute(self, plan: Plan) -> Iterator[object]:
-        """Compute the leaves that the plan gives this member and that it does not have. Local.
+        """Compute the leaves of this member in the plan that it has not computed yet. Local.
 
-        Whatever it yields goes to the script.
+        Every value that this yields goes to the script.
         """
         ...
 
     def combine(self, plan: Plan) -> Finished:
-        """Put the results of all members together; returning means that the round is committed. Collective."""
+        """Put the results of all members together; when this returns, the round is committed. Collective."""
         ...
 
     def interrupt(self) -> Collection[Node]:
-        """A member was lost: give up the plan. Returns the nodes that this member has complete. Local."""
+        """Give up the plan, because a member was lost. Returns the complete nodes of this member. Local."""
         ...
 
     def finish(self) -> None:
-        """Put the result in force, after the commit."""
+        """Apply the result, after the commit."""
         ...
 
 
 class Reporter(Protocol):
-    """Takes part in every combine with a report of its own: the one that writes checkpoints and the journal."""
+    """Sends a report with every combine: the part of a member that writes checkpoints and the journal."""
 
     def report(self) -> CheckpointReport:
         """Return this member's report; may wait for a copy in memory. Called before every combine."""
         ...
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
-        """Take note of the reports of all members, by rank. Called after every combine."""
+        """Receive the reports of all members, by rank. Called after every combine."""
         ...
 
     def unwritten_lines(self) -> list[str]:
@@ -104,7 +104,7 @@ class Reporter(Protocol):
 
 
 class Nothing:
-    """The result before the first round, and the reporter of a run that keeps nothing."""
+    """Result before the first round, and reporter of a run without checkpoints and journal."""
 
     layout: FlatLayout | None = None
 

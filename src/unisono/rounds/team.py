@@ -1,8 +1,8 @@
-"""The peers of this worker: the generation that it is in, and how it gets into the next.
+"""Team: the peers of this worker in the current generation, and the way into the next.
 
-A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members do
-is collective: they call the same things in the same order. When a member is lost, the survivors meet in the next
-generation and tell each other which round they are in and which nodes of it they have; see `unisono.rounds.life`.
+A run alone has a team of one. Otherwise the head numbers the generations and names the members of each. The members
+call the same collective methods in the same order. When a member is lost, the survivors meet in the next
+generation and report their rounds and the nodes that they have of these; see `unisono.rounds.life`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from unisono.rounds.standing import Report
 __all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Team"]
 
 LOST = (PeerLost, DeadlineExceeded)
-"""What ends a generation for its members: they meet again in the next."""
+"""Errors that end a generation for its members, which meet again in the next."""
 Samples = Callable[[], Sequence[int]]
-"""Gives the indices of a micro-batch's samples."""
+"""Returns the indices of a micro-batch's samples."""
 
 
 class LeftBehind(RunStopped):
@@ -36,18 +36,18 @@ class LeftBehind(RunStopped):
 
 
 class Team(Protocol):
-    """What a run needs of its peers."""
+    """The members of the current generation, as a run sees them. Complete: `AloneTeam` and `HeadTeam`."""
 
     rank: int
     size: int
     generation: int
     worker_ids: tuple[str, ...]
     arithmetic: int
-    """A fingerprint of what this worker's arithmetic depends on."""
+    """Fingerprint of everything that this worker's arithmetic depends on."""
 
     @property
     def exchange(self) -> Exchange:
-        """That of the generation."""
+        """The exchange of the current generation."""
         ...
 
     def join(self, phase: int, report: Report) -> list[Report]:
@@ -59,11 +59,11 @@ class Team(Protocol):
         ...
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
-        """A member is lost: get into the generation of the survivors, and meet them."""
+        """Enter the generation of the survivors after a loss, and meet them. Returns their reports, by rank."""
         ...
 
     def suspect(self, lost: Exception) -> None:
-        """Tell the head that this member's exchange failed, which it may not have seen."""
+        """Report to the head that this member's exchange failed, which the head may not have seen."""
         ...
 
     def is_evicted(self) -> bool:
@@ -71,11 +71,11 @@ class Team(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise what an exchange would raise now, without waiting: a lost peer, or the end of the run."""
+        """Raise the error that an exchange would raise now, without waiting: a lost peer, or the end of the run."""
         ...
 
     def newest_generation(self) -> int:
-        """Return the newest planned generation that this member has heard of; 0 if none is to come."""
+        """Return the newest planned generation that this member has a notice of; 0 if none is to come."""
         ...
 
     def stops_at(self, generation: int) -> bool:
@@ -83,7 +83,7 @@ class Team(Protocol):
         ...
 
     def switch(self, generation: int, report: Report) -> list[Report]:
-        """At a step boundary that all members agreed on: move to a planned generation, and meet its members."""
+        """Move to a planned generation at a step boundary that all members agreed on, and meet its members."""
         ...
 
     def paused(self) -> bool:
@@ -91,17 +91,17 @@ class Team(Protocol):
         ...
 
     def wait_until_resumed(self, report: Report) -> list[Report]:
-        """At a step boundary: wait until there are enough members, and meet them."""
+        """Wait at a step boundary until there are enough members, and meet them."""
         ...
 
     def holding(self) -> None:
-        """Say that this worker has the run's state."""
+        """Report to the head that this worker has the run's state."""
         ...
 
     def at(
         self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
     ) -> None:
-        """Note progress, for who asks.
+        """Note progress, for the next heartbeat.
 
         Args:
             evaluates: ``microbatch`` is a batch of an evaluation.
@@ -110,15 +110,15 @@ class Team(Protocol):
         ...
 
     def in_loop(self, position: tuple[int, int] | None) -> None:
-        """The training loop is at this step (its phase and number); None: it has come to its end on all members."""
+        """Note that the training loop is at this step (phase and number); None: the loop has ended on all members."""
         ...
 
     def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
-        """Say that the script takes no part in this step: it is at the end of its run, or begins another loop."""
+        """Report that the script takes no part in this step: it is at the end of its run, or begins another loop."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While in it, this worker waits for others: that it makes no progress is not its fault, and may be theirs."""
+        """Return a context in which this worker waits for others: its lack of progress is then not its own fault."""
         ...
 
     def take_warnings(self) -> list[str]:
@@ -221,9 +221,9 @@ class HeadTeam:
         self._warnings: dict[str, None] = {}
         self._said_ready = False
         self._num_waits = 0
-        member.on_notice(self._heard)
+        member.on_notice(self._receive)
         if (notice := member.latest()) is not None:
-            self._heard(notice)
+            self._receive(notice)
 
     @property
     def exchange(self) -> Exchange:
@@ -233,7 +233,7 @@ class HeadTeam:
 
     # -- the connection's thread ---------------------------------------------------------------------
 
-    def _heard(self, notice: Notice | None) -> None:
+    def _receive(self, notice: Notice | None) -> None:
         with self._changed:
             if notice is None:
                 self._alarm = self._member.ended()
@@ -380,7 +380,7 @@ class HeadTeam:
             return max((n.generation for n in self._notices.values() if n.immediate), default=0)
 
     def _await(self, wanted: Callable[[Notice], bool]) -> Notice:
-        """The newest notice after this generation that is wanted. Ends with it or with the run."""
+        """Wait for a ``wanted`` notice of a later generation, and return the newest. Raises at the end of the run."""
         with self.waiting(), self._changed:
             while True:
                 self.check_ended()
@@ -390,7 +390,7 @@ class HeadTeam:
                 self._changed.wait(1.0)
 
     def _enter(self, notice: Notice) -> None:
-        """Leave the old exchange and build that of a generation."""
+        """Leave the old exchange, and build the exchange of a generation."""
         self.close()
         with self._changed:
             self.generation = notice.generation
