@@ -57,7 +57,10 @@ def test_a_run_survives_its_nursery(unisono: Unisono, tmp_path: Path) -> None:
         gates.wait(3)
         (nursery,) = children(command.pid, "unisono nursery")
         os.kill(nursery, signal.SIGKILL)
-        command.line(f"the nursery (pid {nursery}), which forks workers, has ended; the workers go on, and later ones")
+        command.line(
+            f"the nursery (pid {nursery}), which forks workers, has ended; "
+            "the workers go on, and later ones start without it"
+        )
         gates.open(3)
         gates.wait(6)
         before = {worker["worker_id"]: worker["pid"] for worker in ask_status(find(str(run_dir)))["workers"]}

@@ -24,7 +24,7 @@ class Finished(Protocol):
 
     @property
     def layout(self) -> FlatLayout | None:
-        """Layout of the sums; None if the round sums nothing."""
+        """What was summed; None if the round sums nothing."""
         ...
 
     def stand_by(self, plan: Plan) -> None:
@@ -53,14 +53,14 @@ class Round(Protocol):
 
     @property
     def title(self) -> str:
-        """Description of the round for an error message: "a step of 8 micro-batches"."""
+        """What the round is, for an error message: "a step of 8 micro-batches"."""
         ...
 
     @property
     def num_leaves(self) -> int: ...
 
     def first_plan(self) -> Plan:
-        """Return the plan of a round in which nothing is computed yet; equal on all members. Local."""
+        """Return who computes which leaves when nothing is computed yet; equal on all members. Local."""
         ...
 
     def begin(self, plan: Plan) -> None:
@@ -75,15 +75,15 @@ class Round(Protocol):
         ...
 
     def combine(self, plan: Plan) -> Finished:
-        """Put the results of all members together; when this returns, the round is committed. Collective."""
+        """Put the results of all members together; returning means that the round is committed. Collective."""
         ...
 
     def interrupt(self) -> Collection[Node]:
-        """Give up the plan, because a member was lost. Returns the complete nodes of this member. Local."""
+        """A member was lost: give up the plan. Returns the nodes that this member has complete. Local."""
         ...
 
     def finish(self) -> None:
-        """Apply the result, after the commit."""
+        """Put the result in force, after the commit."""
         ...
 
 
@@ -95,7 +95,7 @@ class Reporter(Protocol):
         ...
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
-        """Receive the reports of all members, by rank. Called after every combine."""
+        """Take note of the reports of all members, by rank. Called after every combine."""
         ...
 
     def unwritten_lines(self) -> list[str]:

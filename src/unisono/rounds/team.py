@@ -47,7 +47,7 @@ class Team(Protocol):
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange of the current generation."""
+        """That of the generation."""
         ...
 
     def join(self, phase: int, report: Report) -> list[Report]:
@@ -59,11 +59,11 @@ class Team(Protocol):
         ...
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
-        """Enter the generation of the survivors after a loss, and meet them. Returns their reports, by rank."""
+        """A member is lost: get into the generation of the survivors, and meet them."""
         ...
 
     def suspect(self, lost: Exception) -> None:
-        """Report to the head that this member's exchange failed, which the head may not have seen."""
+        """Tell the head that this member's exchange failed, which it may not have seen."""
         ...
 
     def is_evicted(self) -> bool:
@@ -71,11 +71,11 @@ class Team(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise the error that an exchange would raise now, without waiting: a lost peer, or the end of the run."""
+        """Raise what an exchange would raise now, without waiting: a lost peer, or the end of the run."""
         ...
 
     def newest_generation(self) -> int:
-        """Return the newest planned generation that this member has a notice of; 0 if none is to come."""
+        """Return the newest planned generation that this member has heard of; 0 if none is to come."""
         ...
 
     def stops_at(self, generation: int) -> bool:
@@ -83,7 +83,7 @@ class Team(Protocol):
         ...
 
     def switch(self, generation: int, report: Report) -> list[Report]:
-        """Move to a planned generation at a step boundary that all members agreed on, and meet its members."""
+        """At a step boundary that all members agreed on: move to a planned generation, and meet its members."""
         ...
 
     def paused(self) -> bool:
@@ -91,11 +91,11 @@ class Team(Protocol):
         ...
 
     def wait_until_resumed(self, report: Report) -> list[Report]:
-        """Wait at a step boundary until there are enough members, and meet them."""
+        """At a step boundary: wait until there are enough members, and meet them."""
         ...
 
     def holding(self) -> None:
-        """Report to the head that this worker has the run's state."""
+        """Say that this worker has the run's state."""
         ...
 
     def at(
@@ -110,15 +110,15 @@ class Team(Protocol):
         ...
 
     def in_loop(self, position: tuple[int, int] | None) -> None:
-        """Note that the training loop is at this step (phase and number); None: the loop has ended on all members."""
+        """The training loop is at this step (its phase and number); None: it has come to its end on all members."""
         ...
 
     def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
-        """Report that the script takes no part in this step: it is at the end of its run, or begins another loop."""
+        """Say that the script takes no part in this step: it is at the end of its run, or begins another loop."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context in which this worker waits for others: its lack of progress is then not its own fault."""
+        """While in it, this worker waits for others: that it makes no progress is not its fault, and may be theirs."""
         ...
 
     def take_warnings(self) -> list[str]:

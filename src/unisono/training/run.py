@@ -348,7 +348,7 @@ class Run:
             num_done=lambda: self._num_steps,
             on_step=self._finish,
         )
-        # `steps` is no generator itself: that would put the checks above off until the first step.
+        # A generator would put the checks above off until the first step.
         self._training = self._train(loop)
         return self._training
 
