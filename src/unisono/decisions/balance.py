@@ -1,17 +1,17 @@
-"""How fast each member is, what the exchange costs, and the shares that follow from both.
+"""Paces of the members, cost of the exchange, and the shares that follow from both.
 
-All members see the same facts after every commit and run the same arithmetic on them, so all reach the same plan
-without a word. A new generation begins without knowledge, for the newcomers' sake.
+All members receive the same telemetry with every commit and run the same arithmetic on it, so all reach the same plan
+without sending a message. A new generation begins without paces, because its newcomers know none.
 
 A member's pace is the median of its seconds per micro-batch over its last steps: one slow step does not move
-work. Two steps in a row that are much slower (or faster) than what was known do: the older ones are forgotten then.
+work. Two steps in a row that are much slower (or faster) than the known pace do: the older ones are forgotten then.
 The plan changes only when the step would become shorter by more than `GAIN`, so noise does not move work either.
 
 Between hosts a range of leaves travels node by node, and an exchange takes as long as that of the host with the most
-nodes. The sums that come back weigh as much as one node more, so what a node costs is the time of an exchange divided
-by that host's nodes plus one. Where that is much against a micro-batch, the edges between hosts lie at multiples of a
-**grain**, a power of two: fewer nodes, and shares that fit the paces less well. Of all grains the one is taken with
-which the step is over first.
+nodes. The sums that come back weigh as much as one node more, so the cost of a node is the time of an exchange
+divided by that host's nodes plus one. Where this cost is high against a micro-batch, the edges between hosts lie at
+multiples of a **grain**, a power of two: fewer nodes, and shares that fit the paces less well. The grain with the
+shortest step is chosen.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from unisono.decisions.tree import Node, cover, schedule
 __all__ = ["Balance", "Change", "balanced", "weighed"]
 
 WINDOW: Final = 5
-"""Steps that a pace is the median of."""
+"""A pace is the median of so many steps."""
 KNOWN: Final = (WINDOW + 1) // 2
-"""From so many steps on a pace is known."""
+"""A pace is known after so many steps."""
 WARM_UP: Final = 2
-"""First steps of a generation that do not count: caches, compilation, page faults."""
+"""So many steps at the beginning of a generation do not count: caches, compilation, page faults."""
 GAIN: Final = 0.04
 """A plan is changed when the step would become shorter by more than this part of it."""
 JUMP: Final = 1.25
-"""Two steps in a row that differ from the pace that was known by more than this factor are another pace."""
+"""Two steps in a row that differ from the known pace by more than this factor are a new pace."""
 SLOW: Final = 1.2
-"""A member that takes longer than the others by this factor is named."""
+"""A member that takes longer than the others by this factor is named in the message about the plan."""
 REST: Final = 16
-"""A member that had nothing to do gets a micro-batch after this many steps: it may be faster now."""
+"""A member without micro-batches gets one after this many steps: it may have become faster."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Change:
     slowness: tuple[float, ...]
     """By rank, the time that a member takes for a micro-batch, as a multiple of that of the others (their median)."""
     recovered: frozenset[int]
-    """Who was slow before and is not any more."""
+    """Ranks that were slow before and are not any more."""
     for_network: bool = False
-    """Whether other shares fit the paces better, and would take longer to send."""
+    """Other shares fit the paces better, but would take longer to send."""
 
     def say(self, worker_ids: Sequence[str]) -> str:
-        """What happened, in one sentence."""
+        """Return the change as one sentence."""
         num_leaves = sum(self.counts)
         parts = []
         for rank, (name, count, slowness) in enumerate(zip(worker_ids, self.counts, self.slowness, strict=True)):
@@ -80,11 +80,11 @@ class Change:
 
 
 class Balance:
-    """The pace of each member of one generation, by rank, and what their exchange costs.
+    """Pace of each member of one generation, by rank, and cost of their exchange.
 
     Args:
-        first_of_host: by rank, the first rank of that member's host; members of a host stand together. Without it all
-            are of one.
+        first_of_host: by rank, the first rank of that member's host; members of a host stand together. Default: all
+            members are on one host.
     """
 
     def __init__(self, num_members: int, first_of_host: Sequence[int] = ()) -> None:
@@ -97,10 +97,10 @@ class Balance:
         self._plans: dict[int, Plan] = {}
         self._named: frozenset[int] = frozenset()
         self.change: Change | None = None
-        """What the last `decide` has changed."""
+        """The change that the last `decide` made; None: it made none."""
 
     def observe(self, leaves: Sequence[float], seconds: Sequence[float]) -> None:
-        """Take in a step.
+        """Record a step.
 
         Args:
             leaves: by rank, how many micro-batches each member has computed.
@@ -111,7 +111,7 @@ class Balance:
             return
         for rank, (number, took) in enumerate(zip(leaves, seconds, strict=True)):
             if number > 0:
-                if self._resting[rank]:  # what was known of it is old
+                if self._resting[rank]:  # the known pace is old
                     self._seconds[rank].clear()
                     self._seconds[rank].extend([took / number] * (KNOWN - 1))
                 self._add(self._seconds[rank], took / number)
@@ -120,11 +120,11 @@ class Balance:
                 self._resting[rank] += 1
 
     def observe_exchange(self, last_seconds: float, nodes: Sequence[Sequence[Node]], num_leaves: int) -> None:
-        """Take in the exchange of the step that was observed last.
+        """Record the exchange of the step that was observed last.
 
         Args:
-            last_seconds: what that of the step **before** took; its own time follows with the next one.
-            nodes: by rank, what it has carried.
+            last_seconds: time of the exchange of the step **before**; the time of this one comes with the next call.
+            nodes: by rank, the nodes that this exchange has carried.
         """
         if len(self._hosts) < 2:
             return  # nothing travels
@@ -135,7 +135,7 @@ class Balance:
         )
 
     def node_seconds(self) -> float:
-        """How much longer the exchange takes for each node of the host with the most; 0 while that is not known."""
+        """Return the time of the exchange for each node of the host with the most nodes; 0 while it is unknown."""
         return statistics.median(self._node_seconds) if len(self._node_seconds) >= KNOWN else 0.0
 
     @staticmethod
@@ -148,19 +148,17 @@ class Balance:
         held.append(pace)
 
     def paces(self) -> list[float] | None:
-        """Seconds per micro-batch by rank; None while one of them is not known."""
+        """Return the seconds per micro-batch, by rank; None while one of them is unknown."""
         if any(len(held) < KNOWN for held in self._seconds):
             return None
         return [statistics.median(held) for held in self._seconds]
 
     def peek(self, num_leaves: int) -> Plan:
-        """What `decide` would most likely say. Changes nothing."""
+        """Return the plan that `decide` would most likely return. Changes nothing."""
         return self._plans.get(num_leaves) or plan(len(self._seconds), num_leaves)
 
     def decide(self, num_leaves: int) -> Plan:
-        """Who computes what of the next step, of ``num_leaves`` micro-batches. Every member calls it once for each
-        step.
-        """
+        """Return the plan of the next step, of ``num_leaves`` micro-batches. Every member calls this once a step."""
         self.change = None
         before = current = self.peek(num_leaves)
         paces = self.paces()
@@ -193,25 +191,25 @@ class Balance:
         self._named = slow
 
     def _tired(self, at_most: int) -> frozenset[int]:
-        """Ranks that have rested for so long that they shall show their pace again."""
+        """Return the ranks that had no micro-batch for so long that their pace must be measured again."""
         tired = (rank for rank, steps in enumerate(self._resting) if steps >= REST)
         return frozenset(itertools.islice(tired, at_most))
 
 
 def _hosts_of(first_of_host: Sequence[int]) -> tuple[range, ...]:
-    """The ranks of each host."""
+    """Return the ranks of each host."""
     edges = [rank for rank, first in enumerate(first_of_host) if rank == first]
     return tuple(range(a, b) for a, b in itertools.pairwise([*edges, len(first_of_host)]))
 
 
 def _length(candidate: Plan, paces: Sequence[float], hosts: Sequence[range] = (), node_cost: float = 0.0) -> float:
-    """How long a step takes, without what is the same for all plans."""
+    """Return how long a step takes, without the time that is the same for all plans."""
     computing = max(len(own) * pace for own, pace in zip(candidate.ranges, paces, strict=True))
     return computing + node_cost * max((_num_nodes(candidate, host) for host in hosts), default=0)
 
 
 def _num_nodes(candidate: Plan, host: range) -> int:
-    """How many nodes a host sends: members of one add up what they can before."""
+    """Return how many nodes a host sends, after its members have added up the nodes that they can."""
     start = sum(len(own) for own in candidate.ranges[: host.start])
     stop = start + sum(len(candidate.ranges[rank]) for rank in host)
     return len(cover(start, stop, candidate.num_leaves))
@@ -225,7 +223,7 @@ def weighed(
     hosts: tuple[range, ...] = (),
     node_cost: int = 0,
 ) -> Plan:
-    """The `balanced` plan of the grain with which the step is over first, if nodes cost time as well.
+    """Return the `balanced` plan of the grain with the shortest step, where nodes cost time as well.
 
     Args:
         node_cost: time for each node of the host that sends the most, in the unit of the paces.
@@ -234,7 +232,7 @@ def weighed(
     if len(hosts) < 2 or must_work:
         return best
     length, grain = _length(best, paces, hosts, node_cost), 2
-    # A coarser grain takes longer to compute, and at least one node is sent: sooner or later none is worth a look.
+    # A coarser grain takes longer to compute, and at least one node is sent: from some grain on, none is better.
     while grain < num_leaves and _shortest(paces, num_leaves, must_work, hosts, grain) + node_cost < length:
         coarse = balanced(paces, num_leaves, must_work, hosts, grain)
         if (then := _length(coarse, paces, hosts, node_cost)) < length:
@@ -251,7 +249,7 @@ def balanced(
     hosts: tuple[range, ...] = (),
     grain: int = 1,
 ) -> Plan:
-    """The plan whose slowest member is done first; among those within 1% of it, one with few nodes.
+    """Return the plan whose slowest member is done first; among the plans within 1% of it, one with few nodes.
 
     Ranges are contiguous, in the order of ranks. Each of them is the union of a few nodes of the tree, which are read
     one by one, so a plan may take 1% longer to compute if it saves nodes.
@@ -259,8 +257,8 @@ def balanced(
     Args:
         paces: by rank, time for one micro-batch, in any unit.
         must_work: ranks that get at least one micro-batch; only with a grain of 1.
-        hosts: the ranks of each; together all, ascending. Without it all are of one.
-        grain: where one host's leaves end and another's begin is a multiple of it.
+        hosts: the ranks of each host; together all ranks, ascending. Default: all members are on one host.
+        grain: one host's leaves end, and the next host's begin, at a multiple of it.
     """
     hosts = hosts or (range(len(paces)),)
     shortest = _shortest(paces, num_leaves, must_work, hosts, grain)
@@ -270,7 +268,7 @@ def balanced(
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     others = sum(limit // pace for pace in paces)
     for rank, pace in enumerate(paces):
-        others -= limit // pace  # what those behind this member can do at most
+        others -= limit // pace  # the most leaves that the members after this one can compute
         after: dict[int, tuple[int, tuple[int, ...]]] = {}
         for start, (cost, edges) in best.items():
             least = max(start + (rank in must_work), num_leaves - others)
@@ -288,7 +286,7 @@ def balanced(
 def _shortest(
     paces: tuple[int, ...], num_leaves: int, must_work: frozenset[int], hosts: Sequence[range], grain: int
 ) -> int:
-    """The smallest time within which all members together can compute all leaves, each host whole grains of them."""
+    """Return the smallest time within which all members together can compute all leaves, each host in whole grains."""
 
     def enough(limit: int) -> bool:
         if any(limit < paces[rank] for rank in must_work):

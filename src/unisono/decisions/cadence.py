@@ -1,4 +1,4 @@
-"""When checkpoints are written and which are kept: decisions without I/O.
+"""Cadence of checkpoints: when one is written, and which are kept. Decisions without I/O.
 
 Every member sends a `CheckpointReport` with every combine. All members of a generation receive the same reports with
 the same combine, so all of them decide the same, and no member ever waits for another:
@@ -67,7 +67,7 @@ class Checkpoints:
     every_seconds: float | None = None
     """Write one when the last is that old."""
     keep: int = 3
-    """How many of the newest are kept."""
+    """Keep so many of the newest."""
     keep_best: str | None = None
     """Keep also the one with the best value of this name, of those given to ``step.log`` (or "loss")."""
     best: Literal["min", "max"] = "min"
@@ -112,7 +112,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(enum.IntEnum):
-    """What a member is doing about checkpoints."""
+    """State of a member's work on checkpoints."""
 
     IDLE = 0
     BUSY = 1
@@ -128,7 +128,7 @@ class Status(enum.IntEnum):
 
 
 class CheckpointReport(NamedTuple):
-    """What a member tells all others about checkpoints, with every combine."""
+    """Report of one member about checkpoints, sent to all others with every combine."""
 
     wants: bool = False
     """Take a snapshot at the next boundary."""
@@ -142,7 +142,7 @@ class CheckpointReport(NamedTuple):
 
 
 class Verdict(enum.Enum):
-    """What becomes of the snapshot that is under way."""
+    """Decision about the snapshot that is under way."""
 
     WAIT = enum.auto()
     PUBLISH = enum.auto()
@@ -180,7 +180,7 @@ def may_begin(reports: Sequence[CheckpointReport]) -> bool:
 
 
 def is_due(policy: Checkpoints | None, step: int, reports: Iterable[CheckpointReport] = ()) -> bool:
-    """Return whether a snapshot is to be taken before step ``step``: the same on all who have the same reports."""
+    """Return whether a snapshot is to be taken before step ``step``: the same on all members with the same reports."""
     every = policy.every_steps if policy is not None else None
     return bool(every and step % every == 0) or any(report.wants for report in reports)
 

@@ -1,8 +1,8 @@
-"""When the workers compare with each other what must be equal, and who computes what twice: decisions without I/O.
+"""Checks that find a training whose bits depend on the worker: at which steps, and on which members. Without I/O.
 
-Two checks find a training whose bits depend on the worker, at steps that all members choose alike:
+There are two checks, at steps that all members choose alike:
 
-* **comparison**: every member tells a digest of everything that is tracked. The digests must be equal.
+* **comparison**: every member sends a digest of everything that is tracked. The digests must be equal.
 * **rehearsal**: members compute, after their own micro-batches, the first micro-batch of the next rank as well.
   The digests of the two gradients must be equal. The second gradient is not summed.
 
@@ -79,12 +79,12 @@ def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
 
 
 def minority(values: Sequence[Hashable]) -> list[int]:
-    """Return the places whose value is not the most frequent one (of equally frequent ones: the first)."""
+    """Return the indices of the values that are not the most frequent one (of equally frequent values: the first)."""
     if not values:
         return []
     counts = Counter(values)
     usual = max(counts, key=lambda value: (counts[value], -values.index(value)))
-    return [place for place, value in enumerate(values) if value != usual]
+    return [index for index, value in enumerate(values) if value != usual]
 
 
 def _is_power_of_two(number: int) -> bool:

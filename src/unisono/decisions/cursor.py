@@ -1,4 +1,4 @@
-"""Which samples a step trains on: a pure function of the recipe and the step's number.
+"""The samples of a step: a pure function of the recipe and the step's number.
 
 The order of an epoch is a permutation of ``(seed, epoch)`` that can be evaluated at any position
 without storing it, so a position in the data is a step number and nothing else.
@@ -25,7 +25,7 @@ ROUNDS = 8
 
 
 def mix(value: int) -> int:
-    """A bijective 64-bit hash (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return a bijective 64-bit hash (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
@@ -33,7 +33,7 @@ def mix(value: int) -> int:
 
 
 def seed_of(seed: int, *path: int | str) -> int:
-    """A 64-bit seed for one place of a run, e.g. ``seed_of(7, "microbatch", step, index)``."""
+    """Return a 64-bit seed for one position in a run, e.g. ``seed_of(7, "microbatch", step, index)``."""
     value = mix(seed & MASK)
     for part in path:
         number = int.from_bytes(part.encode()[:8].ljust(8, b"\0"), "little") if isinstance(part, str) else part
@@ -76,7 +76,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Where a step stands in the data. ``leaves`` is a function of the recipe and ``number`` alone."""
+    """Position of a step in the data: a function of the recipe and ``number`` alone."""
 
     number: int
     epoch: int
@@ -90,7 +90,7 @@ class StepPosition:
         return -(-self.num_samples // self.microbatch_size)
 
     def leaf(self, index: int) -> range:
-        """Positions within the epoch's order of micro-batch ``index``. Only the last one may be short."""
+        """Return the positions of micro-batch ``index`` in the epoch's order. Only the last one may be short."""
         start = self.first + index * self.microbatch_size
         return range(start, min(start + self.microbatch_size, self.first + self.num_samples))
 
@@ -136,7 +136,7 @@ class Cursor:
         return full + (1 if rest and not self.drop_last else 0)
 
     def position(self, step: int) -> StepPosition:
-        """Where step ``step`` (counted from 0 over the whole run) stands."""
+        """Return the position of step ``step``, counted from 0 within ``run.steps``."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.batch_size
         return StepPosition(
@@ -148,16 +148,16 @@ class Cursor:
         )
 
     def order(self, epoch: int) -> Permutation | range:
-        """The order of an epoch: position -> sample index."""
+        """Return the order of an epoch: position -> sample index."""
         if not self.shuffle:
             return range(self.num_samples)
         return Permutation(self.num_samples, seed_of(self.seed, "order", epoch))
 
     def indices(self, step: int, leaf: int) -> list[int]:
-        """The sample indices of one micro-batch."""
+        """Return the sample indices of one micro-batch."""
         position = self.position(step)
         order = self.order(position.epoch)
-        return [order[place] for place in position.leaf(leaf)]
+        return [order[index] for index in position.leaf(leaf)]
 
 
 def _choices(cursor: Cursor) -> str:

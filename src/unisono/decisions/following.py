@@ -4,7 +4,7 @@ A run has one head at a time, and every head a **term**: one more than that of t
 versions of the table's state, so (term, number) orders all of them, whoever has made them. It sends each version to its
 **heirs** (the agents that joined first), and what a decision asks of others only goes out when all heirs have answered
 that they hold the version that contains it (`Undelivered`). So a decision that a worker or an agent has acted on is
-known to every head that may follow. An agent listens to the head of the highest term that it has heard of (`Followed`).
+known to every head that may follow. An agent follows the head with the highest term that it knows (`Followed`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SUPERSEDED: Final = 3
 
 
 class StaleHead(ConnectionError):
-    """The head at the other end has a lower term than one that was heard of before."""
+    """The head at the other end of a connection has a lower term than another head that is known."""
 
 
 @dataclass(frozen=True)
 class Undelivered(Generic[T]):
-    """What the heirs hold, and the decisions that wait for them, oldest first."""
+    """Versions that the heirs hold, and decisions that wait for the heirs, oldest first."""
 
     waiting: tuple[tuple[int, Sequence[T]], ...] = ()
-    """By decision: the number of the version that contains it, and what is to be sent."""
+    """By decision: the number of the version that contains it, and the messages to be sent."""
     since: float = 0.0
     """When the oldest of them began to wait."""
     kept: Mapping[str, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Undelivered(Generic[T]):
 
 
 def learn_term(seen: int, offered: int) -> int:
-    """Return the highest term that is known when a head says its own.
+    """Return the highest known term when a head sends its own.
 
     Raises:
         StaleHead: another head has taken over from this one.
@@ -81,10 +81,10 @@ def learn_term(seen: int, offered: int) -> int:
 
 @dataclass(frozen=True)
 class Followed:
-    """What an agent knows of the heads of its run."""
+    """An agent's knowledge of the heads of its run."""
 
     term: int = 0
-    """The highest that it has heard of, or has started a head with."""
+    """The highest term that the agent knows, from a head or because it has started a head with it."""
     snapshot: Snapshot | None = None
     """The newest version of the state that it holds."""
 
@@ -92,7 +92,7 @@ class Followed:
         """Listen to a head of this term.
 
         Raises:
-            StaleHead: the agent has heard of a higher one; it closes the connection.
+            StaleHead: the agent knows a higher term, and closes the connection.
         """
         return dataclasses.replace(self, term=learn_term(self.term, term))
 

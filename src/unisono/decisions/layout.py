@@ -1,8 +1,8 @@
-"""Who holds which part of the run's state, and in how many copies: a value, and the questions that are asked of it.
+"""Layout of a run's state: which worker holds which part, and in how many copies.
 
 A run's state is cut into named **parts**; each part is held by one or more workers. Survival of a loss, admission of
-newcomers, checkpoints and the comparison of the workers ask the layout instead of assuming that everybody holds
-everything. A new layout is a new function that makes a `StateLayout` from the members of a generation.
+newcomers, checkpoints and the comparison of the workers ask the layout instead of assuming that every worker
+holds everything. A new layout is a new function that makes a `StateLayout` from the members of a generation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who computes which micro-batches of a step.
+"""Plans: which member computes which micro-batches of a step.
 
 Every member gets a contiguous range of leaves. A range is the union of a few aligned nodes, and each
 of them travels through the exchange by itself, so of all equally balanced plans the one with the
@@ -18,17 +18,17 @@ __all__ = ["Plan", "plan", "replan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what of one step, by rank."""
+    """Leaves and nodes of each member for one step, by rank."""
 
     num_leaves: int
     ranges: tuple[Sequence[int], ...]
     """The leaves that each rank computes, ascending; contiguous unless a loss left gaps."""
     kept: tuple[tuple[Node, ...], ...] = ()
-    """Nodes that each rank holds already and that count; empty for a fresh step."""
+    """By rank, the finished nodes that count; empty for a fresh step."""
 
     @functools.cached_property
     def nodes(self) -> tuple[tuple[Node, ...], ...]:
-        """The nodes that each rank holds when it has computed all of its leaves. Together: every leaf once."""
+        """By rank, the nodes of a member that has computed all of its leaves; together they cover every leaf once."""
         kept = self.kept or ((),) * len(self.ranges)
         return tuple(
             tuple(schedule([*held, *(leaf(index, self.num_leaves) for index in todo)], self.num_leaves)[1])
@@ -54,7 +54,7 @@ def plan(num_members: int, num_leaves: int) -> Plan:
 
 
 def replan(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int) -> Plan:
-    """Cover what is missing of a step that lost members; finished nodes count, whoever holds them.
+    """Return the plan of the missing leaves of a step that lost members. Finished nodes of all members count.
 
     Args:
         held: by rank of the new generation, the nodes that each member has finished. They may overlap (two
@@ -64,7 +64,7 @@ def replan(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int
     Pure: every member computes the same plan from what all have reported.
     """
     if not any(able):
-        raise ValueError("nobody is able to compute the step")
+        raise ValueError("no member is able to compute the step")
     kept: list[list[Node]] = [[] for _ in held]
     absent = set(range(num_leaves))
     offers = [(-len(leaves(node, num_leaves)), rank, node) for rank, nodes in enumerate(held) for node in nodes]
@@ -76,13 +76,13 @@ def replan(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int
     workers = [rank for rank, can in enumerate(able) if can]
     gaps = sorted(absent)
     ranges: list[tuple[int, ...]] = [()] * len(held)
-    for place, rank in enumerate(workers):
-        ranges[rank] = tuple(gaps[len(gaps) * place // len(workers) : len(gaps) * (place + 1) // len(workers)])
+    for index, rank in enumerate(workers):
+        ranges[rank] = tuple(gaps[len(gaps) * index // len(workers) : len(gaps) * (index + 1) // len(workers)])
     return Plan(num_leaves, tuple(ranges), tuple(tuple(nodes) for nodes in kept))
 
 
 def _order_of_sizes(num_members: int, num_big: int, small: int, num_leaves: int) -> list[int]:
-    """The order of ``num_big`` ranges of ``small + 1`` leaves among the others with the fewest nodes in all.
+    """Return the order of sizes with the fewest nodes: ``num_big`` times ``small + 1`` leaves, else ``small`` leaves.
 
     Where a range starts depends only on how many ranges, and how many big ones, stand before it:
     a shortest path over a grid of (members placed, big ones placed).

@@ -1,4 +1,4 @@
-"""What a signal to the command of a machine asks for."""
+"""Reactions to the signals that the command of a machine receives."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Node(NamedTuple):
     """An aligned subtree: covers leaves ``[index << level, (index + 1) << level)`` that exist."""
 
     level: int
-    index: int  # type: ignore[assignment]  # a tuple's own `index` is of no use here
+    index: int  # type: ignore[assignment]  # hides a tuple's own `index`, which is not needed here
 
 
 class Merge(NamedTuple):
@@ -55,26 +55,26 @@ class Merge(NamedTuple):
 
 
 def root(num_leaves: int) -> Node:
-    """The node that covers all leaves."""
+    """Return the node that covers all leaves."""
     if num_leaves < 1:
         raise ValueError(f"a tree needs at least 1 leaf, got {num_leaves}")
     return Node((num_leaves - 1).bit_length(), 0)
 
 
 def leaf(index: int, num_leaves: int) -> Node:
-    """The canonical node that covers exactly leaf ``index``."""
+    """Return the canonical node that covers exactly leaf ``index``."""
     if not 0 <= index < num_leaves:
         raise ValueError(f"leaf {index} is outside the tree of {num_leaves} leaves")
     return canonical(Node(0, index), num_leaves)
 
 
 def leaves(node: Node, num_leaves: int) -> range:
-    """The leaves that ``node`` covers."""
+    """Return the leaves that ``node`` covers."""
     return range(node.index << node.level, min((node.index + 1) << node.level, num_leaves))
 
 
 def canonical(node: Node, num_leaves: int) -> Node:
-    """The highest node with the same leaves as ``node``."""
+    """Return the highest node with the same leaves as ``node``."""
     top = root(num_leaves).level
     level, index = node
     while level < top and ((index ^ 1) << level) >= num_leaves:
@@ -83,18 +83,18 @@ def canonical(node: Node, num_leaves: int) -> Node:
 
 
 def sibling(node: Node, num_leaves: int) -> Node | None:
-    """The node that ``node`` is added to next; None for the root."""
+    """Return the node that ``node`` is added to next; None for the root."""
     # A canonical node's sibling has a leaf, so it is canonical under the same level.
     return None if node == root(num_leaves) else Node(node.level, node.index ^ 1)
 
 
 def parent(node: Node, num_leaves: int) -> Node:
-    """The canonical node that ``node`` and its sibling sum to."""
+    """Return the canonical node that ``node`` and its sibling sum to."""
     return canonical(Node(node.level + 1, node.index >> 1), num_leaves)
 
 
 def cover(start: int, stop: int, num_leaves: int) -> list[Node]:
-    """The fewest nodes that together cover exactly the leaves ``[start, stop)``, from left to right."""
+    """Return the fewest nodes that together cover exactly the leaves ``[start, stop)``, from left to right."""
     if not 0 <= start <= stop <= num_leaves:
         raise ValueError(f"leaves [{start}, {stop}) are outside the tree of {num_leaves} leaves")
     nodes = []
@@ -109,7 +109,7 @@ def cover(start: int, stop: int, num_leaves: int) -> list[Node]:
 
 
 def schedule(nodes: Iterable[Node], num_leaves: int) -> tuple[list[Merge], list[Node]]:
-    """The additions that the given nodes allow, in an order that can be carried out, and what is left.
+    """Return the additions that the given nodes allow, in an order that can be carried out, and the nodes that remain.
 
     Returns:
         The merges (each names nodes that are given or that an earlier merge made) and the
@@ -134,7 +134,7 @@ def schedule(nodes: Iterable[Node], num_leaves: int) -> tuple[list[Merge], list[
 
 
 def fold(values: Mapping[Node, T], num_leaves: int, add: Callable[[T, T], T]) -> T:
-    """The root's value from values that cover every leaf once, added in tree order."""
+    """Return the root's value from values that cover every leaf once, added in tree order."""
     held = dict(values)
     merges, rest = schedule(held, num_leaves)
     if rest != [root(num_leaves)]:
@@ -145,7 +145,7 @@ def fold(values: Mapping[Node, T], num_leaves: int, add: Callable[[T, T], T]) ->
 
 
 def missing(nodes: Iterable[Node], num_leaves: int) -> list[int]:
-    """The leaves that no node covers.
+    """Return the leaves that no node covers.
 
     Raises:
         ValueError: two nodes cover the same leaf.
@@ -160,7 +160,7 @@ def missing(nodes: Iterable[Node], num_leaves: int) -> list[int]:
 
 
 def outermost(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes that no other of them contains: disjoint, and with all the leaves of the others.
+    """Return the nodes that no other of them contains: disjoint, and with all the leaves of the others.
 
     Two nodes of a tree are disjoint, or one contains the other.
     """

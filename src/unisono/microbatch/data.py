@@ -1,12 +1,12 @@
 """From sample indices to the batch on the device.
 
 A dataset needs ``len`` and ``[i]``. Before each sample the random generators are set from
-``(seed, epoch, sample index)``, in this process or in a loader process, so an augmentation does not depend on who
-loads it.
+``(seed, epoch, sample index)``, in this process or in a loader process, so an augmentation does not depend on the
+process that loads the sample.
 
-Loader processes (torch's `DataLoader`) fetch ahead what the plan will ask for. Its sampler reads the plan at the moment
-at which a fetch is sent out; when the plan changes, what is on its way and still useful is kept, the rest is dropped,
-and what nobody had asked for is fetched here.
+Loader processes (torch's `DataLoader`) fetch the micro-batches of the plan ahead. The sampler reads the plan when it
+sends out a request. When the plan changes, requested batches that are still useful are kept, the others are dropped,
+and batches that were not requested are fetched in this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Fetcher", "MapDataset", "check_dataset", "to_device"]
 
 
 class MapDataset(Protocol):
-    """What the library needs of a dataset."""
+    """A dataset with a length, whose samples are found by their index."""
 
     def __len__(self) -> int: ...
 
@@ -48,10 +48,10 @@ Samples = Callable[[int, int], tuple[int, list[int]]]
 
 
 def check_dataset(dataset: Any) -> int:
-    """The length of a map-style dataset.
+    """Return the length of a map-style dataset.
 
     Raises:
-        RecipeError: it is none.
+        RecipeError: ``dataset`` is no map-style dataset.
     """
     if isinstance(dataset, DataLoader):
         raise RecipeError(
@@ -95,7 +95,7 @@ class Fetcher:
         self._seed = seed
         self._device = device
         self._collate = collate or default_collate
-        # Nothing random happens in one: whole batches can be indexed.
+        # Nothing random happens in a TensorDataset: whole batches can be indexed.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and self._collate is default_collate else None
         self._ahead: _Ahead | None = None
         if loader_workers > 0 and self._tensors is None:
@@ -103,12 +103,12 @@ class Fetcher:
             self._ahead = _Ahead(self, upcoming, loader_workers, pin=device.type == "cuda")
 
     def fetch(self, step: int, leaf: int) -> Any:
-        """The batch of one micro-batch, on the device."""
+        """Return the batch of one micro-batch, on the device."""
         batch = self._ahead.take(step, leaf) if self._ahead is not None else self._fetch_here(step, leaf)
         return to_device(batch, self._device)
 
     def comes(self, step: int, leaf: int) -> bool:
-        """Return whether `fetch` gives this batch from where others come: from a loader process, if there are any.
+        """Return whether `fetch` takes this batch from a loader process, if there are any.
 
         A dataset that opens its files where it is first read must not be read in two processes that share them.
         """
@@ -121,10 +121,10 @@ class Fetcher:
             self._ahead = None
 
     def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
-        """(sample index, seed for its augmentation) of each sample."""
+        """Return (sample index, seed for its augmentation) of each sample."""
         epoch, indices = self._samples(step, leaf)
-        place = seed_of(self._seed, "sample", epoch)
-        return [(index, seed_of(place, index)) for index in indices]
+        epoch_seed = seed_of(self._seed, "sample", epoch)
+        return [(index, seed_of(epoch_seed, index)) for index in indices]
 
     def _fetch_here(self, step: int, leaf: int) -> Any:
         if self._tensors is not None:
@@ -138,8 +138,8 @@ class Fetcher:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """As in a loader process, which can have no more: OpenMP does not survive a fork. So a sample has the same bits
-    wherever it is computed.
+    """Return a context with one thread, as in a loader process (OpenMP does not survive a fork). So a sample has the
+    same bits wherever it is computed.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -189,7 +189,7 @@ class _Ahead:
     def take(self, step: int, leaf: int) -> Any:
         wanted = (step, leaf)
         while wanted not in self._kept:
-            # The sampler sends the next request out while we wait, so look at what is on its way each time.
+            # The sampler sends out the next request during this wait, so look at the sent requests each time.
             if wanted not in self._sent or self._batches is None:
                 return self._fetcher._fetch_here(step, leaf)
             batch = next(self._batches)
@@ -237,8 +237,8 @@ def _start_loader_process(parent: int, _: int) -> None:
     os.environ[PARENT] = str(parent)
     bind_to_parent(signal.SIGKILL)
     if sys.platform == "linux":
-        # Tensors are handed over through a socket. With a name in the file system it would stay when this process is
-        # killed. Whoever connects has to prove that it knows the key of the parent.
+        # Tensors are handed over through a socket. A name in the file system would stay when this process is killed.
+        # A process that connects has to prove that it knows the key of the parent.
         setattr(connection, "arbitrary_address", partial(_nameless_address, connection.arbitrary_address))  # type: ignore[attr-defined]  # noqa: B010
 
 
@@ -247,7 +247,7 @@ def _nameless_address(original: Callable[[str], Any], family: str) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with all of its tensors on ``device``; tuples, lists and dicts are searched."""
+    """Return the batch with all of its tensors on ``device``; tuples, lists and dicts are searched."""
     if device.type == "cpu":
         return batch
     return _move(batch, device)

@@ -8,7 +8,8 @@ dropped. So there is never more than one gradient beside the nodes, and there ar
 A leaf that is first in its chain has nothing to be added to. When its sibling comes next on this worker, its gradients
 are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own.
 
-What a micro-batch did to weights, loss and buffers, its **tail**, runs up the same chain when it ends.
+The **tail** of a micro-batch (its weight, loss and changes of buffers) runs up the same chain when the micro-batch
+ends.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ OnRows = Callable[[int], None]
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What one worker has computed of one micro-batch, to be compared with what another one has."""
+    """Digests of one micro-batch on one worker, to be compared with those of another worker."""
 
     leaf: int
     digest: int
-    """Of everything: gradients, loss, weight, changes of buffers."""
+    """Digest of everything: gradients, loss, weight, changes of buffers."""
     weighted_loss: float
     parts: dict[str, str]
     """The digests of the gradients and of the changes of buffers, by name."""
 
     def difference(self, other: Fingerprint, name: str, other_name: str) -> str:
-        """Return a sentence that says what differs first."""
+        """Return a sentence about the first difference."""
         if self.weighted_loss != other.weighted_loss:
             loss = f"The weighted loss is {self.weighted_loss!r} on {name} and {other.weighted_loss!r} on {other_name}"
         else:
@@ -98,13 +99,13 @@ class _Leaf:
 
 
 class GradientFolder:
-    """What one worker has summed of a step so far.
+    """Folds the gradients of a worker's micro-batches into the nodes of a step.
 
     Args:
         parameters: (name, parameter), those that need a gradient.
         buffers: of the tracked modules.
         frozen: (name, parameter), those that need none.
-        calls: what is known of the backward calls of a micro-batch; added to.
+        calls: known number of backward calls of a micro-batch; updated here.
         slots: the worker's slots in use; the nodes of the step are kept there.
     """
 
@@ -136,7 +137,9 @@ class GradientFolder:
         self._leaf: _Leaf | None = None
         self._last: _Leaf | None = None
         self._on_rows: OnRows | None = None
-        self._adopted: dict[int, Tensor] = {}  # by parameter, what belongs into `_adopter`
+        self._adopted: dict[
+            int, Tensor
+        ] = {}  # by parameter, the adopted gradient that belongs into the slot `_adopter`
         self._adopter: Slot | None = None
 
     def is_for(self, parameters: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> bool:
@@ -190,10 +193,10 @@ class GradientFolder:
     def start_leaf(
         self, index: int, new_slot: Callable[[], Slot], following: int | None = None, *, apart: bool = False
     ) -> None:
-        """The next gradients are those of leaf ``index``.
+        """Begin leaf ``index``, to which the next gradients belong.
 
         Args:
-            new_slot: returns an empty slot, for a leaf that has nobody to be added to yet.
+            new_slot: returns an empty slot, for a leaf whose sibling is not there yet.
             following: the leaf that will probably be computed after this one.
             apart: the leaf is another member's. It is not added to the nodes, only `fingerprint` is of interest.
         """
@@ -217,7 +220,7 @@ class GradientFolder:
         self._on_rows = None
 
     def watch_rows(self, callback: OnRows | None) -> None:
-        """Until the current leaf ends, say how many rows of its node are complete, as they become so."""
+        """Until the current leaf ends, call ``callback`` with the number of complete rows of its node, as it grows."""
         self._on_rows = callback
 
     def backward(self, loss: Tensor, seed: float, *, retain_graph: bool = False) -> None:
@@ -241,7 +244,7 @@ class GradientFolder:
             current.in_backward = False
 
     def finish_leaf(self, weight: float, weighted_loss: float) -> list[Slot]:
-        """Everything of this leaf is there: add its tail, and keep the node that it completes.
+        """Finish the current leaf: add its tail, and keep the node that it completes.
 
         Returns:
             Slots of nodes that were merged into a larger one: free for use.
@@ -282,7 +285,7 @@ class GradientFolder:
         )
 
     def copy_adopted(self) -> None:
-        """Copy adopted gradients to their slot: their sibling does not come next after all. Between two leaves."""
+        """Copy adopted gradients to their slot, because their sibling does not come next. Between two leaves."""
         adopted, self._adopted = self._adopted, {}
         for index, gradient in adopted.items():
             assert self._adopter is not None
@@ -292,7 +295,7 @@ class GradientFolder:
     # -- inside --------------------------------------------------------------------------------------
 
     def _own_slot(self) -> Slot:
-        """Return a slot that nobody else sees, and that is gone when it is not used any more: it is seldom needed."""
+        """Return a private slot, which is freed after its use: it is seldom needed."""
         device = self._parameters[0].device
         return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=device))
 
@@ -322,7 +325,7 @@ class GradientFolder:
         gradient = parameter.grad
         if gradient is None:
             return
-        # Out of the user's reach: zero_grad() at any place of the loop shall do no harm.
+        # Out of the user's reach: zero_grad() anywhere in the loop must do no harm.
         parameter.grad = None
         if current.folded[index]:
             raise StepError(
@@ -331,7 +334,7 @@ class GradientFolder:
                 "checkpoint(..., use_reentrant=True)); use torch.utils.checkpoint with use_reentrant=False"
             )
         if current.pending and (before := current.pending.pop(index, None)) is not None:
-            gradient = before + gradient  # neither is ours to write to: see `_carry`
+            gradient = before + gradient  # both may be views of memory that is still in use: see `_carry`
         if current.to_come is None:
             current.parts[index] += 1
             current.most_parts[index] = max(current.most_parts[index], current.parts[index])

@@ -1,8 +1,8 @@
-"""Guards around a micro-batch: what the script may not leave behind in it.
+"""Guards: checks that a micro-batch changes nothing but gradients and buffers.
 
-A micro-batch is computed by one worker. Whatever it changes except for gradients and buffers, the other workers do not
-have; from then on the workers would train other models. So the guards look after every micro-batch, and at the end of
-the inner loop, and **refuse** such a change in words or, where the meaning is plain, **put it back**:
+A micro-batch is computed by one worker. Any other change would be on that worker only, and from then on the workers
+would train different models. So the guards check after every micro-batch, and at the end of the inner loop. They
+**refuse** a change with an error or, where the meaning is plain, **put it back**:
 
 ==========================================  ==================================================
 change within a micro-batch                 what happens
@@ -43,7 +43,7 @@ Settings = dict[tuple[str, int | str, str], Any]
 
 
 class Structure:
-    """The modules, parameters and modes of what is tracked, as they were when this was made."""
+    """Modules, parameters and modes of the tracked objects, as they were when this object was made."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
@@ -53,7 +53,7 @@ class Structure:
         self.renew()
 
     def renew(self) -> None:
-        """Remember what is there now."""
+        """Remember the current modules, parameters and modes."""
         if not self._is_same():
             self.owners = [
                 (name, path, module)
@@ -72,7 +72,7 @@ class Structure:
                 module.training = training
 
     def check(self, where: str) -> None:
-        """Compare the parameters with those that were there.
+        """Compare the parameters with the remembered ones.
 
         Raises:
             StepError: a parameter has come, gone or been replaced; names it.
@@ -109,7 +109,7 @@ class Structure:
 
 
 class Guards:
-    """Looks after one ``run.steps``. Local."""
+    """Guards of one ``run.steps``. Local."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
@@ -119,21 +119,21 @@ class Guards:
         self._versions: list[int] = []
 
     def start_step(self) -> None:
-        """Remember what the micro-batches of a step begin with."""
+        """Remember the settings and states before the micro-batches of a step."""
         self._structure.renew()
         self._settings = self._current_settings()
         self._states = list(_optimizer_states(self._tracked))
         self._versions = [tensor._version for tensor in self._states]
 
     def finish_microbatch(self, where: str, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Check what a micro-batch has left behind for the next one, and put modes back.
+        """Check that a micro-batch has left no gradients for the next one, and put modes back.
 
         Args:
             where: ``step 3, micro-batch 2``.
             trained: (name, parameter), whose gradients were taken.
 
         Raises:
-            StepError: it has left gradients.
+            StepError: the micro-batch has left gradients.
         """
         self._structure.restore_modes()
         left = [name for name, parameter in trained if parameter.grad is not None]
@@ -145,7 +145,7 @@ class Guards:
             )
 
     def finish_step(self, number: int) -> None:
-        """Check what the inner loop has left behind.
+        """Check that the inner loop has changed no parameter, setting or optimizer state.
 
         Raises:
             StepError: a parameter, an option, a scheduler or an optimizer's state has changed; names it.
@@ -160,7 +160,7 @@ class Guards:
             )
 
     def _current_settings(self) -> Settings:
-        """Return what the next step depends on and is no tensor, by its place."""
+        """Return the settings that the next step depends on: everything that is no tensor."""
         found: Settings = {
             (name, path, attribute): "a buffer" if buffer is not None else None
             for name, path, owner in self._structure.owners
@@ -193,7 +193,7 @@ class UnusedGradients:
         self._shown = -1
 
     def start_step(self) -> None:
-        """Look which gradients of the step before were not used. Before they are dropped."""
+        """Note the gradients of the step before that were not used. Called before they are dropped."""
         for name, optimizer in self._tracked.optimizers.items():
             if name in self._used or self._shown < 0:
                 self._unused.pop(name, None)
@@ -202,18 +202,18 @@ class UnusedGradients:
         self._used.clear()
 
     def finish_step(self, number: int) -> None:
-        """The gradients of a step are there."""
+        """Note that the gradients of a step are complete."""
         self._shown = number
 
     def dropped(self, cleared: object) -> None:
-        """The script has called zero_grad() of an optimizer or a module: it begins anew on purpose."""
+        """Note that the script has called zero_grad() of an optimizer or a module: it drops gradients on purpose."""
         for name, optimizer in self._tracked.optimizers.items():
             if optimizer is cleared or isinstance(cleared, nn.Module):
                 self._unused.pop(name, None)
                 self._used.add(name)  # also where it leaves zeros, which look like gradients
 
     def before_update(self, name: str) -> None:
-        """The script calls step() of an optimizer.
+        """Note that the script calls step() of an optimizer.
 
         Raises:
             StepError: the script has accumulated gradients.
@@ -229,19 +229,19 @@ class UnusedGradients:
 
 
 class _Wrapped:
-    """Functions of torch that are wrapped as long as somebody listens: runs may end in any order."""
+    """Functions of torch that are wrapped as long as there is a listener. Runs may end in any order."""
 
-    def __init__(self, *places: tuple[Any, str]) -> None:
-        self._places = [(owner, name) for owner, name in places if hasattr(owner, name)]
+    def __init__(self, *functions: tuple[Any, str]) -> None:
+        self._functions = [(owner, name) for owner, name in functions if hasattr(owner, name)]
         self._originals: list[Any] = []
         self._listeners: list[Callable[..., None]] = []
 
     @contextmanager
-    def heard_by(self, listener: Callable[..., None]) -> Iterator[None]:
-        """While it is entered, have ``listener`` called with the arguments of each call, before it."""
+    def calling(self, listener: Callable[..., None]) -> Iterator[None]:
+        """Return a context in which ``listener`` is called before each call, with its arguments."""
         if not self._listeners:
-            self._originals = [getattr(owner, name) for owner, name in self._places]
-            for (owner, name), original in zip(self._places, self._originals, strict=True):
+            self._originals = [getattr(owner, name) for owner, name in self._functions]
+            for (owner, name), original in zip(self._functions, self._originals, strict=True):
                 setattr(owner, name, self._wrap(original))
         self._listeners.append(listener)
         try:
@@ -249,7 +249,7 @@ class _Wrapped:
         finally:
             self._listeners.remove(listener)
             if not self._listeners:
-                for (owner, name), original in zip(self._places, self._originals, strict=True):
+                for (owner, name), original in zip(self._functions, self._originals, strict=True):
                     setattr(owner, name, original)
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,7 +264,7 @@ class _Wrapped:
 
 _zero_grad = _Wrapped((torch.optim.Optimizer, "zero_grad"), (nn.Module, "zero_grad"))
 _total_norm = _Wrapped((clip_grad, "_get_total_norm"))
-"""What ``clip_grad_norm_`` calls, under whichever name the script has imported that."""
+"""``clip_grad_norm_`` calls this function, under whichever name the script has imported ``clip_grad_norm_``."""
 
 
 _scheduler_step = _Wrapped(
@@ -273,19 +273,19 @@ _scheduler_step = _Wrapped(
 
 
 def watched_schedulers(call: Callable[[torch.optim.Optimizer | None], None]) -> AbstractContextManager[None]:
-    """While it is entered, have ``call`` called with the optimizer of every scheduler whose step() is called."""
-    return _scheduler_step.heard_by(lambda scheduler, *_, **__: call(getattr(scheduler, "optimizer", None)))
+    """Return a context in which ``call`` gets the optimizer of every scheduler whose step() is called."""
+    return _scheduler_step.calling(lambda scheduler, *_, **__: call(getattr(scheduler, "optimizer", None)))
 
 
 def watched_zero_grad(call: Callable[[object], None]) -> AbstractContextManager[None]:
-    """While it is entered, have ``call`` called with every optimizer or module whose zero_grad() is called."""
-    return _zero_grad.heard_by(lambda cleared, *_, **__: call(cleared))
+    """Return a context in which ``call`` gets every optimizer or module whose zero_grad() is called."""
+    return _zero_grad.calling(lambda cleared, *_, **__: call(cleared))
 
 
 def warn_of_clipping(is_inside: Callable[[], bool]) -> AbstractContextManager[None]:
-    """While it is entered, warn of ``torch.nn.utils.clip_grad_norm_`` if it is called within a micro-batch.
+    """Return a context that warns of ``torch.nn.utils.clip_grad_norm_`` if it is called within a micro-batch.
 
-    It finds no gradient there, and silently does nothing.
+    The function finds no gradient there, and silently does nothing.
     """
 
     def look(tensors: Any, *_: Any, **__: Any) -> None:
@@ -296,7 +296,7 @@ def warn_of_clipping(is_inside: Callable[[], bool]) -> AbstractContextManager[No
                 stacklevel=5,
             )
 
-    return _total_norm.heard_by(look)
+    return _total_norm.calling(look)
 
 
 def _shown(option: Any) -> Any:
@@ -308,13 +308,13 @@ def _shown(option: Any) -> Any:
 def _check_settings(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
     if before == after:
         return
-    changed = [place for place in before.keys() | after.keys() if before.get(place) != after.get(place)]
+    changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
     if changed:
-        name, part, last = place = min(changed, key=str)
+        name, part, last = key = min(changed, key=str)
         said = f"{name}.param_groups[{part}][{last!r}]" if isinstance(part, int) else f"{name}.{part}.{last}"
         raise StepError(
             f"{said.replace('..', '.')} was changed within `for batch in step`, where each worker computes different "
-            f"micro-batches: it was {before.get(place)} and is {after.get(place)}. Change it after this loop (as "
+            f"micro-batches: it was {before.get(key)} and is {after.get(key)}. Change it after this loop (as "
             "scheduler.step() does), or before run.steps (if it is a buffer that the first batch makes)"
         )
 

@@ -1,4 +1,4 @@
-"""One micro-batch as the script computes it: its losses, their weight, and what is wrong with them."""
+"""One micro-batch as the script computes it: its losses and their weight, and the checks of both."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Microbatch:
         """Check that the script has called backward.
 
         Raises:
-            StepError: it has not.
+            StepError: the script has not called it.
         """
         if self._first_weight is None:
             raise StepError(

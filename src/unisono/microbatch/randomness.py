@@ -1,6 +1,6 @@
-"""Random numbers that depend on the place in the run, not on the worker.
+"""Random numbers that depend on the position in the run, not on the worker.
 
-The generators of torch, CUDA, numpy and random are set from ``(seed, place)`` before everything that
+The generators of torch, CUDA, numpy and random are set from ``(seed, position)`` before everything that
 may draw: the head of a step, a micro-batch, a sample. Setting ``torch.default_generator`` takes a microsecond,
 where ``torch.manual_seed`` visits the generators of every kind of device.
 """
@@ -27,6 +27,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_at(seed: int, *place: int | str) -> None:
-    """Set all generators for one place of a run, e.g. ``seed_at(7, "microbatch", step, index)``."""
-    seed_everything(seed_of(seed, *place))
+def seed_at(seed: int, *position: int | str) -> None:
+    """Set all generators for one position in a run, e.g. ``seed_at(7, "microbatch", step, index)``."""
+    seed_everything(seed_of(seed, *position))

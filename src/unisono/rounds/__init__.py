@@ -1,8 +1,8 @@
-"""What the members of a run do together: rounds.
+"""Rounds: the common work of the members of a run.
 
 A **round** is work that is cut into leaves. Each member computes the leaves that the plan gives it, and at the end all
 members put the results together. The sum of a step's gradients is a round, and so are an evaluation and a checkpoint
-that everybody waits for; each kind is one file of this folder. `unisono.rounds.life` plays any of them, and lets it
+that all members wait for; each kind is one file of this folder. `unisono.rounds.life` plays any of them, and lets it
 survive the loss of members. A new kind of round is one new file with a class that has the methods of `Round`.
 """
 
@@ -30,7 +30,7 @@ class Finished(Protocol):
         """Take part in the others' repetition of the round, without any node. Collective.
 
         Args:
-            plan: which member of the new generation holds which nodes; this member holds none.
+            plan: by rank of the new generation, the nodes of each member; this member has none.
 
         Raises:
             PeerLost, DeadlineExceeded: another member was lost. DivergenceError: the repetition gave other bits.
@@ -62,9 +62,9 @@ class Round(Protocol):
         """Get ready to compute; called once, with the first plan, which may give this member no leaf. Local."""
 
     def compute(self, plan: Plan) -> Iterator[object]:
-        """Compute the leaves that the plan gives this member and that it does not have. Local.
+        """Compute the leaves of this member in the plan that it has not computed yet. Local.
 
-        Whatever it yields goes to the script.
+        Every value that this yields goes to the script.
         """
 
     def combine(self, plan: Plan) -> Finished:
@@ -78,7 +78,7 @@ class Round(Protocol):
 
 
 class Reporter(Protocol):
-    """Takes part in every combine with a report of its own: the one that writes checkpoints and the journal."""
+    """Sends a report with every combine: the part of a member that writes checkpoints and the journal."""
 
     def report(self) -> CheckpointReport:
         """Return this member's report; may wait for a copy in memory. Called before every combine."""
@@ -91,7 +91,7 @@ class Reporter(Protocol):
 
 
 class Nothing:
-    """The result before the first round, and the reporter of a run that keeps nothing."""
+    """Result before the first round, and reporter of a run without checkpoints and journal."""
 
     layout: FlatLayout | None = None
 

@@ -1,4 +1,4 @@
-"""How a member gets into a run with its state: as one of the first, or as a newcomer."""
+"""Admission of a member to a run, with the run's state: as one of the first members, or as a newcomer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class _Fresh:
 
 @dataclass(frozen=True)
 class _BeginsLater:
-    """The run begins at a position of a later phase, and this member has the models of that position."""
+    """The run begins in a later phase, at this position, and this member has the models of that position."""
 
     position: Position
 
 
 @dataclass(frozen=True)
 class _Arrived:
-    """A newcomer holds the run's state, which it puts in force when its script comes to that position."""
+    """This member, a newcomer, has received the run's state, and loads it when the script reaches the state's phase."""
 
     source: Report
     state: dict[str, Any]
@@ -62,8 +62,8 @@ class Admission:
 
         Args:
             recipe: of this phase, as this member's script has it.
-            begin: called on one member of a run that begins: loads the state that it shall begin with, and returns the
-                position of that state; None: the beginning. Of a state of a later phase it loads the models only.
+            begin: called on one member of a run that begins. Loads the state to begin with, and returns the position of
+                that state; None: the beginning. Of a state of a later phase it loads the models only.
 
         Returns:
             False if the run is in a later phase; call again there.
@@ -97,10 +97,10 @@ class Admission:
     def _begin_together(
         self, reports: list[Report], phase: int, recipe: dict[str, int | bool], begin: Begin
     ) -> Position | None:
-        """The run begins, and nobody has its state yet. Collective.
+        """Begin a run that no member has the state of. Collective.
 
         Returns:
-            The position at which all begin now; None: not all members have come to that position in their scripts.
+            The position at which all begin now; None: not all scripts have reached its phase yet.
         """
         self._check_recipe(reports[0], phase, recipe)
         position = self._load(begin)
@@ -121,7 +121,7 @@ class Admission:
         return position
 
     def _load(self, begin: Begin) -> Position | None:
-        """Return what rank 0 has found to begin with. Collective."""
+        """Return the position that rank 0 has loaded a state for; None: the beginning. Collective."""
         with self._team.waiting():
             payload = msgspec.msgpack.encode(begin()) if self._team.rank == 0 else b""
             return msgspec.msgpack.decode(self._team.exchange.all_gather(payload)[0], type=Position | None)
@@ -134,9 +134,9 @@ class Admission:
         self._state = _Arrived(now[self._team.rank], state)
 
     def _arrive(self, arrived: _Arrived, phase: int, recipe: dict[str, int | bool]) -> bool:
-        """Put the received state in force if the script has come to its position, else only the models.
+        """Load the received state if the script has reached its phase, else only the models.
 
-        The code before the next phase may compute data with the models. What it will track may not be made yet.
+        The code before the next phase may compute data with the models. Objects of that phase may not exist yet.
         """
         source = arrived.source
         if source.phase > phase:

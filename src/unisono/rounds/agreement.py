@@ -1,9 +1,9 @@
-"""Compare the workers: do all of them still hold, and compute, the same bits?
+"""Comparison of the workers: all of them must hold, and compute, the same bits.
 
 With the sums of a step every member sends digests of its state and of micro-batches that two members have computed
 (`unisono.decisions.checks` has the reasons and the steps). All members see the same digests after the commit, before
-anything is updated, so all raise the same error. Only then do they send each other the details of what they have, to
-name what differs.
+anything is updated, so all raise the same error. Only then do they exchange the details of their states or
+gradients, to name the first difference.
 
 Members whose arithmetic differs (another processor, another version of torch) were admitted with a warning that the
 same bits no longer hold. Their micro-batches are not compared, and a state that differs is another warning.
@@ -47,7 +47,7 @@ class Digests(msgspec.Struct, frozen=True):
 
     arithmetic: int
     objects: dict[str, str]
-    """By name; empty where the member has nobody to be compared with."""
+    """By name; empty where there is no other member to compare with."""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class Agreement:
         self._has_warned = False
 
     def start_step(self, number: int, total: int) -> None:
-        """Decide what is compared at a step, and take the digest of the state if it is.
+        """Decide whether a step is compared and rehearsed, and take the digest of the state if it is compared.
 
         Args:
             number: of the step within ``run.steps``.
@@ -97,7 +97,7 @@ class Agreement:
             self._digest = self._digest_of_state()
 
     def rehearsal(self, plan: Plan) -> Rehearsal | None:
-        """Return what this member computes for others in this step; None: it is no rehearsal."""
+        """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
         return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
     def expected(self, number: int, total: int, plan: Plan) -> int | None:
@@ -106,7 +106,7 @@ class Agreement:
         Args:
             number: of the step within ``run.steps``.
             total: its number in the run.
-            plan: what the plan of that step will probably be.
+            plan: the probable plan of that step.
         """
         if (
             self._members.size < 2
@@ -176,7 +176,7 @@ class Agreement:
             for tracked, value in self._tracked.compared().items()
             for name, text in described(value, tracked).items()
         }
-        details = self._tell(telemetry, _Details(state=mine))
+        details = self._exchange(telemetry, _Details(state=mine))
         what = _first_difference(details, ranks[0], usual, ids) if details else ""
         raise DivergenceError(
             f"the workers have drifted apart: at step {self._step} the state of "
@@ -185,7 +185,9 @@ class Agreement:
 
     def _leaves_differ(self, telemetry: Sequence[StepTelemetry], owner: int, helper: int) -> None:
         ids, leaf = self._members.worker_ids, telemetry[owner].own_leaf
-        details = self._tell(telemetry, _Details(leaves=[one for one in (self._own, self._other) if one is not None]))
+        details = self._exchange(
+            telemetry, _Details(leaves=[one for one in (self._own, self._other) if one is not None])
+        )
         what = ""
         if details:
             mine, theirs = (
@@ -198,7 +200,7 @@ class Agreement:
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 
-    def _tell(self, telemetry: Sequence[StepTelemetry], details: _Details) -> list[_Details]:
+    def _exchange(self, telemetry: Sequence[StepTelemetry], details: _Details) -> list[_Details]:
         """Return the details of all members, by rank; empty where they cannot be exchanged any more."""
         if any(each.compared_step != self._step for each in telemetry):
             return []  # a member that has finished this step before a loss does not compare it again

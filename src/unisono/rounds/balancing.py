@@ -1,4 +1,4 @@
-"""Who computes which micro-batches of the next step: by the paces that the members have told each other."""
+"""Plans of the coming steps, from the paces in the telemetry, and help for late members within a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Balancing", "Helping"]
 
 LEAST_PAUSE_S = 0.0005
 MOST_PAUSE_S = 0.02
-"""A member that is done looks this often whether another is late: four times in the time of a micro-batch."""
+"""A member that is done checks this often whether another one is late: four times in the time of a micro-batch."""
 
 
 class Helping:
@@ -87,12 +87,12 @@ class Balancing:
         return Helping(self._team, work, [paces[rank] for rank in ranks], plan.ranges[self._team.rank])
 
     def observe(self, telemetry: Sequence[StepTelemetry], share: Share) -> None:
-        """Take note of the telemetry of all members, by rank, after a combine."""
+        """Record the telemetry of all members, by rank, after a combine."""
         if self.is_first_of_generation:
             self._generation = self._team.generation
             self._balance = Balance(self._team.size, [each.first_of_host for each in telemetry])
         self._balance.observe([each.leaves for each in telemetry], [each.data_s + each.compute_s for each in telemetry])
-        # The last member to arrive has waited for nobody: its time is that of the exchange itself.
+        # The last member to arrive has not waited: its time is the time of the exchange itself.
         last_seconds = min(each.last.exchange + each.last.waiting for each in telemetry)
         self._balance.observe_exchange(last_seconds, share.plan, share.num_leaves)
 

@@ -1,4 +1,4 @@
-"""From a generation's notice to its exchange: which kind, and how its members are connected."""
+"""Choice and construction of the exchange of a generation, from its notice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AUTO", "EXCHANGES", "build_exchange", "choose_kind", "hosts_of"]
 AUTO = "auto"
 """The name of the fastest exchange for the members at hand."""
 EXCHANGES: dict[str, Builder] = {"shared": shared.build, "gloo": network.build, "two-level": two_level.build}
-"""Every exchange by its name, which ``--exchange`` accepts. A new one is a row here."""
+"""Every exchange by its name, which ``--exchange`` accepts. A new exchange is one more row here."""
 
 
 def hosts_of(notice: Notice) -> list[range]:
@@ -44,8 +44,8 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
         raise UsageError(f"the exchange {wanted!r} is unknown; choose one of {', '.join((AUTO, *EXCHANGES))}")
     hosts = hosts_of(notice)
     can_share = device.type == "cpu" and all(info.page for info in notice.members)
-    places = collections.Counter((info.host, info.device) for info in notice.members)
-    (host, shared), number = places.most_common(1)[0]
+    devices = collections.Counter((info.host, info.device) for info in notice.members)
+    (host, shared), number = devices.most_common(1)[0]
     if device.type == "cuda" and number > 1:
         raise UsageError(
             f"{number} workers of {host} compute on {shared}, and NCCL connects one worker a GPU; start as many "
@@ -70,7 +70,7 @@ def build_exchange(
     """Begin to connect this worker with the others of a generation; does not wait for them.
 
     Raises:
-        UsageError: these members cannot be connected like that.
+        UsageError: these members cannot be connected by the wanted exchange.
     """
     if len(notice.members) == 1 and device.type != "cpu":
         return Alone(device)

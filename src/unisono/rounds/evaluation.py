@@ -4,12 +4,12 @@ A batch is a leaf: it is evaluated once, by the member that the plan names, and 
 the order of the tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the
 workers.
 
-A batch must leave nothing behind: one worker has evaluated it, the others have not. So modes and buffers are put back
-after each batch. With its totals each worker sends digests of everything that is tracked, as it is afterwards: workers
-whose models are not the same any more would go on together and mix their results.
+A batch must change no state, because only one worker evaluates it. So modes and buffers are put back after each batch.
+With its totals each worker sends digests of all tracked objects, taken after its last batch; without this check,
+workers whose models have become different would go on together and mix their results.
 
 Now and then each worker evaluates a batch of another one as well. The totals must be equal: a function that counts or
-remembers gives others.
+keeps state gives other totals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Totals = dict[str, Any]
 
 
 class Evaluator:
-    """Evaluates batches, and puts back what the function leaves behind. Local."""
+    """Evaluates batches, and puts back the modes and buffers that the function has changed. Local."""
 
     def __init__(
         self, fetcher: Fetcher, function: Callable[[Any], Mapping[str, Any]], tracked: Tracked, *, seed: int
@@ -54,7 +54,7 @@ class Evaluator:
         Args:
             fetcher: batches are fetched as (0, batch).
             function: batch -> totals of this batch by name.
-            tracked: whose modules are in the mode that they shall have.
+            tracked: its modules are in the mode in which they are to be evaluated.
         """
         self._fetcher = fetcher
         self._function = function
@@ -169,7 +169,7 @@ def evaluate(rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearse
 
 
 def evaluate_alone(evaluator: Evaluator, *, num_batches: int) -> Totals:
-    """Evaluate all batches here: before the training every worker does so for itself. Local."""
+    """Evaluate all batches in this worker. Before the training every worker does so for itself. Local."""
     have = {}
     for batch in range(num_batches):
         have[batch] = evaluator.totals(batch)
@@ -181,7 +181,7 @@ def check_batches(num_samples: int, batch_size: int) -> int:
     """Return how many batches an evaluation has.
 
     Raises:
-        RecipeError: none.
+        RecipeError: the dataset is empty, or the batch size is below 1.
     """
     if num_samples < 1:
         raise RecipeError("run.evaluate got an empty dataset (length 0)")
@@ -227,7 +227,7 @@ def _check_rehearsal(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> 
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What one member tells the others: the totals of its batches, and digests of what it tracks."""
+    """Payload of one member: the totals of its batches, and digests of its tracked objects."""
 
     skeleton: bytes
     tensors: list[tuple[str, list[int], bytes]]

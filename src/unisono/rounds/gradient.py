@@ -35,11 +35,11 @@ __all__ = ["CommittedStep", "GradientRound", "StepContext"]
 
 @dataclass
 class StepContext:
-    """What all steps of one ``run.steps`` share."""
+    """Everything that the steps of one ``run.steps`` share."""
 
     rounds: Rounds
     folder: Callable[[], GradientFolder]
-    """Returns the folder of the parameters that are trained now. Collective when these have changed."""
+    """Returns the folder of the parameters that are trained now. Collective if these have changed."""
     fetcher: Fetcher
     cursor: Cursor
     seed: int
@@ -56,7 +56,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """The sums of a step, as far as a member that stands by must know them."""
+    """A finished step, kept so that this member can stand by when others repeat it."""
 
     members: Members
     step: int
@@ -105,7 +105,7 @@ class GradientRound:
 
     @property
     def number(self) -> int:
-        """Of this step within the run."""
+        """Number of this step within the run."""
         return self._context.first_number + self._position.number
 
     @property
@@ -120,7 +120,7 @@ class GradientRound:
         return self._scalars[0] * self.scale
 
     def release(self) -> None:
-        """The script does not need the gradients any more."""
+        """Free the slot of the gradients, which the script no longer needs."""
         self._members.release_result()
 
     # -- the round -----------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class GradientRound:
         self._clock.switch("exchange")
 
     def combine(self, plan: Plan) -> CommittedStep:
-        """Sum what all members have folded: the commit of the step."""
+        """Sum the nodes of all members: the commit of the step."""
         self._context.guards.finish_step(self._position.number)
         self._clock.switch("exchange")
         self._note_progress(-1)
@@ -218,7 +218,7 @@ class GradientRound:
 
     def _rehearse(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
-        self._clock.switch("other")  # it says nothing about how fast this member is
+        self._clock.switch("other")  # this time must not count for the pace of this member
         batch = self._fetch(leaf)
         self._folder.start_leaf(leaf, self._members.new_slot, apart=True)
         seed_at(self._context.seed, "microbatch", self.number, leaf)
@@ -250,7 +250,7 @@ class GradientRound:
         return self._context.fetcher.fetch(self._position.number, leaf)
 
     def _fold(self) -> list[Any]:
-        """Fold what the script has computed; returns slots that are free again."""
+        """Fold the gradients of the micro-batch that the script has computed; returns slots that are free again."""
         microbatch, self.microbatch = self.microbatch, None
         assert microbatch is not None
         microbatch.finish()
@@ -259,7 +259,7 @@ class GradientRound:
         return freed
 
     def _offer_rows(self, plan: Plan) -> None:
-        """While the last backward runs, tell the exchange which rows of this member's nodes are complete."""
+        """Let the exchange know, while the last backward runs, which rows of this member's nodes are complete."""
         node, slot = self._folder.target
         planned = plan.nodes[self._members.rank]
         nodes = self._members.slots.nodes
@@ -273,15 +273,15 @@ class GradientRound:
             try:
                 exchange.offer(share, rows_ready)
             except LOST:
-                folder.watch_rows(None)  # the combine will find out
+                folder.watch_rows(None)  # the combine will raise the same
 
         folder.watch_rows(offer)
 
-    # -- what is told --------------------------------------------------------------------------------
+    # -- progress and telemetry ----------------------------------------------------------------------
 
     @property
     def scale(self) -> float:
-        """Power of two by which weights are divided, which is exact: gradients have the magnitude of a mean."""
+        """Power of two that divides all weights, without rounding, so that gradients have the magnitude of a mean."""
         return float(2.0 ** math.floor(math.log2(self._position.microbatch_size)))
 
     def _note_progress(self, leaf: int, samples: Callable[[], Sequence[int]] | None = None) -> None:

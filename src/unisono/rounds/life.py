@@ -1,7 +1,7 @@
-"""The life of a round, and how it survives the loss of members. Read `Rounds.play` first.
+"""The life of a round, and how the round survives the loss of members. Read `Rounds.play` first.
 
-Rounds are counted. A round is over for a member when it has seen the commit; a member that is lost at that moment can
-leave others who have not seen it. So two members are never more than one round apart, and after a loss:
+Rounds are counted. A round is over for a member that has seen the commit; when a member is lost at that moment, others
+may not see the commit. So two members are never more than one round apart, and after a loss:
 
 1. the survivors enter the next generation and **meet**: each reports its round and the nodes of it that it has;
 2. the members in the earlier round plan what is missing of it from these reports, compute it, and combine. A member
@@ -43,7 +43,7 @@ class Rounds:
     Args:
         tracked: the state that newcomers get.
         reporter: takes part in every combine.
-        layout: who holds what of the state, from the ids of the members.
+        layout: returns the layout of the state, from the ids of the members.
 
     Attributes:
         members: what a round exchanges with.
@@ -93,7 +93,7 @@ class Rounds:
             try:
                 yield from round_.compute(plan)
                 self._finished = round_.combine(plan)
-                break  # committed: whoever is lost from here on, this member holds the result
+                break  # committed: whichever member is lost from here on, this one holds the result
             except LOST as lost:
                 plan = self._recover(round_, lost)
             except BaseException:
@@ -137,7 +137,7 @@ class Rounds:
         return self._catch_up(self.team.regroup(self.report(have), lost), have)
 
     def _catch_up(self, reports: Sequence[Report], have: Collection[Node] = ()) -> Met | Behind:
-        """After a meeting, stand by the members that are a round behind, until none is. Collective."""
+        """Stand by the members that are a round behind, after a meeting, until none is. Collective."""
         while True:
             try:
                 rounds = {report.round for report in reports}
@@ -166,10 +166,10 @@ class Rounds:
         self._finished.stand_by(plan_of_missing(reports, behind.round, behind.num_leaves))
 
     def report(self, have: Collection[Node] = ()) -> Report:
-        """Return what this member tells the others when they meet.
+        """Return the report that this member sends to the others when they meet.
 
         Args:
-            have: the nodes of the current round that it has complete.
+            have: the complete nodes of this member in the current round.
         """
         current = self._round
         return Report(
@@ -189,15 +189,15 @@ class Rounds:
     # -- between two rounds --------------------------------------------------------------------------
 
     def enter_phase(self, recipe: dict[str, int | bool], position: Position) -> None:
-        """A phase of the script begins here, with its own recipe. Local."""
+        """Note that a phase of the script begins, with its own recipe. Local."""
         self._recipe, self.position = recipe, position
 
     def move_to(self, position: Position) -> None:
-        """The script is at this step now. Local."""
+        """Note that the script is at this step now. Local."""
         self.position = position
 
     def start_at(self, number: int, position: Position, *, is_newcomer: bool = False) -> None:
-        """Take part from this round on, holding the run's state. Local.
+        """Take part from this round on, with the run's state. Local.
 
         Args:
             is_newcomer: this member joins after the others have decided whether to stop at this boundary.
@@ -225,7 +225,7 @@ class Rounds:
         """
         begun = self._standing.begun
         if begun or isinstance(self._standing, Behind):
-            # A loss has brought this member here when others had gone on already: all do what these have begun.
+            # After a loss, other members have begun the next round already: all members play the round of these.
             return CHECKPOINT in begun
         if (self.position.phase, self.position.step) == self._joined_at:
             return False
@@ -242,7 +242,7 @@ class Rounds:
         agreed = self.members.agreed_generation
         if not isinstance(self._standing, Behind) and agreed > self.team.generation:
             self._enter(lambda: self.team.switch(agreed, self.report()))
-        # Where others have gone on already, the pause comes after the step that these have begun.
+        # If other members have begun the next step already, the pause comes after that step.
         while not isinstance(self._standing, Behind) and not self._standing.begun and self.team.paused():
             self._enter(lambda: self.team.wait_until_resumed(self.report()))
 

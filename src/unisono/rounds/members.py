@@ -1,4 +1,4 @@
-"""This member among those of its generation, as a round uses them: exchanges, plans and telemetry."""
+"""Members of the generation as a round uses them: exchanges, plans and telemetry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Gathered", "Members", "Summed"]
 
 @dataclass(frozen=True)
 class Summed:
-    """What all members hold after a sum."""
+    """Result of a sum, equal on all members but for ``waiting_s``."""
 
     slot: Slot
     """Gradients and float buffers are means, the rest of the tail are sums."""
@@ -51,7 +51,7 @@ class Members:
         self.balancing = Balancing(team, enabled=balance)
         self.slots = Slots()
         self.agreed_generation = 0
-        """The newest planned generation of which all members have heard: they can move there at the next boundary."""
+        """The newest planned generation whose notice all members have: they can move there at the next boundary."""
         self._reporter = reporter
         self._layout = layout
 
@@ -70,12 +70,12 @@ class Members:
 
     @property
     def arithmetic(self) -> int:
-        """A fingerprint of what this worker's arithmetic depends on."""
+        """Fingerprint of everything that this worker's arithmetic depends on."""
         return self.team.arithmetic
 
     @property
     def exchange(self) -> Exchange:
-        """That of the current generation."""
+        """The exchange of the current generation."""
         return self.team.exchange
 
     def state_layout(self) -> StateLayout:
@@ -87,7 +87,7 @@ class Members:
         return self.balancing.predicted(num_leaves)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While in it, this member waits for others, and is not late. Local."""
+        """Return a context in which this member waits for others, and so is not late itself. Local."""
         return self.team.waiting()
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -117,11 +117,11 @@ class Members:
                 checkpoint=self._reporter.report(),  # may wait for a copy in memory
             )
             combined = combine(exchange, share, own.pack())
-        told = [StepTelemetry.unpack(each) for each in combined.telemetry]
-        self._reporter.on_reports([each.checkpoint for each in told], generation, self.worker_ids)
-        self.agreed_generation = min(each.newest_generation for each in told)
-        self.balancing.observe(told, share)
-        by_worker = dict(zip(self.worker_ids, told, strict=True))
+        received = [StepTelemetry.unpack(each) for each in combined.telemetry]
+        self._reporter.on_reports([each.checkpoint for each in received], generation, self.worker_ids)
+        self.agreed_generation = min(each.newest_generation for each in received)
+        self.balancing.observe(received, share)
+        by_worker = dict(zip(self.worker_ids, received, strict=True))
         return Summed(combined.slot, combined.digest, by_worker, combined.waiting_s)
 
     def new_slot(self) -> Slot:
@@ -133,12 +133,12 @@ class Members:
         self.team.exchange.release(slot)
 
     def release_result(self) -> None:
-        """Give the result of the last sum back: the script does not read it any more. Local."""
+        """Give the result of the last sum back: the script no longer reads it. Local."""
         self.slots.release_result(self.team.exchange)
 
 
 class Gathered:
-    """The result of a round whose members exchange payloads: one payload that holds the parts of all members."""
+    """Result of a round whose members exchange payloads: one payload that holds the parts of all members."""
 
     layout: FlatLayout | None = None
 
@@ -147,5 +147,5 @@ class Gathered:
         self._payload = payload
 
     def stand_by(self, plan: Plan) -> None:
-        """Give the slower members everything that they lack."""
+        """Send the slower members all parts, which they lack."""
         self._members.gather(self._payload)

@@ -1,4 +1,4 @@
-"""Where a member stands among the others, between two rounds and after a loss: values, and what follows from them."""
+"""Reports that members exchange when they meet, and how far a member is against the others."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["Behind", "Level", "Met", "Report", "Standing", "check_alike", "plan_
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member tells the others when they meet."""
+    """Report that a member sends to the others when they meet."""
 
     fresh: bool
-    """It does not have the state of the run."""
+    """The member does not have the state of the run."""
     phase: int
     step: int
-    """The step within the phase that this member is at or will begin next."""
+    """The step within the phase that the member is in or will begin next."""
     round: int
-    """The round that it has not finished yet."""
+    """The round that the member has not finished yet."""
     kind: str = ""
-    """Of the round that it has begun; "" between two rounds."""
+    """Kind of the round that the member has begun; "" between two rounds."""
     title: str = ""
-    """The same for a reader: "a step of 8 micro-batches"."""
+    """Title of that round: "a step of 8 micro-batches"."""
     num_leaves: int = 1
     have: list[tuple[int, int]] = []
-    """Nodes of that round that it has finished."""
+    """Nodes of that round that the member has finished."""
     lines: int = 0
     """Lines of the journal."""
     total: int = 0
     """Steps of the run that are done, of all phases."""
     recipe: dict[str, int | bool] = {}
-    """Of the phase in which the member got in, or would."""
+    """Recipe of the phase in which the member was admitted, or asks to be."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ Standing = Level | Met | Behind
 
 
 def plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int) -> Plan:
-    """Return who computes what of a round, given what the members that have not finished it hold."""
+    """Return the plan of the missing leaves of a round, from the nodes of the members that have not finished it."""
     if not any(report.have for report in reports) and all(report.round == number for report in reports):
         return plan(len(reports), num_leaves)
     able = [report.round == number for report in reports]
@@ -85,10 +85,10 @@ def plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int) -> 
 
 
 def check_alike(reports: Mapping[str, Report], step: int) -> None:
-    """Compare what the members, by worker id, have begun.
+    """Compare the rounds that the members, by worker id, have begun.
 
     Raises:
-        StepError: members have begun the same round as different things, and would wait for each other for ever.
+        StepError: members have begun rounds of different kinds, and would wait for each other for ever.
     """
     begun = {worker: report.title for worker, report in reports.items() if report.kind}
     if len(set(begun.values())) > 1:

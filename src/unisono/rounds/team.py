@@ -1,8 +1,8 @@
-"""The peers of this worker: the generation that it is in, and how it gets into the next.
+"""Team: the peers of this worker in the current generation, and the way into the next.
 
-A run alone has a team of one. In a team, the head numbers the generations and says who is in each. What the members do
-is collective: they call the same things in the same order. When a member is lost, the survivors meet in the next
-generation and tell each other which round they are in and which nodes of it they have; see `unisono.rounds.life`.
+A run alone has a team of one. Otherwise the head numbers the generations and names the members of each. The members
+call the same collective methods in the same order. When a member is lost, the survivors meet in the next
+generation and report their rounds and the nodes that they have of these; see `unisono.rounds.life`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from unisono.rounds.standing import Report
 __all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Team"]
 
 LOST = (PeerLost, DeadlineExceeded)
-"""What ends a generation for its members: they meet again in the next."""
+"""Errors that end a generation for its members, which meet again in the next."""
 Samples = Callable[[], Sequence[int]]
-"""Gives the indices of a micro-batch's samples."""
+"""Returns the indices of a micro-batch's samples."""
 
 
 class LeftBehind(RunStopped):
@@ -36,14 +36,14 @@ class LeftBehind(RunStopped):
 
 
 class Team(Protocol):
-    """What a run needs of its peers."""
+    """The members of the current generation, as a run sees them. Complete: `AloneTeam` and `HeadTeam`."""
 
     rank: int
     size: int
     generation: int
     worker_ids: tuple[str, ...]
     arithmetic: int
-    """A fingerprint of what this worker's arithmetic depends on."""
+    """Fingerprint of everything that this worker's arithmetic depends on."""
 
     @property
     def exchange(self) -> Exchange:
@@ -88,7 +88,7 @@ class Team(Protocol):
     def at(
         self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
     ) -> None:
-        """Note progress, for who asks.
+        """Note progress, for the next heartbeat.
 
         Args:
             evaluates: ``microbatch`` is a batch of an evaluation.
@@ -203,9 +203,9 @@ class HeadTeam:
         self._warnings: dict[str, None] = {}
         self._said_ready = False
         self._num_waits = 0
-        member.on_notice(self._heard)
+        member.on_notice(self._receive)
         if (notice := member.latest()) is not None:
-            self._heard(notice)
+            self._receive(notice)
 
     @property
     def exchange(self) -> Exchange:
@@ -215,7 +215,7 @@ class HeadTeam:
 
     # -- the connection's thread ---------------------------------------------------------------------
 
-    def _heard(self, notice: Notice | None) -> None:
+    def _receive(self, notice: Notice | None) -> None:
         with self._changed:
             if notice is None:
                 self._alarm = self._member.ended()
@@ -362,7 +362,7 @@ class HeadTeam:
             return max((n.generation for n in self._notices.values() if n.immediate), default=0)
 
     def _await(self, wanted: Callable[[Notice], bool]) -> Notice:
-        """The newest notice after this generation that is wanted. Ends with it or with the run."""
+        """Wait for a ``wanted`` notice of a later generation, and return the newest. Raises at the end of the run."""
         with self.waiting(), self._changed:
             while True:
                 self.check_ended()
@@ -372,7 +372,7 @@ class HeadTeam:
                 self._changed.wait(1.0)
 
     def _enter(self, notice: Notice) -> None:
-        """Leave the old exchange and build that of a generation."""
+        """Leave the old exchange, and build the exchange of a generation."""
         self.close()
         with self._changed:
             self.generation = notice.generation

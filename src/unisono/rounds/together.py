@@ -1,4 +1,4 @@
-"""A round that is over when the first member has done something: a checkpoint that everybody waits for."""
+"""Round that is over when the first member has done its work: a checkpoint that all members wait for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Together:
 
     Args:
         work: called on all members, perhaps more than once; it may do nothing on all but the first.
-        payload: told to all members.
+        payload: sent to all members.
     """
 
     kind: Final = CHECKPOINT

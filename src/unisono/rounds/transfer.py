@@ -1,4 +1,4 @@
-"""How the state of a run gets from one member to the others."""
+"""Transfer of the state of a run from one member to the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BROADCAST_BYTES = 16 << 20
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What goes before the tensors of a state."""
+    """Header of a state: everything but the content of its tensors."""
 
     skeleton: bytes
     kinds: list[tuple[str, list[int]]]
@@ -50,10 +50,10 @@ def share_state(
 
     Args:
         reports: of all members, by rank.
-        unwritten_lines: of the journal, which newcomers may have to write.
+        unwritten_lines: returns the lines of the journal that newcomers may have to write.
 
     Returns:
-        The reports as they are now: a newcomer stands where its source stands. And the state, on a newcomer.
+        The reports as they are now (a newcomer gets the report of its source), and on a newcomer the state.
     """
     team = members.team
     if all(report.fresh for report in reports):
@@ -111,7 +111,7 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
 
 
 def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> dict[str, Any]:
-    """Return the state of rank ``source``, which gives it as ``packed``. Collective."""
+    """Broadcast the state that rank ``source`` passes as ``packed``, and return it on all members. Collective."""
     mine = packed if exchange.rank == source else None
     own = msgspec.msgpack.encode(_Header.of(mine)) if mine is not None else b""
     header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=_Header)

@@ -1,4 +1,4 @@
-"""The buffers of the tracked modules: every micro-batch starts from the step's, and its changes are summed."""
+"""Buffers of the tracked modules: every micro-batch starts from the buffers of the step, and its changes are summed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ COMPARED_FROM = 1 << 16
 
 
 class Buffers:
-    """The buffers of the tracked modules: every micro-batch starts from the step's, and its changes are summed.
+    """Buffers of the tracked modules: every micro-batch starts from those of the step, and its changes are summed.
 
-    One that is not persistent and gets another shape is a cache (of a mask, of rotations): it is left alone.
+    A buffer that is not persistent and gets another shape is a cache (of a mask, of rotations) and is left alone.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module, str]], shapes: Mapping[int, torch.Size]) -> None:
         """
         Args:
             named: (full name, the module that owns it, its name there).
-            shapes: by index in ``named``, of those that are not persistent: their shape when they were tracked.
+            shapes: by index in ``named``, the shapes of buffers that are not persistent, when they were tracked.
         """
         self._shapes = shapes
         self.owners = [(module, attribute) for _, module, attribute in named]
@@ -37,7 +37,7 @@ class Buffers:
         return [self._tensor(index) for index in range(len(self.owners))]
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """For the layout: a cache has the shape that it had when it was tracked, which all workers know."""
+        """Return (name, buffer) for the layout. A cache has the shape of when it was tracked, equal on all workers."""
         tensors = self.tensors()
         for index, shape in self._shapes.items():
             if tensors[index].shape != shape:
@@ -45,7 +45,7 @@ class Buffers:
         return list(zip(self.names, tensors, strict=True))
 
     def start_step(self) -> None:
-        """Remember what every micro-batch of this step starts from."""
+        """Remember the values that every micro-batch of this step starts from."""
         current = self.tensors()
         if not self._start:
             self._start = [now.detach().clone() for now in current]
@@ -56,7 +56,7 @@ class Buffers:
         self._seen = [(now, now._version) for now in current]
 
     def take_changes(self, out: Sequence[Tensor], weight: float) -> None:
-        """Write what the micro-batch changed to ``out`` (float buffers: times its weight), and undo it."""
+        """Write the changes of the micro-batch to ``out`` (of float buffers: times its weight), and undo them."""
         for index, (start, now) in enumerate(zip(self._start, self.tensors(), strict=True)):
             change = out[index]
             if change.shape != now.shape and start.shape == now.shape:  # a cache that has grown before
@@ -71,7 +71,7 @@ class Buffers:
                 continue
             torch.sub(now.to(change.dtype), start.to(change.dtype), out=change)
             if start.dtype.is_floating_point:
-                # inf - inf is NaN: what did not change, changed by 0.
+                # inf - inf is NaN, but an entry that did not change has changed by 0.
                 change.mul_(weight).masked_fill_(now == start, 0.0)
             now.copy_(start)
             self._seen[index] = (now, now._version)
@@ -87,7 +87,7 @@ class Buffers:
         """Add the step's changes: the weighted mean for float buffers, the sum for integer ones, any for flags."""
         for index, (start, now, change) in enumerate(zip(self._start, self.tensors(), changes, strict=True)):
             if change.numel() and bool(change.any()):
-                # A flag was turned over by one micro-batch or by several: that is the same.
+                # A flag is turned over whether one micro-batch or several have turned it over.
                 step = change.sign() if start.dtype is torch.bool else change
                 moved = (start.to(change.dtype) + step).to(start.dtype)
                 if start.dtype.is_floating_point and bool((start.isinf() & moved.isnan()).any()):
@@ -109,10 +109,10 @@ class Buffers:
         return found
 
     def _refuse(self, index: int, start: Tensor, now: Tensor) -> None:
-        """What has no difference may not change, except for a cache.
+        """Check a buffer whose change has no difference to sum: only a cache may change.
 
         Raises:
-            StepError: it did.
+            StepError: another buffer has changed.
         """
         module, attribute = self.owners[index]
         if start.shape != now.shape and attribute not in module._non_persistent_buffers_set:
@@ -128,10 +128,10 @@ class Buffers:
             )
 
     def _touched(self, index: int, now: Tensor) -> bool:
-        if 0 in now.stride() and now.numel() > 1:  # it is expanded, and cannot be written
+        if 0 in now.stride() and now.numel() > 1:  # an expanded tensor cannot be written
             return not torch.equal(now, self._start[index])
         tensor, version = self._seen[index]
         if now is not tensor or now._version != version or now.numel() <= COMPARED_FROM:
             return True
-        # The version counter alone does not tell: batch_norm does not count, nor does what is written through `.data`.
+        # The version counter is not enough: batch_norm and writes through `.data` do not count.
         return not torch.equal(now, self._start[index])

@@ -68,7 +68,7 @@ def unpack(skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
 
 
 def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
-    # Containers become [tag, content], so that nothing of the user's can be mistaken for a tag.
+    # Containers become [tag, content], so that no value of the user can be mistaken for a tag.
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_meta:
             raise _refusal(path, f"{str(value.layout).removeprefix('torch.')} tensor on {value.device}")

@@ -1,7 +1,7 @@
-"""What the user tracks: where parameters and buffers are found, and the state that a newcomer receives.
+"""Tracked objects of a run: their parameters and buffers, and the state that a newcomer receives.
 
-The state is the ``state_dict()`` of every tracked object, and what these leave out although the next step depends on
-it: buffers that are not persistent, and which parameters need a gradient.
+The state is the ``state_dict()`` of every tracked object, and two things that a ``state_dict()`` leaves out although
+the next step depends on them: buffers that are not persistent, and which parameters need a gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Calls", "Tracked"]
 
 @dataclass
 class Calls:
-    """How often a script calls backward for one micro-batch, at most. Part of the state: who joins does not know it."""
+    """Highest number of backward calls for one micro-batch. Part of the state, because a newcomer does not know it."""
 
     known: int = 0
     has_looked: bool = False
@@ -37,7 +37,7 @@ class Tracked:
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._first: dict[tuple[int, str], Tensor] = {}
-        """(id of a module, name of a buffer) -> of those that are not persistent, what it was when it was tracked."""
+        """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
 
     def add(self, objects: dict[str, Any]) -> None:
@@ -78,31 +78,31 @@ class Tracked:
     # -- parameters and buffers ----------------------------------------------------------------------
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """All parameters of tracked modules and optimizers, each once, whether they need a gradient or not."""
+        """Return all parameters of tracked modules and optimizers, each once, whether they need a gradient or not."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in self.named_parameters():
             found.setdefault(id(parameter), (name, parameter))
         return list(found.values())
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that need a gradient."""
+        """Return the parameters that need a gradient."""
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by their names in modules and in optimizers; one that is in both has two names."""
+        """Yield the parameters by their names in modules and in optimizers; a parameter in both has two names."""
         for name, module in self.modules.items():
             for path, parameter in module.named_parameters():
                 yield f"{name}.{path}", parameter
         for name, value in self._objects.items():
             if isinstance(value, torch.optim.Optimizer):
                 for group, options in enumerate(value.param_groups):
-                    for place, parameter in enumerate(options["params"]):
-                        yield f"{name}.{group}.{place}", parameter
+                    for index, parameter in enumerate(options["params"]):
+                        yield f"{name}.{group}.{index}", parameter
 
     def buffers(self) -> Buffers:
-        """The buffers of the modules that are trained or tracked; each once.
+        """Return the buffers of the tracked modules; each once.
 
-        One that is not persistent and was not there when its module was tracked is a cache: workers may have it in
+        A buffer that is not persistent and did not exist when its module was tracked is a cache: workers may have it in
         other shapes, or not at all.
         """
         named: list[tuple[str, nn.Module, str]] = []
@@ -122,7 +122,7 @@ class Tracked:
         return Buffers(named, shapes)
 
     def check(self, device: torch.device) -> None:
-        """Refuse what cannot be trained, before anything is."""
+        """Raise UsageError if the tracked objects cannot be trained; warn of probable mistakes."""
         trained = self.trained()
         if not trained:
             raise UsageError("nothing to train: call run.track(model=model, optimizer=optimizer) before run.steps")
@@ -175,7 +175,7 @@ class Tracked:
             )
         for value in self._objects.values():
             if isinstance(value, torch.amp.GradScaler):
-                # It makes its scale when it first sees a loss, which a worker without a micro-batch never shows it.
+                # A GradScaler makes its scale at the first loss, and a worker without a micro-batch has no loss.
                 value.scale(torch.ones((), device=device))
 
     def _warn_of_untracked(self, name: str, module: nn.Module) -> None:
@@ -207,7 +207,7 @@ class Tracked:
         ]
 
     def updated(self) -> set[int]:
-        """The addresses of the tensors that nothing but an update changes: parameters, and the states of optimizers."""
+        """Return the addresses of the tensors that only an update changes: parameters, and the states of optimizers."""
         found = {parameter.data_ptr() for _, parameter in self.parameters()}
         for optimizer in self.optimizers.values():
             for state in optimizer.state.values():
@@ -217,7 +217,7 @@ class Tracked:
     # -- state ---------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+        """Return everything that the next step depends on."""
         return {
             "objects": {name: value.state_dict() for name, value in self._objects.items()},
             "hidden": self._hidden_buffers(),
@@ -226,10 +226,10 @@ class Tracked:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a state that `state` made in another process of the same script.
+        """Load a state that `state` made in another process of the same script.
 
         Raises:
-            StepError: an object was not the same after it had loaded its state; names it.
+            UsageError: the state is of other objects. StepError: an object differs from the state that it has loaded.
         """
         theirs, ours = state["objects"].keys(), self._objects.keys()
         if theirs != ours:
@@ -253,10 +253,10 @@ class Tracked:
                 )
 
     def load_models(self, state: dict[str, Any]) -> None:
-        """Take over the modules of a state whose place in the script is still to come, as far as they are here.
+        """Load the modules of a state of a later phase, as far as this script has made them already.
 
         A script may compute the data of its second training with the model of the first. On a worker that joins in the
-        second, that code finds the model as the run has it now. `load` follows at the place of the state.
+        second, that code finds the model as the run has it now. `load` follows when the script reaches the later phase.
         """
         for name, part in state["objects"].items():
             module = self._objects.get(name)
@@ -265,7 +265,7 @@ class Tracked:
                 same = part.keys() == ours.keys() and all(
                     not isinstance(value, Tensor) or value.shape == ours[key].shape for key, value in part.items()
                 )
-                if same:  # otherwise the script has yet to make it what it is then
+                if same:  # otherwise the script changes the module before the later phase
                     module.load_state_dict(part)
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
@@ -281,12 +281,12 @@ class Tracked:
         }
 
     def digests(self) -> dict[str, str]:
-        """A 64-bit fingerprint of every tracked object, in hexadecimal."""
+        """Return a 64-bit fingerprint of every tracked object, in hexadecimal."""
         return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
-        """By name, the buffers that no ``state_dict`` has. Of a cache that has grown, what it was when it was tracked:
-        states have the same shapes on all workers.
+        """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
+        tracked, so that states have the same shapes on all workers.
         """
         found = {}
         for name, module in self.modules.items():
@@ -300,6 +300,6 @@ class Tracked:
 
 
 def _is_cumulative(module: nn.Module) -> bool:
-    """Whether its running statistics are means over all batches so far."""
+    """Return whether a module has running statistics that are means over all batches so far."""
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return is_batch_norm and module.training and module.momentum is None and module.running_mean is not None

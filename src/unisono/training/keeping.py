@@ -1,4 +1,4 @@
-"""What a run keeps on the disk, as the training loop sees it: the journal, the checkpoints, and a signal to leave."""
+"""Journal and checkpoints of a run, as the training loop sees them, and the signal to leave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Keeper"]
 
 
 class Keeper:
-    """What this member keeps of the run on the disk. It is the `Reporter` of the run's rounds.
+    """Keeps journal and checkpoints on the disk, for this member. It is the `Reporter` of the run's rounds.
 
     Args:
         directory: None keeps nothing.
@@ -79,9 +79,9 @@ class Keeper:
         self._leaving = False
         self._signal_before: Any = None
         self._writes = False
-        """This member writes what one member writes for all, by the newest reports."""
+        """This member writes for all members, by the newest reports."""
         self._misses = False
-        """This member has said that nobody sees the directory any more."""
+        """This member has warned that no member sees the directory any more."""
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -130,12 +130,14 @@ class Keeper:
             self._signal_before = None
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._leaving or not self._process.is_this:  # the second one means it; a fork has no step to finish
+        if (
+            self._leaving or not self._process.is_this
+        ):  # a second signal ends the process at once; a fork has no step to finish
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self._leaving = True
 
-    # -- what others ask -----------------------------------------------------------------------------
+    # -- questions -----------------------------------------------------------------------------------
 
     @property
     def reaches(self) -> bool:
@@ -143,11 +145,11 @@ class Keeper:
         return self._directory.is_seen
 
     def recipe(self, cursor: Cursor, num_steps: int) -> dict[str, int | bool]:
-        """Return what the scripts of all workers must agree on in a phase."""
+        """Return the recipe of a phase, which must be equal in the scripts of all workers."""
         return {**self._resumption.recipe(cursor), "steps": num_steps}
 
     def writes(self, team: Team) -> bool:
-        """Return whether this member writes what one member writes for all: the first that sees the directory."""
+        """Return whether this member writes for all members: it is the first that sees the directory."""
         return self._saver.choose_publisher(team.worker_ids) == team.worker_ids[team.rank]
 
     def request(self) -> None:
@@ -155,7 +157,7 @@ class Keeper:
         self._saver.request()
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Keep what was logged, for the next checkpoint."""
+        """Keep the logged numbers, for the next checkpoint."""
         self._metrics |= metrics
 
     def news(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class Keeper:
     # -- between two steps ---------------------------------------------------------------------------
 
     def boundary(self, rounds: Rounds) -> None:
-        """Leave the run if that was asked for, let the members change, and take a snapshot if one is due. Collective.
+        """Leave the run after SIGTERM, let the members change, and take a snapshot if one is due. Collective.
 
         Raises:
             SystemExit: after SIGTERM, with the exit code of the policy.

@@ -144,7 +144,7 @@ class TrainingLoop:
                 self._folder = None
 
     def leave(self) -> None:
-        """The script has left the loop, perhaps by ``break``: end the step that it got last, if it has begun that.
+        """End the last step, if its inner loop has begun: the script has left the loop, perhaps by ``break``.
 
         Raises:
             StepError: the step has no gradient.
@@ -153,7 +153,7 @@ class TrainingLoop:
         if step is not None and (self.is_open or step.has_begun):
             self._end_step(step)
         if step is not None:
-            # A loop that was left by `break` has not come to its end, where it would have said where it is.
+            # A loop that was left by `break` has not reached its end, where it would have set this position.
             self._move_to(step.number + (1 if step.has_begun else 0))
 
     def is_in_microbatch(self) -> bool:
@@ -163,7 +163,7 @@ class TrainingLoop:
     # -- inside --------------------------------------------------------------------------------------
 
     def _end_step(self, step: Step) -> None:
-        """The script has finished with a step; tell who keeps and shows the run. Once for each step."""
+        """Close a step that the script has finished, and report it to `on_step`. Once for each step."""
         if step.state in (State.CLOSED, State.FAILED):
             return
         step.close()
@@ -175,7 +175,7 @@ class TrainingLoop:
         self._rounds.move_to(position)
 
     def _current_folder(self) -> GradientFolder:
-        """Return the folder of what is trained now. Collective when that has changed."""
+        """Return the folder of the parameters that are trained now. Collective if these have changed."""
         trained, buffers = self._tracked.trained(), self._tracked.buffers()
         if self._folder is not None and self._folder.is_for(trained, buffers):
             return self._folder
@@ -184,7 +184,7 @@ class TrainingLoop:
         frozen = []
         for name, parameter in self._tracked.parameters():
             if not parameter.requires_grad:
-                parameter.grad = None  # of when it was trained; an optimizer would apply it again
+                parameter.grad = None  # from when the parameter was trained; an optimizer would apply it again
                 frozen.append((name, parameter))
         self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.slots)
         self._rounds.use_layout(self._folder.layout)

@@ -1,16 +1,16 @@
-"""Make the events of a run in a worker, and give each to the journal, to the sinks of the script and to the head.
+"""Recorder of a worker: makes the events of a run, and gives each to the journal, the script's sinks and the head.
 
 Every member makes the same events in the same order. Three of them go on with an event:
 
 ===================  ===================================================================================
 the writer           the member that can write into the run's directory writes the line (`Journal`)
-the same one         gives the event to the sinks that its script has made (``unisono.Run(sinks=...)``)
-rank 0               tells the head, which tells the sinks of every machine
+the writer           gives the event to the sinks that its script has made (``unisono.Run(sinks=...)``)
+rank 0               sends the event to the head, which sends it to the sinks of every machine
 ===================  ===================================================================================
 
 When a writer is lost, the next one takes the events that the file lacks, writes their lines and gives them to its
-sinks. When rank 0 is lost, the next rank 0 tells its last events again, and who gets an event twice knows it by its
-number.
+sinks. When rank 0 is lost, the next rank 0 sends its last events again, and a receiver recognizes a repeated event by
+its number.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from unisono.watch import Sink, Stream
 
 __all__ = ["OUTSIDE", "Head", "Recorder", "Role"]
 
-NUM_TOLD_AGAIN: Final = 4
+NUM_REPEATED: Final = 4
 DIGITS: Final = 6
 """Of the seconds in an event."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What a worker is within the run at the moment of an event."""
+    """Role of a worker within the run at the moment of an event."""
 
     rank: int
     generation: int
     worker_ids: tuple[str, ...]
     """By rank."""
     is_writer: bool
-    """It writes what one member writes for all."""
+    """The worker writes for all members."""
 
 
 OUTSIDE: Final = Role(rank=-1, generation=0, worker_ids=(), is_writer=False)
@@ -89,13 +89,13 @@ class Recorder:
         self._to_head = _ToHead(head) if head is not None else None
         self._is_writer = False
         self._generation = 0
-        self._started: RunStarted | None = None  # what the sinks have not been given yet
+        self._started: RunStarted | None = None  # not given to the sinks yet
 
     def run_started(self, started: RunStarted, role: Role, *, is_newcomer: bool) -> None:
-        """This worker is in the run.
+        """Record that this worker is in the run.
 
         Args:
-            is_newcomer: the run has begun before, and the other workers have said so.
+            is_newcomer: the run has begun before, and the other workers have reported so.
         """
         self._started = started
         if self._to_head is not None and not is_newcomer:
@@ -115,7 +115,7 @@ class Recorder:
         balance: str,
         warnings: list[str],
     ) -> None:
-        """The script has left a step.
+        """Record that the script has left a step.
 
         Args:
             num_steps: of the run, up to the end of this ``run.steps``.
@@ -124,7 +124,7 @@ class Recorder:
             checkpoint: news of checkpoints since the step before.
             balance: why this step's plan is another than that of the step before.
         """
-        # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss hears of
+        # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows
         # neither, and lines are numbered alike on all workers.
         event = StepFinished(
             **msgspec.structs.asdict(result),
@@ -140,15 +140,15 @@ class Recorder:
         self._record(event, role)
 
     def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
-        """``run.evaluate`` has its totals (numbers, or lists of them), after so many steps of the run."""
+        """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
         self._record(EvaluationFinished(step=step, totals={str(name): value for name, value in totals.items()}), role)
 
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
-        """The script is at the end of the run, or has failed."""
+        """Record that the script is at the end of the run, or has failed."""
         self._record(RunEnded(ok=ok, reason=reason, digests=digests or {}), role)
 
     def tell_again(self, role: Role) -> None:
-        """Tell the head what a rank 0 before this one may not have told. Does nothing where nothing has changed."""
+        """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""
         if self._to_head is not None:
             self._to_head.tell(None, role)
 
@@ -159,11 +159,11 @@ class Recorder:
     def _record(self, event: Event, role: Role) -> None:
         self._take(role)
         number = self._journal.number
-        self._journal.emit(event)  # not one of the stream's: without its lines a run cannot go on from a checkpoint
+        self._journal.emit(event)  # not a sink of the stream: without these lines a run cannot go on from a checkpoint
         self._pass_on(event, role, number)
 
     def _take(self, role: Role) -> None:
-        """Become the writer, or stop being it; name the members of a generation that is new."""
+        """Become the writer, or stop being it; record the members of a new generation."""
         missing: Sequence[Event] = ()
         if role.is_writer != self._is_writer:
             self._is_writer = role.is_writer
@@ -186,20 +186,20 @@ class Recorder:
 
 
 class _ToHead:
-    """Tells the head the events of the run, on rank 0; keeps the last ones on all other members."""
+    """Sends the events of the run to the head, on rank 0; keeps the last events on all other members."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
         self._is_first = False
-        self._recent: deque[Happened] = deque(maxlen=NUM_TOLD_AGAIN)
+        self._recent: deque[Happened] = deque(maxlen=NUM_REPEATED)
 
     def start(self, started: RunStarted, role: Role) -> None:
-        """Tell the beginning of the run, which comes first: also before what was evaluated until then."""
+        """Send the beginning of the run, before every other event, also before earlier evaluations."""
         if role.rank == 0:
             self._head.happened(Happened(event=started))
 
     def tell(self, message: Happened | None, role: Role) -> None:
-        """Tell an event (None: nothing has happened); before it, where this worker has become rank 0, its last ones."""
+        """Send an event (None: there is none); if this worker has just become rank 0, first repeat its last events."""
         was_first, self._is_first = self._is_first, role.rank == 0
         if self._is_first:
             for each in (*(() if was_first else self._recent), message):

@@ -1,4 +1,4 @@
-"""Where a run begins: its directory is claimed, and what it goes on from is found, checked and loaded."""
+"""Beginning of a run: claim its directory, and find, check and load the checkpoint that it goes on from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIXED: Final = "parameters"
 
 
 class Resumption:
-    """How the run of a directory begins or goes on.
+    """Begins the run of a directory, or goes on with it.
 
     Args:
         resume: "auto": go on with the run that the directory holds, if any; a path: with what is there; "": begin.
@@ -44,7 +44,7 @@ class Resumption:
         overwrite: replace another run that the directory holds.
 
     Raises:
-        UsageError: ``may_differ`` names something else.
+        UsageError: ``may_differ`` has a name that is not a part of the recipe.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class Resumption:
         """Make the directory that of this run.
 
         Raises:
-            RunDirectoryError: it holds another run, or cannot be written.
+            RunDirectoryError: the directory holds another run, or cannot be written.
         """
         self._directory.claim(run_id, overwrite=self._overwrite, resume=bool(self._resume))
 
     # -- the recipe ----------------------------------------------------------------------------------
 
     def recipe(self, cursor: Cursor) -> dict[str, int | bool]:
-        """Return what the scripts of all workers must agree on."""
+        """Return the part of the recipe that must be equal in the scripts of all workers."""
         return {**asdict(cursor), "threads": self._threads}
 
     def whole_recipe(self, cursor: Cursor) -> dict[str, Any]:
-        """Return what a script must agree with that goes on from a checkpoint of this run."""
+        """Return the recipe of the run, against which a script that goes on from a checkpoint is compared."""
         shapes = {
             name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
             for name, parameter in self._tracked.parameters()
@@ -101,15 +101,15 @@ class Resumption:
         return {**self.recipe(cursor), FIXED: shapes}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what the arithmetic of this worker depends on."""
+        """Return the fingerprint of everything that this worker's arithmetic depends on."""
         return fingerprint(str(self._device))
 
     # -- the beginning -------------------------------------------------------------------------------
 
     def begin(self, run_id: str, phase: int, cursor: Cursor, *, is_restart: bool) -> Position | None:
-        """Claim the directory, and load what the run goes on from. For the one member that begins a run.
+        """Claim the directory, and load the checkpoint that the run goes on from. For the one member that begins a run.
 
-        Called again, because the others had not waited for as long as that took, it finds everything done.
+        A second call (after the other members have not waited for so long) only returns the same position.
 
         Args:
             is_restart: the directory may hold steps of this very run, whose workers were all lost.
@@ -149,7 +149,9 @@ class Resumption:
         self._check(loaded, self.whole_recipe(cursor))
         self._tracked.load(loaded.state)
         self._loaded = None
-        moved = self._set_aside(loaded, path)  # first: the journal would not reach as far as these
+        moved = self._move_away(
+            loaded, path
+        )  # before the journal is cut: it would be shorter than these checkpoints need
         self._go_on_with_journal(loaded, path)
         self.metrics = dict(manifest.metrics)
         again = {"step": position.total, "at": time.time(), "from": str(loaded.path)}
@@ -159,7 +161,7 @@ class Resumption:
         return position
 
     def _facts(self, path: Path, run_id: str, cursor: Cursor) -> dict[str, Any]:
-        """Return what the run's description is to say."""
+        """Return the new description of the run."""
         before = read_facts(path)
         facts: dict[str, Any] = {"run_id": run_id, "started": time.time()}
         if command := json.loads(self._command) if self._command else before.get("command"):
@@ -172,7 +174,7 @@ class Resumption:
         files.take_over(directory / files.FOLDER)
         source = directory if self._resume == "auto" else Path(self._resume)
         if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
-            return None  # it was killed before its first checkpoint
+            return None  # the run was killed before its first checkpoint
         loaded = newest(source)
         if loaded is None:
             raise CheckpointError(f"{source} holds no checkpoint yet")
@@ -180,11 +182,11 @@ class Resumption:
             warnings.warn(f"{problem}; {loaded.path.name} is used instead", stacklevel=2)
         return loaded
 
-    def _set_aside(self, loaded: Loaded, directory: Path) -> str:
-        """Take out of the way what the directory holds of another course of the run; says so.
+    def _move_away(self, loaded: Loaded, directory: Path) -> str:
+        """Move away the checkpoints that are broken or newer than the loaded one; returns a sentence about them.
 
         Raises:
-            CheckpointError: that cannot be done.
+            CheckpointError: a checkpoint cannot be renamed.
         """
         folder = directory / files.FOLDER
         is_ours = loaded.path.resolve().parent == folder.resolve()

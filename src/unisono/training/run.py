@@ -1,4 +1,4 @@
-"""A run: what the user's script holds on to."""
+"""`Run`: the interface of the user's script."""
 
 from __future__ import annotations
 
@@ -196,19 +196,19 @@ class Run:
             self._arithmetic.leave()
 
     def _end_together(self, rounds: Rounds, digests: dict[str, str]) -> None:
-        """Write the last checkpoint, and compare what the members end with. Collective.
+        """Write the last checkpoint, and compare the final digests of the members. Collective.
 
         All members are at the end of the run, and have left the training loop at the same step.
 
         Raises:
-            DivergenceError: the members do not end with the same.
+            DivergenceError: the members do not end with the same bits.
         """
         assert self._team is not None
         self._team.leaving(rounds.position.phase, rounds.position.step)
         own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
-        told = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
-        check_digests(dict(zip(self._team.worker_ids, told, strict=False)))  # before anything of it is kept
+        received = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
+        check_digests(dict(zip(self._team.worker_ids, received, strict=False)))  # before the last checkpoint is kept
         self._keeper.save_together(rounds)
         self._recorder.tell_again(self._role())
         self._team.in_loop(None)
@@ -238,7 +238,7 @@ class Run:
 
     @property
     def num_workers(self) -> int:
-        """How many members there are right now."""
+        """Number of members right now."""
         return self._team.size if self._team is not None else 1
 
     @property
@@ -247,7 +247,7 @@ class Run:
         return self.rank == 0
 
     def track(self, **objects: Any) -> None:
-        """Name what the run consists of: modules, optimizers, schedulers, and anything with ``state_dict`` and
+        """Name the objects of the run: modules, optimizers, schedulers, and anything with ``state_dict`` and
         ``load_state_dict``.
 
         Gradients are summed for the parameters of tracked modules and optimizers. A worker that joins receives the
@@ -292,7 +292,7 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int = 0,
     ) -> Iterator[Step]:
-        """The steps of a training, each to be iterated over its micro-batches. Collective.
+        """Yield the steps of a training, each to be iterated over its micro-batches. Collective.
 
         Args:
             dataset: anything with ``len`` and ``[i]``.
@@ -359,8 +359,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint now, whatever the policy says.
 
-        Inside of the loop nothing is waited for: it will hold the state before the next step, or before the one after
-        it. Outside of the loop it holds the state as it is, and is on the disk when this returns.
+        Inside of the loop this returns at once: the checkpoint will hold the state before the next step, or before the
+        one after it. Outside of the loop the checkpoint holds the current state, and is on the disk when this returns.
 
         Raises:
             UsageError: the run has no directory, or has not begun.
@@ -383,8 +383,8 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int = 0,
     ) -> Totals:
-        """Exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same bits.
-        Collective.
+        """Return exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same
+        bits. Collective.
 
         Tracked modules are in ``eval()`` mode meanwhile, without gradients.
 
@@ -442,7 +442,7 @@ class Run:
             before.restore_modes()
         shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
         self._recorder.evaluation_finished(self._num_steps, shown, self._role())
-        # Every member has evaluated other batches, and what comes next may draw random numbers.
+        # Every member has evaluated other batches, and the code that follows may draw random numbers.
         seed_at(self.seed, "after", self._journal.number)
         return totals
 
@@ -496,7 +496,7 @@ class Run:
         return self._rounds, self._team
 
     def _join(self, phase: int, cursor: Cursor, num_steps: int) -> int | None:
-        """Get into the run; returns the step to begin with, None if the run is past this phase."""
+        """Join the run; returns the step to begin with, None if the run is past this phase."""
         assert self._rounds is not None
         assert self._team is not None
         rounds, recipe = self._rounds, self._keeper.recipe(cursor, num_steps)
@@ -508,7 +508,7 @@ class Run:
         self._joined = True
         self._num_steps = rounds.position.total
         self._keeper.joined(cursor, rounds, self._admission.lines)
-        # All who see it: the first may be lost before, or be on a machine where that path is nothing.
+        # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
         if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy
             on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
@@ -547,8 +547,8 @@ class Run:
 
     def _role(self) -> Role:
         team, is_alone = self._team, members.current() is None
-        # In a team nobody has a rank before it has joined; the first writer writes what was said until then.
-        # A worker that was left behind is not the writer any more, whatever its rank was.
+        # In a team no worker has a rank before it has joined; the first writer writes the events until then.
+        # A worker that was evicted is not the writer any more, whatever its rank was.
         if team is None or not (self._joined or is_alone):
             return OUTSIDE
         writes = self._keeper.writes(team) if self.directory is not None else team.rank == 0
@@ -563,7 +563,7 @@ class Run:
         self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
 
     def _note_microbatch(self, error: BaseException) -> bool:
-        """Say which micro-batch an error of the script's comes from; returns False if it comes from none."""
+        """Add to an error of the script the micro-batch that it comes from; returns False if it comes from none."""
         step = self._loop.step if self._loop is not None else None
         if step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
             return False

@@ -1,4 +1,4 @@
-"""The arithmetic of this process: threads, deterministic kernels, the worker's device; and how its memory is kept."""
+"""Arithmetic of this process: threads, deterministic kernels, the worker's device; and what glibc does with memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT_BYTES = 1 << 30
 
 @dataclass
 class Arithmetic:
-    """What equal bits need, put in force by `enter` and taken back by `leave`."""
+    """Settings of torch that equal bits need, made by `enter` and taken back by `leave`."""
 
     threads: int
     deterministic: bool
@@ -39,7 +39,7 @@ class Arithmetic:
             # Read by cuBLAS when its first handle is made.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            # Alone costs 8 ms for 10 million floats, and hides nothing: what we allocate, we write.
+            # It costs 8 ms for 10 million floats, and is not needed: Unisono writes all memory that it allocates.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark = False
 
@@ -52,10 +52,10 @@ class Arithmetic:
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> None:
-    """Let glibc keep what was freed for the next micro-batch, instead of giving it back to the system.
+    """Let glibc keep freed memory for the next micro-batch, instead of giving it back to the system.
 
     By default tensors of some megabytes are mapped anew again and again, and every page of theirs costs a fault: up to
-    a tenth of a step. Whoever has set the allocator by its environment variables keeps that.
+    a tenth of a step. If the user has set the allocator by its environment variables, this changes nothing.
     """
     if sys.platform != "linux" or any(
         name.startswith("MALLOC_") or (name == "GLIBC_TUNABLES" and "malloc" in value)
@@ -79,11 +79,11 @@ def choose_threads(argument: int | None, default: int) -> int:
 
 
 def choose_device(argument: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device of this worker: the argument, else its own GPU if there is one, else the CPU."""
+    """Return the device of this worker: the argument, else its own GPU if there is one, else the CPU."""
     if argument is not None:
         device = torch.device(argument)
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # tensors say which as well
+            device = torch.device("cuda", torch.cuda.current_device())  # the device of a tensor has the index as well
         return device
     if torch.cuda.is_available():
         index = local_rank % torch.cuda.device_count()

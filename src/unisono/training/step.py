@@ -19,7 +19,7 @@ __all__ = ["State", "Step"]
 
 
 class State(enum.Enum):
-    """How far a step is."""
+    """Progress of a step."""
 
     NEW = "its inner loop has not begun"
     INSIDE = "its inner loop is under way, or was left before its end"
@@ -84,7 +84,7 @@ class Step:
         return current.leaf if current is not None else None
 
     def sample_indices(self, microbatch: int) -> list[int]:
-        """The samples of one of this step's micro-batches."""
+        """Return the samples of one of this step's micro-batches."""
         return self._context.cursor.indices(self.number, microbatch)
 
     def log(self, **values: float | Tensor) -> None:
@@ -102,13 +102,13 @@ class Step:
 
     @property
     def logs(self) -> dict[str, float]:
-        """What `log` was given."""
+        """The numbers that `log` was given."""
         return dict(self._logs)
 
     # -- the inner loop ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches that fall to this worker; ends when the step's gradient is complete. Collective."""
+        """Yield the micro-batches of this worker; ends when the step's gradient is complete. Collective."""
         self._process.check("for batch in step")
         if self.state is not State.NEW:
             raise StepError(f"step {self.number} was iterated before; `for ... in step` can be run once for each step")
@@ -181,7 +181,7 @@ class Step:
         )
 
     def close(self) -> None:
-        """The outer loop goes on.
+        """Close the step: the outer loop goes on.
 
         Raises:
             StepError: the step has no gradient.

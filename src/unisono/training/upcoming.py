@@ -1,4 +1,4 @@
-"""What a worker will compute next, so that its loader processes can fetch ahead."""
+"""Forecast of the micro-batches that a worker computes next, for its loader processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Upcoming:
         self._other: int | None = None
 
     def note(self, number: int, plan: Plan, other: int | None) -> None:
-        """Take note of the plan of the step under way, and of the other member's micro-batch that is computed too."""
+        """Note the plan of the step under way, and the other member's micro-batch that is computed as well."""
         self._number, self._plan, self._other = number, plan, other
 
     def __call__(self) -> Iterator[tuple[int, int]]:
@@ -49,5 +49,5 @@ class Upcoming:
 
 
 def _of(plan: Plan, rank: int) -> Sequence[int]:
-    """A plan is of one generation, a rank perhaps of the next."""
+    """Return the leaves of a rank, which may be of the generation after that of the plan: then there are none."""
     return plan.ranges[rank] if rank < len(plan.ranges) else ()
