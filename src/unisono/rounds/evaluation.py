@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.decisions.checks import rehearsal
+from unisono.decisions.checks import is_rehearsed, rehearsal
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
@@ -38,7 +38,7 @@ from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_state, pack, quick_digest, unpack
 from unisono.state.tracked import Tracked
 
-__all__ = ["Evaluator", "Totals", "check_batches", "evaluate", "evaluate_alone"]
+__all__ = ["Evaluator", "Totals", "check_batches", "evaluate"]
 
 Totals = dict[str, Any]
 """Totals by name: int, float, or a CPU tensor."""
@@ -156,20 +156,55 @@ class EvaluationRound:
         return self._evaluator.totals(batch)
 
 
-def evaluate(rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> Totals:
-    """Evaluate all batches and add up their totals; see `EvaluationRound`. Collective.
+MakeFetcher = Callable[[Callable[[], Iterator[tuple[int, int]]]], Fetcher]
+"""Makes the fetcher of an evaluation, whose batches are (0, batch); gets those that this worker will need."""
+
+
+def evaluate(
+    rounds: Rounds | None,
+    tracked: Tracked,
+    function: Callable[[Any], Mapping[str, Any]],
+    make_fetcher: MakeFetcher,
+    *,
+    num_batches: int,
+    seed: int,
+    rehearses: bool,
+    number: int,
+) -> Totals:
+    """Evaluate all batches with the tracked modules in ``eval()`` mode, and add up their totals. Collective.
+
+    Args:
+        rounds: None: no member has joined yet, so every worker evaluates all batches for itself.
+        function: batch -> totals of this batch by name.
+        rehearses: now and then, evaluate a batch of another worker as well.
+        number: evaluations of the run that are done.
 
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
     """
-    round_ = EvaluationRound(rounds, evaluator, num_batches=num_batches, rehearses=rehearses, number=number)
-    for _ in rounds.play(round_):
-        pass
-    return round_.totals()
+    rehearses = rehearses and is_rehearsed(number)
+    size, rank = (rounds.members.size, rounds.members.rank) if rounds is not None else (1, 0)
+    shares = even_plan(size, num_batches)
+    other = rehearsal(shares, rank, number).other if rehearses else None
+    mine = [*shares.ranges[rank], *([other] if other is not None else [])]
+    fetcher = make_fetcher(lambda: ((0, batch) for batch in mine))
+    before = Structure(tracked)
+    for module in tracked.modules.values():
+        module.eval()
+    try:
+        evaluator = Evaluator(fetcher, function, tracked, seed=seed)
+        if rounds is None:
+            return _evaluate_alone(evaluator, num_batches)
+        round_ = EvaluationRound(rounds, evaluator, num_batches=num_batches, rehearses=rehearses, number=number)
+        for _ in rounds.play(round_):
+            pass
+        return round_.totals()
+    finally:
+        fetcher.close()
+        before.restore_modes()
 
 
-def evaluate_alone(evaluator: Evaluator, *, num_batches: int) -> Totals:
-    """Evaluate all batches in this worker. Before the training every worker does so for itself. Local."""
+def _evaluate_alone(evaluator: Evaluator, num_batches: int) -> Totals:
     have = {}
     for batch in range(num_batches):
         have[batch] = evaluator.totals(batch)

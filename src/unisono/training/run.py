@@ -20,21 +20,18 @@ from torch.utils.data import default_collate
 
 from unisono import member as members
 from unisono.decisions.cadence import Checkpoints
-from unisono.decisions.checks import is_rehearsed, rehearsal
 from unisono.decisions.cursor import Cursor
-from unisono.decisions.plan import plan as even_plan
 from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
 from unisono.microbatch.data import Fetcher, MapDataset, check_dataset
-from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process, tell
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.agreement import Digests, check_digests
 from unisono.rounds.connect import build_exchange
-from unisono.rounds.evaluation import Evaluator, Totals, check_batches, evaluate, evaluate_alone
+from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rounds.together import together
@@ -405,41 +402,25 @@ class Run:
                 "call it after that loop"
             )
         num_samples = check_dataset(dataset)
-        num_batches = check_batches(num_samples, batch_size)
-        rounds = self._rounds if self._joined else None
-        rehearses = self._arithmetic.deterministic and is_rehearsed(self._num_evaluations)
-        shares = even_plan(self._team.size if rounds is not None else 1, num_batches)
-        rank = self._team.rank if rounds is not None else 0
-        other = rehearsal(shares, rank, self._num_evaluations).other if rehearses else None
-        mine = [*shares.ranges[rank], *([other] if other is not None else [])]
-        fetcher = Fetcher(
-            dataset,
-            lambda _, batch: (0, list(range(batch * batch_size, min((batch + 1) * batch_size, num_samples)))),
+        totals = evaluate(
+            self._rounds if self._joined else None,
+            self._tracked,
+            function,
+            lambda upcoming: Fetcher(
+                dataset,
+                lambda _, batch: (0, list(range(batch * batch_size, min((batch + 1) * batch_size, num_samples)))),
+                seed=self.seed,
+                device=self.device,
+                collate=collate,
+                loader_workers=loader_workers,
+                upcoming=upcoming,
+            ),
+            num_batches=check_batches(num_samples, batch_size),
             seed=self.seed,
-            device=self.device,
-            collate=collate,
-            loader_workers=loader_workers,
-            upcoming=lambda: ((0, batch) for batch in mine),
+            rehearses=self._arithmetic.deterministic,
+            number=self._num_evaluations,
         )
-        before = Structure(self._tracked)
-        for tracked in self._tracked.modules.values():
-            tracked.eval()
-        try:
-            evaluator = Evaluator(fetcher, function, self._tracked, seed=self.seed)
-            if rounds is None:
-                totals = evaluate_alone(evaluator, num_batches=num_batches)
-            else:
-                totals = evaluate(
-                    rounds,
-                    evaluator,
-                    num_batches=num_batches,
-                    rehearses=rehearses,
-                    number=self._num_evaluations,
-                )
-            self._num_evaluations += 1
-        finally:
-            fetcher.close()
-            before.restore_modes()
+        self._num_evaluations += 1
         shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
         self._recorder.evaluation_finished(self._num_steps, shown, self._role())
         # Every member has evaluated other batches, and the code that follows may draw random numbers.
