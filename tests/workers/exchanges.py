@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.house.toy_exchange import StoreExchange
+from tests.house.toys.toy_exchange import StoreExchange
 from tests.waiting import WAIT_S
 from tests.workers.processes import (
     Seat,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import test_toy_launcher as toy
+from tests.house.toys import test_toy_launcher as toy
 from tests.waiting import WAIT_S
 from tests.workers.conftest import marked, wait_until_gone
 from unisono.errors import UsageError

@@ -13,16 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_S
-from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono import launchers
 from unisono.journal import compare, read
 from unisono.launchers import AgentCommand, Handle, Machine, Policy, RunSpec, Service
 from unisono.lifetime import PARENT
 from unisono.testing import run_workers
 
-__all__ = ["mark", "nursery", "standing_nursery"]
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAINING = ROOT / "tests" / "workers" / "small_training.py"
 STEPS = "4"
 

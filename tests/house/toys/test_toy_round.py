@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.house import toy_round
+from tests.house.toys import toy_round
 from tests.waiting import WAIT_S
-from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono.testing import Outcome, run_workers
-
-__all__ = ["mark", "nursery", "standing_nursery"]
 
 SCRIPT = Path(toy_round.__file__)
 MOST_LINES = 80

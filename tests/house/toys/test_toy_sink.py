@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import toy_sink
+from tests.house.toys import toy_sink
 from tests.waiting import WAIT_S
-from tests.workers.conftest import mark, nursery, standing_nursery
 from unisono.testing import Faults, Outcome, run_workers
-
-__all__ = ["mark", "nursery", "standing_nursery"]
 
 SCRIPT = Path(toy_sink.__file__)
 MOST_LINES = 80
