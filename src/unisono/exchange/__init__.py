@@ -192,7 +192,7 @@ class Work(Protocol):
         ...
 
     def start(self, index: int, leaf: int) -> bool:
-        """Start the leaf at ``index`` of this member's list. False: another member has taken the leaf; leave it out."""
+        """This member comes to the leaf at ``index`` of its list. False: another has taken it; leave it out."""
         ...
 
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
@@ -287,7 +287,7 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave, and free everything but the slots that are in use. Local; never waits for a peer."""
+        """Leave, and give back everything but the slots that are in use. Local; never waits for a peer."""
         ...
 
 
