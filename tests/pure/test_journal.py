@@ -292,14 +292,14 @@ def test_the_next_writer_has_what_was_written_nowhere(heard: int, tmp_path: Path
                 journal.emit(step(number))
     assert first.num_written == 7
     assert other.num_written == 0
-    other.hear(heard)
+    other.note_written(heard)
     assert [json.loads(line)["line"] for line in other.unwritten()] == list(range(heard, 40))
     newcomer = Journal(tmp_path / JOURNAL)
     newcomer.go_on_at(other.number, other.unwritten())
     newcomer.start(writer=True)
     newcomer.emit(step(40))
     assert numbers(tmp_path) == list(range(41))
-    other.hear(newcomer.num_written)
+    other.note_written(newcomer.num_written)
     assert other.unwritten() == []
 
 
@@ -309,7 +309,7 @@ def test_only_a_few_lines_are_kept_of_those_that_are_written(tmp_path: Path) -> 
     for number in range(50):
         for journal in (writer, other):
             journal.emit(step(number))
-        other.hear(writer.num_written)
+        other.note_written(writer.num_written)
     assert len(writer._recent) == len(other._recent) == KEPT_LINES
 
 

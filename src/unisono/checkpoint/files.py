@@ -1,4 +1,4 @@
-"""The files of a checkpoint: how they are written, checked, listed and removed.
+"""Files of a checkpoint: how they are written, checked, listed and removed.
 
     RUN/checkpoints/step-0000000120/
         part-00000-of-00002.safetensors     tensors, whole; every part is a safetensors file of its own
@@ -9,13 +9,14 @@
 Parts are written by different processes into one directory with a name that begins with a dot. When all of them are on
 the disk, one process writes the manifest, and renames the directory into place. Every file is synchronized before the
 manifest, the manifest before the rename, and the parent after it; those above the parent once in a run, before the
-first rename. So a directory under its final name was complete when it got that name, and whatever has a dot or no
-manifest is garbage of a process that was killed, but for two: ``.replaced``, which gets its name back where the other
-has not got it, and ``.abandoned``, which a run that went back leaves behind when it has a checkpoint of its own.
+first rename. So a directory under its final name was complete when it got that name, and every directory with a dot or
+without a manifest is garbage of a process that was killed, with two exceptions: ``.replaced`` is the earlier checkpoint
+of the same step, and gets its name back if its replacement was not completed; ``.abandoned`` is a newer checkpoint that
+a run keeps when it goes back to an older one, until it has written a checkpoint of its own.
 
-Checksums (CRC-32) are those of the bytes in memory, not of what a file gives back, one for every 16 MiB: files are
-checked by several threads, and what is damaged is named with its place. They find what disks and copies do wrong; they
-do not resist an adversary.
+Checksums (CRC-32) are those of the bytes in memory, not of the bytes read back from a file, one for every 16 MiB: files
+are checked by several threads, and damage is reported with its position in the file. Checksums find errors of disks and
+copies; they do not resist an adversary.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ __all__ = [
     "find",
     "leave_only",
     "memory_at",
+    "move_away",
     "part_name",
     "partial_name",
     "publish",
@@ -62,7 +64,6 @@ __all__ = [
     "remove_abandoned",
     "remove_part",
     "remove_partials",
-    "set_aside",
     "step_name",
     "step_of",
     "synchronize",
@@ -105,7 +106,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class FileFacts(msgspec.Struct, frozen=True):
-    """What a file must be."""
+    """Expected size and checksums of a file."""
 
     num_bytes: int
     crc32: list[int]
@@ -113,7 +114,7 @@ class FileFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is. Written last."""
+    """Description of a checkpoint. Written last."""
 
     format: int = FORMAT
     step: int
@@ -127,7 +128,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     recipe: dict[str, Any]
     fingerprint: dict[str, str]
     metrics: dict[str, float]
-    """What was logged last, by name, and the loss of the last step."""
+    """The newest logged numbers, by name, and the loss of the last step."""
     num_workers: int
     saved: float
     """When it was made, in seconds since 1970."""
@@ -187,13 +188,13 @@ def complete(folder: Path) -> list[Path]:
     return sorted(names, key=step_of)
 
 
-def find(place: str | os.PathLike[str]) -> Path:
+def find(location: str | os.PathLike[str]) -> Path:
     """Return the ``checkpoints`` folder or the single checkpoint that a user means by a path.
 
     Raises:
         CheckpointError: there is neither.
     """
-    path = Path(place)
+    path = Path(location)
     if (path / FOLDER).is_dir():
         return path / FOLDER
     if path.is_dir() and (re.fullmatch(r"step-\d{10,}", path.name) or (path / MANIFEST).exists() or complete(path)):
@@ -214,7 +215,7 @@ def encode_header(entries: Iterable[Entry]) -> bytes:
     tensors: dict[str, Any] = {}
     for entry in entries:
         kind, shape = _SAFETENSORS.get(entry.dtype), entry.shape
-        if kind is None:  # as bytes; the manifest knows what they are
+        if kind is None:  # as bytes; the manifest has their dtype
             kind, shape = "U8", [entry.num_bytes]
         end = entry.start + entry.num_bytes
         tensors[entry.name] = {"dtype": kind, "shape": shape, "data_offsets": [entry.start, end]}
@@ -292,7 +293,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete directory its name. One that has it already is replaced; see `take_over`."""
+    """Give a complete directory its final name. A directory that has this name already is replaced; see `take_over`."""
     old = final.with_name(f".{final.name}{_REPLACED}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -303,7 +304,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def take_over(folder: Path) -> None:
-    """Give a checkpoint its name back whose replacement never got the name, because a process was killed.
+    """Give a replaced checkpoint its name back if its replacement was not completed, because a process was killed.
 
     Only the process that holds the run's directory may call this.
     """
@@ -322,14 +323,14 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def set_aside(checkpoints: Iterable[Path], *, broken: bool) -> list[Path]:
-    """Take checkpoints out of the way of a run that goes on from another one, so that none counts as its newest.
+def move_away(checkpoints: Iterable[Path], *, broken: bool) -> list[Path]:
+    """Rename checkpoints so that a run that goes on from another one does not take them for its newest.
 
     Args:
-        broken: they are kept for inspection; others are kept until `remove_abandoned`.
+        broken: keep them for inspection; otherwise they are kept until `remove_abandoned`.
 
     Returns:
-        Where they are now.
+        Their new paths.
     """
     moved = []
     for checkpoint in checkpoints:
@@ -349,7 +350,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def remove_partials(folder: Path, *, but: str = "") -> None:
-    """Remove what killed processes have left. Only the process that holds the run's directory may call this."""
+    """Remove the garbage of killed processes. Only the process that holds the run's directory may call this."""
     take_over(folder)
     for path in folder.glob(".step-*"):
         if path.name != but and not path.name.endswith(_ABANDONED):
@@ -367,14 +368,14 @@ def _check_of(manifest: Manifest) -> int:
 
 
 class Problem(CheckpointError):
-    """A checkpoint is not what its manifest says."""
+    """A checkpoint differs from its manifest."""
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check it.
 
     Raises:
-        Problem: there is none, or it is damaged.
+        Problem: the manifest is missing or damaged.
     """
     try:
         data = (checkpoint / MANIFEST).read_bytes()
@@ -401,7 +402,7 @@ def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -
         into: memory for the whole file, in order; without it the file is only checked.
 
     Raises:
-        Problem: it is not what it should be; says how and where.
+        Problem: the file differs from ``facts``; the message says how and where.
     """
     name = f"{path.parent.name}/{path.name}"
     try:
@@ -412,7 +413,7 @@ def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -
             num_blocks = max(-(-size // BLOCK_BYTES), 1)
             if len(facts.crc32) != num_blocks:
                 raise Problem(f"{name} has {len(facts.crc32)} checksums for {num_blocks} blocks")
-            # One thread reads, in order, which disks like best; others take the checksums of what was read.
+            # One thread reads in order, which is fastest on most disks; others compute the checksums.
             checks = []
             for pieces in _blocks(into) if into else _scratch(size):
                 for piece in pieces:
@@ -464,7 +465,7 @@ def verify(checkpoint: Path) -> Manifest:
     """Check every byte of a checkpoint.
 
     Raises:
-        Problem: it is broken; says what is wrong.
+        Problem: the checkpoint is broken; the message says how.
     """
     manifest = read_manifest(checkpoint)
     for name, facts in manifest.files.items():

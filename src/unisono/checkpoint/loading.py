@@ -1,4 +1,4 @@
-"""Read checkpoints: for a run that goes on, and for everything else that wants the weights."""
+"""Reading of checkpoints, for a run that goes on and for everything else that needs the weights."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ class Loaded(NamedTuple):
     path: Path
     manifest: Manifest
     state: dict[str, Any]
-    """As the tracked objects gave it, on the CPU."""
+    """The states of the tracked objects, on the CPU."""
     broken: list[str]
-    """Why newer checkpoints could not be used."""
+    """By newer checkpoint, why it could not be used."""
 
 
 def read(checkpoint: Path) -> tuple[Manifest, dict[str, Any]]:
     """Read a checkpoint and check every byte of it. Nothing in it is executed.
 
     Raises:
-        Problem: it is broken.
+        Problem: the checkpoint is broken.
     """
     return _read(checkpoint, lambda state: state)
 
 
-def newest(place: str | os.PathLike[str]) -> Loaded | None:
+def newest(location: str | os.PathLike[str]) -> Loaded | None:
     """Read the newest checkpoint that is not broken; None if a run has not written any.
 
     Args:
-        place: a run's directory, or one checkpoint, which is then the only one that will do.
+        location: a run's directory, or one checkpoint: then no other one is used.
 
     Raises:
-        CheckpointError: there are some, and all are broken; or the path holds nothing of this kind.
+        CheckpointError: all checkpoints are broken, or the path holds neither a run nor a checkpoint.
     """
-    found = _first_whole(place, read)
+    found = _first_whole(location, read)
     return Loaded(found[0], *found[1], found[2]) if found is not None else None
 
 
@@ -90,9 +90,9 @@ def load_model(
     return weights
 
 
-def _first_whole(place: str | os.PathLike[str], read_one: Callable[[Path], T]) -> tuple[Path, T, list[str]] | None:
-    """Return the newest checkpoint that can be read, with what was read, and why newer ones cannot be."""
-    folder = files.find(place)
+def _first_whole(location: str | os.PathLike[str], read_one: Callable[[Path], T]) -> tuple[Path, T, list[str]] | None:
+    """Return the newest checkpoint that can be read, its content, and why newer ones cannot be read."""
+    folder = files.find(location)
     broken: list[str] = []
     for path in reversed(files.candidates(folder)):
         try:
@@ -105,7 +105,7 @@ def _first_whole(place: str | os.PathLike[str], read_one: Callable[[Path], T]) -
 
 
 def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> Any:
-    """Return the state of the object that is meant."""
+    """Return the state of the object of this name, or of the only module."""
     if name is None:
         modules = [
             key for key, value in objects.items() if value and all(isinstance(v, Tensor) for v in value.values())
@@ -118,7 +118,7 @@ def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> Any:
 
 
 def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any]) -> tuple[Manifest, Any]:
-    """Read what ``choose`` takes of a state; its tensors have no content yet when it is called."""
+    """Read the part of a state that ``choose`` returns. The tensors have no content yet when ``choose`` is called."""
     manifest = files.read_manifest(checkpoint)
     tensors = [torch.empty(entry.shape, dtype=_dtype(entry.dtype)) for entry in manifest.tensors]
     try:

@@ -1,7 +1,7 @@
-"""One member's part in the checkpoints of a run that goes on: what it reports, and what it does about the reports.
+"""One member's part in the checkpoints of a run: its reports, and its reactions to the reports of all members.
 
-`Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps. What the
-reports mean for all members is decided in `unisono.decisions.cadence`; whatever waits for a disk is done by the
+`Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps.
+`unisono.decisions.cadence` decides what the reports mean for all members; all work that waits for a disk is done by the
 `Writer`. All members hold the same bits, so any of them can write any part, and at the end of a training one member
 writes everything.
 """
@@ -30,7 +30,7 @@ from unisono.rundir import RunDirectory
 __all__ = ["Saver"]
 
 SLOW_S = 1.0
-"""A checkpoint that has been written for this time when the next one is due is worth a warning."""
+"""A checkpoint that takes longer than this, and is not done when the next one is due, causes a warning."""
 
 
 @dataclass
@@ -53,11 +53,11 @@ class _UnderWay:
     waited_s: float | None = None
     """How long the update waited for late copies; None: it has not waited yet."""
     was_reported: bool = False
-    """The other members may know that the part of this one is on the disk, so it may be published at any time."""
+    """The other members may know that this member's part is on the disk, so the checkpoint may be published."""
 
     @property
     def error(self) -> BaseException | None:
-        """Why this member could not do its share, which is over."""
+        """The error that ended this member's share of the work; None: there was none so far."""
         futures = (future for future in (self.written, self.publication) if future is not None and future.done())
         return next((error for future in futures if (error := future.exception()) is not None), None)
 
@@ -83,7 +83,7 @@ class Saver:
         self.reaching: frozenset[str] | None = None
         """The ids of the workers that see the directory, by the newest reports; None: there were no reports yet."""
         self.saved = -1
-        """The step of the newest checkpoint that was here at the beginning or that this member has published."""
+        """The step of the newest checkpoint that existed at the beginning or that this member has published."""
         self._policy = policy
         self._directory = directory
         self._writer = Writer(directory, policy)
@@ -94,9 +94,9 @@ class Saver:
         self._failure: tuple[int, BaseException | None] | None = None
         self._wanted = self._asked = False
         self._reports: Sequence[CheckpointReport] = ()
-        """Those that the next boundary decides by."""
+        """The reports by which the next boundary decides."""
         self._generation = -1
-        """That of the newest reports."""
+        """The generation of the newest reports."""
         self._step = 0
         self._taken_at = time.monotonic()
         self._prepared_for = self._warned_of = self._last_step = self._missed_step = -1
@@ -110,11 +110,11 @@ class Saver:
     def join(
         self, worker_id: str, recipe: dict[str, Any], fingerprint: dict[str, str], *, is_newcomer: bool = False
     ) -> None:
-        """This member is in the run, and the directory is claimed.
+        """Note that this member is in the run, and that the directory is claimed.
 
         Args:
-            recipe: what a script must agree with that goes on from a checkpoint.
-            is_newcomer: the others know who writes, and this member does not until it has their reports.
+            recipe: of the run, for the manifests.
+            is_newcomer: this member does not know which members see the directory until it has their reports.
         """
         self._worker_id = worker_id
         self._camera.describe(recipe, fingerprint)
@@ -128,11 +128,11 @@ class Saver:
         self._wanted = self._asked = True
 
     def choose_publisher(self, worker_ids: Sequence[str]) -> str | None:
-        """Return the member that writes whatever one member writes for all; None: nobody sees the directory."""
+        """Return the member that writes for all members; None: no member sees the directory."""
         return replicated(worker_ids).publisher(worker_ids if self.reaching is None else self.reaching)
 
     def news(self) -> dict[str, Any]:
-        """Return what became of a checkpoint since the last call, for the journal."""
+        """Return the news of checkpoints since the last call, for the journal."""
         news, self._news = self._news, {}
         return news
 
@@ -173,7 +173,7 @@ class Saver:
         changed = sum(copy.was_changed for copy in under_way.snapshot.late)
         if changed:
             self._camera.copy_at_once()
-            self._give_up(was_heard=True)
+            self._give_up(is_final=True)
             self._wanted = True
             warnings.warn(
                 f"{changed} parameters or optimizer states were changed between the beginning of step "
@@ -201,10 +201,10 @@ class Saver:
         elif verdict is Verdict.DONE:
             self._conclude(under_way)
         elif verdict is Verdict.FAIL:
-            self._give_up(was_heard=True)
+            self._give_up(is_final=True)
             self._failure = (under_way.step, under_way.error)
         elif verdict is Verdict.RETAKE:
-            self._give_up(was_heard=True)
+            self._give_up(is_final=True)
             self._wanted = True
         elif verdict is Verdict.LOST:
             self._conclude(under_way)
@@ -216,8 +216,8 @@ class Saver:
         under_way.publication = self._writer.publish(under_way.snapshot, under_way.written)
 
     def _conclude(self, under_way: _UnderWay) -> None:
-        """Nobody publishes the checkpoint any more. If this member has, note how that ended."""
-        self._give_up(was_heard=True)
+        """Conclude a checkpoint that is published or given up. If this member has published it, note the result."""
+        self._give_up(is_final=True)
         snapshot, written = under_way.snapshot, under_way.written
         if under_way.publication is None or snapshot is None or written is None:
             return
@@ -235,7 +235,7 @@ class Saver:
         }
 
     def _retake_unless_published(self, under_way: _UnderWay) -> None:
-        """The members have changed, and the publisher may be lost."""
+        """Ask for another snapshot, unless the checkpoint is published: the publisher may be lost."""
         if under_way.publication is None and under_way.asked:
             self.request()
         elif under_way.publication is None and self._directory.is_seen:
@@ -245,17 +245,17 @@ class Saver:
         if not checkpoint.exists():
             self._wanted = True
 
-    def _give_up(self, *, was_heard: bool) -> None:
-        """Forget the checkpoint that is under way, and remove the part of this member unless it may be published yet.
+    def _give_up(self, *, is_final: bool) -> None:
+        """Forget the checkpoint that is under way. Remove this member's part unless the checkpoint may be published.
 
         Args:
-            was_heard: the reports say that nobody publishes it, now or later.
+            is_final: the reports show that no member publishes the checkpoint, now or later.
         """
         under_way, self._under_way = self._under_way, None
         if under_way is None or under_way.snapshot is None or under_way.publication is not None:
-            return  # who publishes leaves nothing where that fails
+            return  # a publisher that fails removes the whole directory
         under_way.snapshot.abandoned.set()
-        if under_way.written is not None and (was_heard or not under_way.was_reported):
+        if under_way.written is not None and (is_final or not under_way.was_reported):
             self._writer.remove(under_way.snapshot)
 
     # -- between two steps ---------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Saver:
         """Copy the part of this member."""
         folder = self.folder / files.partial_name(moment.position.total, moment.generation, last=is_last)
         part = writers.index(self._worker_id) if self._worker_id in writers else None
-        self._writer.drain()  # it may still use the memory
+        self._writer.drain()  # the writer may still use the memory
         return self._camera.take(moment, folder, len(writers), part, is_last=is_last)
 
     def _prepare(self, worker_ids: Sequence[str]) -> None:
@@ -321,7 +321,7 @@ class Saver:
     def save_last(self, moment: Moment) -> None:
         """Have one member write the whole state, because no step follows at once. Local; `finish` waits for the disk.
 
-        The other members remember that it was asked for, in case that the writer is lost, until they `confirm` it.
+        The other members remember the request until they `confirm` the checkpoint, in case the writer is lost.
 
         Raises:
             CheckpointError: see `boundary`.
@@ -329,15 +329,15 @@ class Saver:
         if self._directory.path is None:
             return
         if self._under_way is None:
-            self._writer.drain()  # it may be about to find that a checkpoint was lost
+            self._writer.drain()  # the writer may be about to find that a checkpoint was lost
         elif self._under_way.publication is not None:
             self.finish()
         if self._policy is None and not self._wanted and self._under_way is None:
             return
         asked = self._asked or (self._under_way is not None and self._under_way.asked)
-        self._give_up(was_heard=False)
+        self._give_up(is_final=False)
         self._wanted = self._asked = False
-        self._reports = ()  # they do not know of this checkpoint
+        self._reports = ()  # these reports do not include this checkpoint
         step = self._last_step = moment.position.total
         publisher = self.choose_publisher(moment.worker_ids) or moment.worker_ids[0]
         rank = moment.worker_ids.index(publisher)
@@ -356,7 +356,7 @@ class Saver:
             self._raise_failure()
 
     def confirm(self) -> None:
-        """All members have waited for the last checkpoint: whoever wrote it has come to an end with it."""
+        """Forget the last checkpoint: all members have waited until its writer was done."""
         self._under_way = None
 
     def finish(self) -> None:
@@ -371,14 +371,14 @@ class Saver:
         self._raise_failure()
 
     def close(self) -> None:
-        """End the thread, and remove what is not complete."""
-        self._give_up(was_heard=False)
+        """End the thread, and remove incomplete files."""
+        self._give_up(is_final=False)
         self._writer.close()
 
     # -- what goes wrong -----------------------------------------------------------------------------
 
     def _raise_failure(self) -> None:
-        """Say that a checkpoint was not written, if one was not."""
+        """Raise or warn if a checkpoint could not be written."""
         if self._failure is None:
             return
         (step, error), self._failure = self._failure, None

@@ -1,4 +1,4 @@
-"""A snapshot: what one member writes of a checkpoint, copied at a step boundary.
+"""Snapshot: one member's part of a checkpoint, copied at a step boundary.
 
 Small tensors and all buffers are copied at once. Large parameters and optimizer states do not change before the next
 update, so the writer thread copies them while the next micro-batches are computed (`LateCopy`).
@@ -32,7 +32,7 @@ COPY_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a checkpoint: which tensor lies where in which part."""
+    """Layout of the files of a checkpoint: the position of each tensor in one of the parts."""
 
     entries: list[Entry]
     headers: list[bytes]
@@ -100,7 +100,7 @@ class Snapshot:
     """The state of a run at a boundary, as one member writes it."""
 
     manifest: Manifest
-    """Without the files, which are to be written."""
+    """The manifest without its list of files, which are still to be written."""
     folder: Path
     """The directory of the checkpoint before it gets its final name."""
     layout: Layout
@@ -116,7 +116,7 @@ class Snapshot:
     copied: Event = field(default_factory=Event)
     """Set when the late copies are made."""
     abandoned: Event = field(default_factory=Event)
-    """Set when nobody needs the snapshot any more."""
+    """Set when the snapshot is not needed any more."""
 
     @property
     def path(self) -> Path:
@@ -137,7 +137,7 @@ class Moment(NamedTuple):
     generation: int
     worker_ids: Sequence[str]
     metrics: Mapping[str, float]
-    """What was logged last, by name."""
+    """The newest logged numbers, by name."""
 
 
 class Camera:
@@ -168,7 +168,7 @@ class Camera:
         self._fingerprint: dict[str, str] = {}
 
     def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
-        """Set what every manifest says about the run."""
+        """Set the recipe and the fingerprint that go into every manifest."""
         self._recipe, self._fingerprint = recipe, fingerprint
 
     def copy_at_once(self) -> None:
@@ -180,7 +180,7 @@ class Camera:
         return self._layout(pack(self._state(), "tracked"), num_parts).num_bytes[part]
 
     def reserve(self, num_bytes: int) -> None:
-        """Make sure that there is enough memory for a part. It is kept, and touched before it is needed."""
+        """Make sure that there is memory for a part. The memory is kept, and its pages are touched in advance."""
         if self._memory.numel() < num_bytes:
             self._views, self._filled = [], None
             self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The thread of a worker that does everything about checkpoints that waits for a disk, one job after the other."""
+"""Writer thread of a worker: does all work on checkpoints that waits for a disk, one job after the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Writer:
-    """A thread with a queue."""
+    """A thread with a queue of jobs for the checkpoints."""
 
     def __init__(self, directory: RunDirectory, policy: Checkpoints | None) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class Writer:
         return future
 
     def prepare(self, job: Callable[[], object]) -> None:
-        """Do ``job`` after all earlier ones; it does not count as being busy."""
+        """Do ``job`` after all earlier ones. The writer does not count as busy with it."""
         self._pool.submit(job)
 
     def drain(self) -> None:
@@ -88,11 +88,14 @@ class Writer:
         folder = snapshot.folder
         if snapshot.part == 0:
             files.remove_partials(folder.parent, but=folder.name)
-        for each in (folder.parent, folder):  # and not the run's: without its other files it would not be one
+        for each in (
+            folder.parent,
+            folder,
+        ):  # not the run's directory: it must not be made again without its other files
             each.mkdir(exist_ok=True)
         facts = files.write_file(snapshot.path, snapshot.data, snapshot.abandoned.is_set)
         if facts is not None:
-            # Not synchronized: it is read in a moment, and its content goes into the manifest.
+            # Not synchronized: the publisher reads this file soon, and its content goes into the manifest.
             snapshot.path.with_suffix(".facts").write_bytes(msgspec.json.encode(facts))
             point("checkpoint_part_written")
         return time.monotonic() - began
@@ -139,7 +142,7 @@ class Writer:
             return
         found: dict[int, Mapping[str, float]] = {}
         for path in files.complete(snapshot.folder.parent):
-            with suppress(CheckpointError):  # a broken one is left for its owner to look at
+            with suppress(CheckpointError):  # a broken checkpoint is kept for inspection
                 found[files.step_of(path)] = files.read_manifest(path).metrics
         for step in found.keys() - choose_kept(found, self._policy, published=snapshot.manifest.step):
             with suppress(OSError):

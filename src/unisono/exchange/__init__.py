@@ -80,7 +80,7 @@ class Committed:
     """By rank: the bytes that each member gave to `Combine.commit`."""
     total_weight: float
     waiting_s: float
-    """How long this member waited for others, since the combine began."""
+    """Seconds that this member has waited for others since the combine began."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Handle(Protocol[T_co]):
             PeerLost: a member did not answer, or has left.
             DeadlineExceeded: a member did not arrive in time.
             Exception: the one that was given to `Exchange.interrupt`.
-                Whatever was raised: as far as this member knows there was no commit, its nodes are unharmed, and
-                the exchange is over; `close` it and give the nodes to the `prepare` of the next.
+                In all three cases there was no commit, as far as this member knows. Its nodes are unharmed, and the
+                exchange is over: `close` the exchange, and give the nodes to the `prepare` of the next one.
         """
 
 
@@ -126,7 +126,7 @@ class Deferred(Generic[T]):
 
 
 def check_reduced(reduced: Collection[int], num_parts: int) -> None:
-    """Raise ValueError unless all parts are reduced: a commit is one of all parts."""
+    """Raise ValueError unless all parts are reduced: one commit is for all parts."""
     if len(reduced) < num_parts:
         missing = sorted(set(range(num_parts)) - set(reduced))
         raise ValueError(f"commit comes after the reduce of all {num_parts} parts; not reduced: {missing}")
@@ -141,7 +141,7 @@ class Combine(Protocol):
     """
 
     def publish(self, part: int) -> Handle[None]:
-        """Say that the rows of this part are complete in all nodes of this member.
+        """Announce that the rows of this part are complete in all nodes of this member.
 
         ``share.slots`` has all nodes at the first call.
         """
@@ -150,25 +150,25 @@ class Combine(Protocol):
         """Sum this member's chunk of the part, when all members have published the part."""
 
     def commit(self, telemetry: bytes) -> Handle[Committed]:
-        """Say that this member's chunks of all parts are summed, and learn that everybody's are.
+        """Announce that this member's chunks of all parts are summed, and wait for the chunks of all members.
 
         Args:
-            telemetry: `TELEMETRY_BYTES` bytes that everyone shall know.
+            telemetry: `TELEMETRY_BYTES` bytes for all members.
 
         Raises:
             ValueError: a part is not reduced.
         """
 
     def result(self) -> Slot:
-        """Return the slot into which it costs least to collect. The caller's from now on. After the commit; local.
+        """Return the slot into which `collect` costs least; it belongs to the caller. After the commit; local.
 
-        It is one of the share's slots, or one that the exchange has made.
+        The slot is one of the share's, or one that the exchange has made.
         """
 
     def collect(self, part: int, out: Slot) -> Handle[None]:
         """Write the rows of this part to ``out``, divided by the total weight where they are means. Local.
 
-        After the commit, also when other members have died or left since.
+        After the commit, also if other members have died or left since then.
         """
 
 
@@ -179,29 +179,29 @@ class Work(Protocol):
     """
 
     def show_work(self, todo: Sequence[int]) -> None:
-        """Say which leaves this member is going to compute, in this order, before its next `Combine.publish`.
+        """Publish the leaves that this member is going to compute, in this order, before its next `Combine.publish`.
 
-        The first of them counts as started, so that nobody is left with nothing to measure its pace by.
+        The first leaf counts as started, so every member computes at least one leaf and its pace can be measured.
         """
 
     def start(self, index: int, leaf: int) -> bool:
         """This member comes to the leaf at ``index`` of its list. False: another has taken it; leave it out."""
 
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
-        """Return a leaf of a late member for this one, which is done; None if that is not worth it.
+        """Take a leaf of a late member for this one, which is done; None if helping would not save time.
 
-        This member **must** compute the leaf, and publish a node that covers it, in its next combine.
+        This member **must** compute the leaf, and publish a node that covers the leaf in its next combine.
 
         Args:
-            paces: by index in the host, seconds for a leaf, as known.
-            elapsed_s: since the members have shown their work.
+            paces: by local rank, known seconds for a leaf.
+            elapsed_s: seconds since the members have published their work.
         """
 
     def pause(self, seconds: float) -> bool:
-        """Wait for a moment, if another member has leaves that it has not started, or has not shown its work so far.
-        False: nothing to wait for.
+        """Wait for a moment, if another member has leaves that it has not started, or has not published its work yet.
+        False: there is nothing to wait for.
 
-        Until then there is nothing to gain from beginning the combine, for which that member has to come anyway.
+        Beginning the combine earlier would gain nothing, because the combine needs that member anyway.
         """
 
 
@@ -234,14 +234,13 @@ class Exchange(Protocol):
         """Give a slot back. One that was given back or forgotten already is left alone. Local."""
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
-        """Where the members of this host see each other's work, and their ranks; None where they cannot. Local.
+        """Return the `Work` of this host and the ranks of its members; None if members cannot help each other. Local.
 
-        Where it is used, the nodes that a member brings to a combine are not those of the plan any more; those of
-        a host together are.
+        With helping, the nodes of one member in a combine may differ from the plan; those of a host together do not.
         """
 
     def offer(self, share: Share, rows_ready: int) -> None:
-        """Say that rows ``[0, rows_ready)`` of all of this member's nodes are complete. Local, optional.
+        """Announce that rows ``[0, rows_ready)`` of all of this member's nodes are complete. Local, optional.
 
         An exchange that crosses a network begins to send them while the last backward still runs. The next `begin` is
         of this share, in one part.
@@ -262,7 +261,7 @@ class Exchange(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` with that of rank ``source``. Collective; equal shape and dtype on all members.
 
-        When it raises, the content of ``tensor`` is arbitrary (but at the source).
+        If this raises, the content of ``tensor`` is arbitrary, except on the source.
         """
 
     def interrupt(self, error: Exception) -> None:
@@ -275,10 +274,10 @@ class Exchange(Protocol):
 def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:
     """Sum the nodes of all members in tree order, and divide by the total weight. Collective.
 
-    Takes the share's slots: the result lies in one of them or in another, all others are free again.
+    The share's slots belong to the exchange afterwards: the result lies in one of them or in another, the rest is free.
 
     Args:
-        telemetry: `TELEMETRY_BYTES` bytes that everyone shall know.
+        telemetry: `TELEMETRY_BYTES` bytes for all members.
 
     Raises:
         PeerLost, DeadlineExceeded, Exception: see `Handle.wait`.

@@ -1,4 +1,4 @@
-"""One member: the sum is already here."""
+"""Exchange of a run with one member: the sum needs no exchange."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Alone(PrivateSlots):
 
 
 class _AloneCombine:
-    """The commit divides in place, in the same pass over the memory that takes the digest."""
+    """The combine of one member. Its commit divides in place, in the pass over the memory that takes the digest."""
 
     def __init__(self, slots: PrivateSlots, share: Share, parts: Sequence[range]) -> None:
         self._slots = slots

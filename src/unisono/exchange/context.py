@@ -1,4 +1,4 @@
-"""The values that every exchange is built from."""
+"""Context of an exchange: the values that every exchange is built from."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Context:
     """This member and the others of one generation, as a `Builder` gets them."""
 
     generation: int
-    """Grows from one exchange of a worker to the next."""
+    """Number of the generation; grows from one exchange of a worker to the next."""
     rank: int
     hosts: tuple[range, ...]
     """The ranks of each host's members: contiguous and ascending."""
     device: torch.device
     timeout_s: float
-    """How long any one wait may take."""
+    """Longest time of any one wait."""
     store: Callable[[str], dist.Store]
     """Makes the store in which the members of a group of this generation find each other, by the group's name."""
     names: Sequence[str] = ()

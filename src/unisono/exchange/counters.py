@@ -1,4 +1,4 @@
-"""The counters by which the members of a host tell each other how far they are in one generation, and wait."""
+"""Counters by which the members of a host publish how far they are in one generation, and wait for each other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from unisono.exchange.pages import GenerationPage, OpenedWorkerPage, WorkerPage
 
 __all__ = ["Counters"]
 
-SLICE_S = 0.05  # a wait looks around this often even if a wake-up was missed
+SLICE_S = 0.05  # a wait checks its counter this often even if a wake-up was missed
 
 
 class Counters:
     """This member's counters and those of the others, whose pages are opened at the first wait.
 
-    Every wait ends: when the others are there, at `interrupt`, when one of them has left, or after ``timeout_s``.
+    Every wait ends: when all members have reached the value, at `interrupt`, when a member has left, or after
+    ``timeout_s``.
 
     Args:
         worker_page: this member's own. It may have served earlier generations.
@@ -61,10 +62,10 @@ class Counters:
             raise
 
     def check(self) -> None:
-        """Before this member says anything.
+        """Check, before this member publishes anything, that it has not left and was not interrupted.
 
         Raises:
-            PeerLost: this member has left. Exception: it was interrupted; it leaves.
+            PeerLost: this member has left. Exception: this member was interrupted; it leaves.
         """
         if self.error is not None:
             self.leave()
@@ -96,7 +97,7 @@ class Counters:
         fence()
 
     def map(self, rank: int, address: bytes) -> Tensor:
-        """Return memory of a member that its page names; nothing, where it names none.
+        """Return memory of a member by an address on its page; an empty tensor for no address.
 
         Raises:
             PeerLost: the member is gone.
@@ -109,10 +110,10 @@ class Counters:
             raise self.gone(rank) from error
 
     def verify(self) -> None:
-        """Make sure that nothing that was read of the others' nodes so far was changed before it was read.
+        """Check that no node of another member was changed before it was read.
 
         Raises:
-            PeerLost: a member has left, and may have changed one.
+            PeerLost: a member has left, and may have changed a node.
         """
         fence()
         for rank, page in enumerate(self.pages):
@@ -127,7 +128,7 @@ class Counters:
             futex_wake(watched)
 
     def leave(self) -> None:
-        """Take no further part, and tell the others: this member's nodes may change from now on. Local."""
+        """Leave the generation, and publish that: this member's nodes may change from now on. Local."""
         if not self.own.left.value:
             self.own.left.value = 1
             fence()
@@ -136,7 +137,7 @@ class Counters:
 
     @contextlib.contextmanager
     def or_leave(self) -> Iterator[None]:
-        """Leave, if the block inside raises."""
+        """Return a context that leaves the generation if its block raises."""
         try:
             yield
         except BaseException:
@@ -144,15 +145,15 @@ class Counters:
             raise
 
     def close(self) -> None:
-        """Leave, and let go of the others' memory."""
+        """Leave, and unmap the memory of the other members."""
         self.leave()
         self._segment.close()
-        # An error that ended this keeps its frames alive, and with them this object.
+        # The error that ended this generation keeps its frames alive, and with them this object.
         self.error = self.gone(self.rank)
         self.pages = []
 
     def gone(self, rank: int) -> PeerLost:
-        """Return the error that says that this member has left."""
+        """Return the error for a member that has left."""
         return PeerLost(
             f"{self._name(rank)} has left generation {self._generation}, in which nothing can be committed any more",
             self._names[rank : rank + 1],
@@ -188,7 +189,7 @@ class Counters:
                 raise self.error
             if left is not None and left.value:
                 fence()
-                if _is_behind(counter.value, value):  # it did not count and then leave
+                if _is_behind(counter.value, value):  # the member did not advance the counter before it left
                     raise self.gone(rank)
                 return
             remaining = deadline - time.perf_counter()

@@ -1,8 +1,8 @@
-"""One step's sums as one flat run of bytes.
+"""Layout of a step's sums as one flat run of bytes.
 
 Everything that is summed over the micro-batches of a step lies in one buffer, the **slot**: gradients, and
-behind them the tail: weight and loss, how often each parameter was used, and what happened to the buffers of
-the model. A slot is cut into **rows** of 512 bytes; any range of rows can be sent, added and fingerprinted by
+behind them the tail: weight and loss, how often each parameter was used, and the changes of the model's
+buffers. A slot is cut into **rows** of 512 bytes; any range of rows can be sent, added and fingerprinted by
 itself, whatever lies in it. ::
 
     rows   0                                            tail_row       num_rows
@@ -56,7 +56,7 @@ SUM_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor's place in a slot."""
+    """Position of one tensor in a slot."""
 
     name: str
     shape: torch.Size
@@ -82,7 +82,7 @@ class Piece:
 
 
 class FlatLayout:
-    """Where everything lies in a slot. A pure function of the names, shapes and dtypes: equal on all members."""
+    """Positions of all tensors in a slot. A pure function of names, shapes and dtypes: equal on all members."""
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]) -> None:
         self._pieces: list[Piece] = []
@@ -92,30 +92,30 @@ class FlatLayout:
         for sum_dtype in kinds:
             group = [i for i, (_, t) in enumerate(parameters) if SUM_DTYPE.get(t.dtype, t.dtype) == sum_dtype]
             group.reverse()
-            placed = self._place(sum_dtype, [parameters[i] for i in group], mean=True)
+            placed = self._append(sum_dtype, [parameters[i] for i in group], mean=True)
             gradients.update(zip(group, placed, strict=True))
         self.gradients = [gradients[index] for index in range(len(parameters))]
         self.tail_row = self._row
         scalars = torch.empty(2)  # weight, and the sum of weight * loss
-        self.scalars = self._place(torch.float64, [("scalars", scalars)], mean=False)[0]
-        self.used = self._place(torch.int32, [("used", torch.empty(len(parameters)))], mean=False)[0]
+        self.scalars = self._append(torch.float64, [("scalars", scalars)], mean=False)[0]
+        self.used = self._append(torch.int32, [("used", torch.empty(len(parameters)))], mean=False)[0]
         by_index: dict[int, Entry] = {}
         for sum_dtype in (torch.int64, torch.float32, torch.float64):
             group = [i for i, (_, t) in enumerate(buffers) if buffer_sum_dtype(t.dtype) == sum_dtype]
             if group:
-                placed = self._place(sum_dtype, [buffers[i] for i in group], mean=sum_dtype.is_floating_point)
+                placed = self._append(sum_dtype, [buffers[i] for i in group], mean=sum_dtype.is_floating_point)
                 by_index.update(zip(group, placed, strict=True))
         self.buffers = [by_index[index] for index in range(len(buffers))]
         self.num_rows = self._row
 
-    def _place(self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool) -> list[Entry]:
+    def _append(self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool) -> list[Entry]:
         start = offset = self._row * ROW_BYTES // dtype.itemsize
         entries = []
         for name, tensor in named:
             entries.append(Entry(name, tensor.shape, tensor.dtype, dtype, offset))
             offset += tensor.numel()
         self._row = -(-offset * dtype.itemsize // ROW_BYTES)
-        # Without the padding of the last row: nobody ever writes that, so it is zero in every slot and digest.
+        # Without the padding of the last row, which is never written, so it is zero in every slot and digest.
         if offset > start:
             self._pieces.append(Piece(dtype, start, offset, mean))
         return entries
@@ -138,7 +138,7 @@ class FlatLayout:
         return (self.num_rows + SPARE_ROWS) * ROW_BYTES
 
     def pieces(self, first_row: int, end_row: int) -> Iterator[Piece]:
-        """The typed pieces of rows ``[first_row, end_row)``."""
+        """Yield the typed pieces of rows ``[first_row, end_row)``."""
         for piece in self._pieces:
             per_row = ROW_BYTES // piece.dtype.itemsize
             start, stop = max(piece.start, first_row * per_row), min(piece.stop, end_row * per_row)
@@ -147,9 +147,9 @@ class FlatLayout:
 
     @functools.cached_property
     def multipliers(self) -> Tensor:
-        """(num_rows,) int64, odd: the place of each row in the digest."""
-        place = torch.arange(self.num_rows, dtype=torch.int64)
-        value = place * -7046029254386353131  # SplitMix64, in wrapping int64 arithmetic
+        """(num_rows,) int64, odd: the factor of each row in the digest."""
+        index = torch.arange(self.num_rows, dtype=torch.int64)
+        value = index * -7046029254386353131  # SplitMix64, in wrapping int64 arithmetic
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
             value = (value ^ ((value >> shift) & ((1 << (64 - shift)) - 1))) * factor
         return value | 1
@@ -175,7 +175,7 @@ class Slot:
         self.layout = layout
         self.memory = memory
         self.key = next(self._keys)
-        """Names this slot among all of its process."""
+        """Identifies this slot among all slots of its process."""
         self._typed: dict[torch.dtype, Tensor] = {}
         self.gradients = [self._view(entry) for entry in layout.gradients]
         self.buffers = [self._view(entry) for entry in layout.buffers]
@@ -184,7 +184,7 @@ class Slot:
         self.tail = [self.typed(p.dtype)[p.start : p.stop] for p in layout.pieces(layout.tail_row, layout.num_rows)]
 
     def typed(self, dtype: torch.dtype) -> Tensor:
-        """The whole slot viewed as ``dtype``."""
+        """Return the whole slot viewed as ``dtype``."""
         if dtype not in self._typed:
             self._typed[dtype] = self.memory.view(dtype)
         return self._typed[dtype]
@@ -239,7 +239,7 @@ def fold_rows(
 
     Args:
         nodes: not modified.
-        out: where the nodes that remain go, from left to right (just one for the root).
+        out: memory for the nodes that remain, from left to right (just one for the root).
         multipliers: take the digest of the results as well (see `digest_rows`).
 
     Returns:
@@ -269,11 +269,11 @@ def fold_rows(
 
 
 def digest_rows(rows: Rows, multipliers: Tensor, first_row: int, end_row: int) -> int:
-    """A 64-bit fingerprint of rows ``[first_row, end_row)``: add those of disjoint ranges, modulo 2**64.
+    """Return a 64-bit fingerprint of rows ``[first_row, end_row)``; those of disjoint ranges add up, modulo 2**64.
 
     Every row's 64 words are added, the sum is multiplied by the row's own odd factor, and the rows are added, all
-    modulo 2**64. So any one changed bit changes it, and it does not depend on how the rows were cut into chunks.
-    It finds divergence; it does not resist an adversary.
+    modulo 2**64. So any one changed bit changes the fingerprint, which does not depend on how the rows are cut into
+    chunks. It finds divergence, and does not resist an adversary.
     """
     start, stop = first_row - rows.first_row, end_row - rows.first_row
     words = rows.memory[start * ROW_BYTES : stop * ROW_BYTES].view(torch.int64).view(-1, ROW_BYTES // 8)
@@ -291,10 +291,10 @@ def divide_rows(layout: FlatLayout, source: Rows, total: float, first_row: int, 
 
 
 def parts_of(layout: FlatLayout, parts: Sequence[range] | None) -> tuple[range, ...]:
-    """Return the parts of a combine of this layout; one, where none are given.
+    """Return the parts of a combine of this layout; one part if ``parts`` is None.
 
     Raises:
-        ValueError: they do not cover the rows, one after the other.
+        ValueError: the parts do not cover the rows, one after the other.
     """
     if parts is None:
         return (range(layout.num_rows),)

@@ -1,4 +1,4 @@
-"""Payloads that the members of a host show each other between steps: bytes of each, or one's tensor."""
+"""Payloads that the members of a host exchange between steps: bytes of all members, or a tensor of one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_BYTES = 4096
 
 
 class Gathering:
-    """This member's payload, and those of the others."""
+    """Exchange of payloads among the members of a host, in shared memory."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -56,9 +56,9 @@ class Gathering:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _payload(self, nbytes: int) -> Tensor:
-        """Return (nbytes,) where this member writes its next payload."""
+        """Return (nbytes,) memory into which this member writes its next payload."""
         if self._memory.numel() < nbytes:
-            # By doubling, as the others keep the old ones mapped.
+            # By doubling, because the other members keep the old segments mapped.
             segment = Segment.create(max(LEAST_BYTES, nbytes, 2 * self._memory.numel()))
             if self._segment is not None:
                 self._segment.close()
@@ -68,7 +68,7 @@ class Gathering:
         return self._memory[:nbytes]
 
     def _post(self) -> list[Tensor]:
-        """Show this member's payload, and wait for all; everyone's, to be read before `_finish`."""
+        """Publish this member's payload, wait for all, and return all payloads, to be read before `_finish`."""
         counters = self._counters
         counters.check()
         counters.wait("posted", counters.advance("posted"))

@@ -1,4 +1,4 @@
-"""Let a member that is done compute leaves of a late member of its host."""
+"""Help within a host: a member that is done computes leaves of a late member."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HostWork:
             started, left = _not_started(page, taken)
             if not left:
                 continue
-            # It may be slower than it was, and is in the middle of the one that it has started last.
+            # The member may be slower than it was, and is in the middle of the leaf that it has started last.
             pace = max(paces[rank], elapsed_s / (started - 0.5))
             begins_last_in_s = (len(left) - 0.5) * pace
             if begins_last_in_s > paces[own_rank] and (best is None or begins_last_in_s > best[0]):
@@ -96,13 +96,13 @@ class HostWork:
         return {leaf for fields in at_work for leaf in fields.taken[: fields.num_taken[0]]}
 
     def _is_at_work(self, page: GenerationPage) -> bool:
-        """Return whether its lists are those of the combine that this member will publish next."""
+        """Return whether the lists on a page are for the combine that this member will publish next."""
         at_work: bool = page.work.value == self._coming
         fence()
         return at_work
 
 
 def _not_started(page: GenerationPage, taken: set[int]) -> tuple[int, list[int]]:
-    """Return how many leaves a member has started, and those that nobody has."""
+    """Return how many leaves a member has started, and its leaves that no member has started or taken."""
     started = page.fields.started[0]
     return started, [leaf for leaf in page.fields.todo[started : page.fields.num_todo] if leaf not in taken]

@@ -4,7 +4,7 @@ A worker has one `WorkerPage` for its whole life, and one `GenerationPage` for e
 has one writer, its member. Counters on it say how far that member is; they only grow, and others wait for them::
 
     published   one for each part: my nodes' rows of this part are complete; read them
-    told        one for each combine of several hosts: my telemetry is on my page
+    shown       one for each combine of several hosts: my telemetry is on my page
     reduced     one for each combine: my chunks of all parts are summed; read them. All count: the combine is committed
     posted      my payload is in its memory
     read        I have read everybody's payloads
@@ -94,7 +94,7 @@ Chunks = tuple[tuple[Chunk, ...], ...]
 
 
 def placed(parts: Sequence[Sequence[range]], room: Callable[[range], int] = len) -> Chunks:
-    """Return where each owner puts its chunk of each part: one after the other.
+    """Return the chunks with their positions in the owners' memory: one after the other.
 
     Args:
         parts: by part, by owner, the rows of the chunk.
@@ -113,7 +113,7 @@ def placed(parts: Sequence[Sequence[range]], room: Callable[[range], int] = len)
 
 
 class Host:
-    """This member among those of its host, in one generation.
+    """Members of this host in one generation.
 
     Args:
         worker_page: this member's own. It may have served earlier generations, whose hosts are closed.
@@ -143,7 +143,7 @@ class Host:
         self._chunks: Chunks = ()
         self._segment: Segment | None = None
         self.result = torch.empty(0, dtype=torch.uint8)
-        """Where this member writes the sums of its chunks."""
+        """Memory into which this member writes the sums of its chunks."""
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot]) -> list[Slot]:
         """See `Exchange.prepare`. Collective: no member is in a combine any more when it returns."""
@@ -163,8 +163,8 @@ class Host:
     def make_room(self, chunks: Chunks) -> None:
         """Get memory for the sums of this member's chunks.
 
-        New memory, whenever the rows in it are others: a sum does not write the padding in its rows, which has to be
-        zero for the digest. Others have mapped the sums of the last combine that they still collect.
+        The memory is new whenever its rows are others: a sum does not write the padding in its rows, which has to be
+        zero for the digest. Members that still collect the last combine have mapped its sums.
         """
         if chunks == self._chunks:
             return
@@ -195,7 +195,7 @@ class Host:
         self._gathering.close()
         if self._segment is not None:
             self._segment.close()
-        # An error that ended this keeps its frames alive, and with them this object: let go of the memory.
+        # The error that ended this generation keeps its frames alive, and with them this object: free the memory.
         self.result = torch.empty(0, dtype=torch.uint8)
 
 
@@ -288,7 +288,7 @@ class HostCombine:
                 for record in page.fields.nodes[: page.fields.num_nodes]:
                     found[Node(record.level, record.index)] = (rank, record.slot)
             counted = outermost(found)
-            self.nodes = {node: Rows(counters.map(*place), 0) for node, place in found.items() if node in counted}
+            self.nodes = {node: Rows(counters.map(*source), 0) for node, source in found.items() if node in counted}
             self._results = [counters.map(rank, page.fields.result) for rank, page in enumerate(counters.pages)]
 
     def reduce(self, part: int) -> Deferred[None]:
@@ -317,15 +317,15 @@ class HostCombine:
         check_reduced(self._reduced, len(self.chunks))
         return self._digest & 0xFFFFFFFFFFFFFFFF
 
-    def show(self, telemetry: bytes) -> None:
-        """Write this member's telemetry to its page; others read it after a counter that this member advances next."""
+    def publish_telemetry(self, telemetry: bytes) -> None:
+        """Write this member's telemetry to its page; others read it after this member has advanced a counter."""
         ctypes.memmove(self._fields.telemetry, telemetry, len(telemetry))
 
     def telemetry(self) -> list[bytes]:
         """Return the telemetry of the members of this host, by local rank."""
         return [bytes(page.fields.telemetry) for page in self._counters.pages]
 
-    def say_reduced(self, digest: int) -> Deferred[int]:
+    def count_reduced(self, digest: int) -> Deferred[int]:
         """Count ``reduced``. The handle's ``wait`` returns the digest of all chunks, when all members have counted."""
         with self._counters.or_leave():
             self._counters.verify()

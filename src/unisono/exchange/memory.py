@@ -1,16 +1,16 @@
-"""Memory that the processes of one host share, and a way to wait for a word of it to change.
+"""Shared memory of the processes of one host, and waits for a change of one of its 32-bit words.
 
 A segment is anonymous (``memfd_create``): it has no name in any file system, and it is gone with the last
-process that maps it, also after ``kill -9`` of everybody. Others open it through ``/proc/PID/fd/N`` of its
+process that maps it, also after ``kill -9`` of all processes. Others open it through ``/proc/PID/fd/N`` of its
 creator, which the kernel allows to processes of the same user only. A mapping outlives its creator: memory
-that a worker had published can still be read when it is dead.
+that a worker has published can still be read after the worker's death.
 
 Process and descriptor numbers are used again. So every segment ends with a random stamp that its address
-repeats: opening an address gives the segment that was meant, or an error.
+repeats: opening an address gives the right segment, or an error.
 
 Waiting uses futexes. Every word has exactly one writer, so no atomic read-modify-write is needed, but order is:
-`fence` stands between what a word announces and the word, on both sides. Where there are no futexes (other systems
-than Linux), a segment is an unlinked-at-close file, waiting polls, and order is taken on trust.
+`fence` stands between the announced memory and the word that announces it, on both sides. Where there are no
+futexes (other systems than Linux), a segment is an unlinked-at-close file, waiting polls, and order is taken on trust.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LIMITS: Final = {
     errno.EMFILE: "ulimit -n shows how many files a process may have open",
     errno.ENFILE: "sysctl fs.file-max shows how many files this machine may have open",
 }
-"""Limits of this process or machine, by error number: trying again with other members would not help."""
+"""Limits of this process or machine, by error number. Trying again with other members would not help."""
 
 
 class _Timespec(ctypes.Structure):
@@ -62,18 +62,18 @@ def futex_wait(word: ctypes.c_uint32, seen: int, timeout_s: float) -> None:
 
 
 def futex_wake(word: ctypes.c_uint32) -> None:
-    """Let everybody who waits for ``word`` look again."""
+    """Wake all threads that wait for ``word``."""
     if _libc is not None:
         _libc.syscall(_FUTEX, ctypes.byref(word), 1, ctypes.c_int(0x7FFFFFFF), None, None, 0)
 
 
-_nobodys_word = ctypes.c_uint32()
+_fence_word = ctypes.c_uint32()
 
 
 def fence() -> None:
-    """Let everything that was read and written before this be done before anything after it."""
-    # The kernel cannot tell whether somebody waits without a full memory barrier, so a wake-up is one.
-    futex_wake(_nobodys_word)
+    """Order memory accesses: all reads and writes before this call are done before any after it."""
+    # Without a full memory barrier the kernel could not see whether a thread waits, so a wake-up is one.
+    futex_wake(_fence_word)
 
 
 def _refused(nbytes: int, error: OSError) -> UsageError:
@@ -96,10 +96,10 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """``nbytes`` zero bytes that other processes of this user can open by ``address``.
+        """Create ``nbytes`` zero bytes that other processes of this user can open by ``address``.
 
         Raises:
-            UsageError: this process may not have so much. No other member is the reason, so trying again is no use.
+            UsageError: a limit of this process forbids so much. Trying again with other members would not help.
         """
         try:
             return cls._create(nbytes)
@@ -126,11 +126,11 @@ class Segment:
 
     @classmethod
     def open(cls, address: str) -> Segment:
-        """A segment that another process created.
+        """Open a segment that another process created.
 
         Raises:
-            FileNotFoundError: its creator is gone, or has closed it.
-            UsageError: this process may not open any more.
+            FileNotFoundError: the creator has ended, or has closed the segment.
+            UsageError: a limit of this process forbids to open more.
         """
         size, stamp, path = address.split(":", 2)
         nbytes = int(size)
@@ -156,7 +156,7 @@ class Segment:
         return torch.frombuffer(self.map, dtype=torch.uint8, count=self.nbytes)
 
     def close(self) -> None:
-        """The creator lets go of it: nobody can open it any more. Tensors stay valid; it is freed with the last."""
+        """Close the segment: no process can open it any more. Tensors stay valid; the memory is freed with the last."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

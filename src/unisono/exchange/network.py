@@ -1,4 +1,4 @@
-"""Exchange between members that have only a network between them, over torch.distributed."""
+"""Exchange between hosts, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Network(PrivateSlots):
 class _NetworkCombine:
     """
     Args:
-        reductions: by part; of one that was offered, some rows are sent.
+        reductions: by part; some rows of an offered one are sent already.
     """
 
     def __init__(

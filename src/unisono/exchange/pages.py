@@ -1,7 +1,8 @@
 """Shared memory of a worker that the other members of its host read: two pages, and its slots.
 
-A worker has one `WorkerPage` for its whole life; its address is told to the others once. For every generation that it
-enters it makes a new `GenerationPage` and names it on the worker's page. Both have one writer, the worker.
+A worker has one `WorkerPage` for its whole life; the other members get its address once. For every generation that the
+worker enters it makes a new `GenerationPage`, whose address it writes on the worker's page. Both pages have one writer,
+the worker.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_WORK = 512
 MAX_TEAM = 4096
 """Members of one generation, on all hosts, whose telemetry fits on a page."""
 
-COUNTERS = ("published", "told", "reduced", "posted", "read")
+COUNTERS = ("published", "shown", "reduced", "posted", "read")
 """Names of the counters; `unisono.exchange.host` says what each of them counts."""
 
 _Address = ctypes.c_char * 160
@@ -32,13 +33,13 @@ _Counter = ctypes.c_uint32 * 16  # a counter and the rest of its cache line
 
 
 class _WorkerFields(ctypes.Structure):
-    """``generation``: the one that the worker is in, counted from 1; 0: none yet. ``page``: the address of its page."""
+    """``generation``: the worker's generation plus 1; 0: none yet. ``page``: address of its `GenerationPage`."""
 
     _fields_ = [("generation", _Counter), ("page", _Address)]
 
 
 class NodeFields(ctypes.Structure):
-    """A node that a member has published, and where its slot is."""
+    """A published node, and the address of its slot."""
 
     _fields_ = [("level", ctypes.c_uint64), ("index", ctypes.c_uint64), ("slot", _Address)]
 
@@ -67,7 +68,7 @@ class GenerationFields(ctypes.Structure):
 
 
 class GenerationPage:
-    """One member of a generation, as another (or it itself) sees it.
+    """Page of one member in a generation, as the members of its host see it.
 
     Args:
         segment: of `NUM_BYTES` bytes.
@@ -81,7 +82,7 @@ class GenerationPage:
         self.started = _counter(self.fields, "started")
         self.work = _counter(self.fields, "work")
         self.counters = {
-            name: _counter(self.fields, name) for name in ("published", "told", "reduced", "posted", "read")
+            name: _counter(self.fields, name) for name in ("published", "shown", "reduced", "posted", "read")
         }
         self.mapped: dict[str, Tensor] = {}
 
@@ -108,7 +109,7 @@ class WorkerPage:
         self.address = self._segment.address
 
     def enter(self, generation: int, page: str) -> None:
-        """Tell the others that this worker is in ``generation`` now, and where its page of that one is."""
+        """Publish that this worker is in ``generation`` now, and the address of its page of that generation."""
         counter = _counter(self._fields, "generation")
         if generation + 1 <= counter.value:
             raise ValueError(
@@ -120,7 +121,7 @@ class WorkerPage:
         futex_wake(counter)
 
     def keep(self, layout: FlatLayout, slots: Sequence[Slot]) -> list[Slot]:
-        """Free all slots but these. Return for each of them one of this worker, itself or a copy."""
+        """Free all slots but these. Return for each of them a slot of this worker: itself or a copy."""
         self.slots.keep(layout, [slot for slot in slots if slot in self.slots])
         for address in self._segments.keys() - {slot.memory.data_ptr() for slot in self.slots}:
             self._segments.pop(address).close()
@@ -137,7 +138,7 @@ class WorkerPage:
         return memory
 
     def close(self) -> None:
-        """The end of the worker: nobody can open anything of it any more."""
+        """Close everything: no other worker can open memory of this worker any more."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
@@ -157,7 +158,7 @@ class OpenedWorkerPage:
         self.generation = _counter(self._fields, "generation")
 
     def open_page(self, generation: int) -> GenerationPage | None:
-        """Return the worker's page of a generation that it has entered; None: it has left that one.
+        """Return the worker's page of a generation that it has entered; None: it has left that generation.
 
         Raises:
             FileNotFoundError: the worker is gone.
@@ -165,7 +166,7 @@ class OpenedWorkerPage:
         fence()
         address = self._fields.page.decode()
         fence()
-        # It may have gone on while the address was read.
+        # The worker may have entered another generation while the address was read.
         return GenerationPage(Segment.open(address)) if self.generation.value == generation + 1 else None
 
 

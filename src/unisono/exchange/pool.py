@@ -1,4 +1,4 @@
-"""A worker's slots of one layout: those that hold something, and those that are free."""
+"""Pool of a worker's slots of one layout: slots in use, and free ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Pool"]
 
 
 class Pool:
-    """Makes slots, and makes them once.
+    """Makes slots, and reuses free ones.
 
     Args:
-        allocate: zeroed memory for a slot of a layout.
+        allocate: returns zeroed memory for a slot of a layout.
     """
 
     def __init__(self, allocate: Callable[[FlatLayout], Tensor]) -> None:
@@ -25,7 +25,7 @@ class Pool:
         self._free: dict[int, Slot] = {}
 
     def keep(self, layout: FlatLayout, slots: Iterable[Slot]) -> None:
-        """From now on these hold something, all others are free; those of another layout are forgotten."""
+        """Mark these slots as used and all others as free; forget the slots of another layout."""
         held = {slot.key: slot for slot in slots}
         for slot in held.values():
             if slot.layout != layout:
@@ -48,7 +48,7 @@ class Pool:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Give a slot back. One that was given back or forgotten before is left alone: somebody else may have it."""
+        """Free a slot. A slot that was freed or forgotten before is left alone: it may be in use again."""
         if self._slots.get(slot.key) is slot:
             self._free[slot.key] = slot
 

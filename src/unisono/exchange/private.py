@@ -16,10 +16,10 @@ __all__ = ["PrivateSlots"]
 
 
 class PrivateSlots:
-    """The part of an `Exchange` that is about slots, where members do not share memory: they cannot help each other.
+    """Slots of an `Exchange` whose members share no memory, and so cannot help each other.
 
     Args:
-        slot_bytes: the memory of a slot.
+        slot_bytes: returns the memory of a slot.
     """
 
     def __init__(

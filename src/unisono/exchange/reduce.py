@@ -1,4 +1,4 @@
-"""Sum rows over the members of a wire: all-to-all, fold in tree order, all-gather.
+"""Reduction of rows over the members of a wire: all-to-all, fold in tree order, all-gather.
 
 The rows are cut into buckets, so that the first can travel while the last are still being computed; every bucket
 is cut into one chunk per member. Collectives are started in the same order on every member: by bucket, and
@@ -36,7 +36,7 @@ class Reduction:
     """The sum of one range of rows, in three moves: `send`, `fold`, `gather`.
 
     Args:
-        rows: which rows of the layout; the same on all members of the wire.
+        rows: of the layout; the same on all members of the wire.
         plan: by rank of the wire, the nodes of each member.
     """
 

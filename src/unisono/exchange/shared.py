@@ -1,4 +1,4 @@
-"""The exchange of members that share the memory of one host."""
+"""Exchange of members on one host, in shared memory."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class _SharedCombine(HostCombine):
 
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
         digest = self.digest()
-        self.show(telemetry)
-        return Deferred(partial(self._commit, self.say_reduced(digest)))
+        self.publish_telemetry(telemetry)
+        return Deferred(partial(self._commit, self.count_reduced(digest)))
 
     def _commit(self, committed: Deferred[int]) -> Committed:
         digest = committed.wait()

@@ -10,12 +10,12 @@ __all__ = ["Slots"]
 
 
 class Slots:
-    """A worker's slots in use: the nodes of the step under way, and the result that the script still reads.
+    """Slots of a worker that are in use: the nodes of the step under way, and the result that the script still reads.
 
     Attributes:
-        layout: of what is summed now; None before the first sum.
+        layout: of the current sums; None before the first sum.
         nodes: the complete nodes of the step under way.
-        result: the sum of the last step, which ``.grad`` views; None once the script does not need it any more.
+        result: the sum of the last step, of which ``.grad`` is a view; None once the script no longer needs it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Slots:
             self.result = brought[-1]
 
     def release_result(self, exchange: Exchange) -> None:
-        """Give the last result back: nobody reads it any more."""
+        """Free the last result, which is not read any more."""
         if self.result is not None:
             exchange.release(self.result)
             self.result = None

@@ -1,8 +1,8 @@
-"""The exchange of several members on each of several hosts: shared memory inside, a network between.
+"""Exchange of several members on each of several hosts: shared memory within a host, a network between hosts.
 
-The rows of each part are cut into **lanes**, as many as the smallest host has members. Member ``l`` of every host that
-has one carries lane ``l``: it adds the lane's rows of its host's nodes as far up the tree as they go, sums
-them with member ``l`` of the other hosts over the network, and shows the result to its own host. So a row leaves a
+The rows of each part are cut into **lanes**, as many as the smallest host has members. Member ``l`` of every host
+carries lane ``l``: it adds the lane's rows of its host's nodes as far up the tree as they go, sums
+them with member ``l`` of the other hosts over the network, and publishes the result on its own host. So a row leaves a
 host once for each node that the host as a whole holds, not for each member.
 """
 
@@ -89,11 +89,13 @@ class TwoLevel(HostSlots):
         index = next(index for index, ranks in enumerate(self._hosts) if source in ranks)
         mine = source in self._ranks
         with self._host.counters.or_leave():
-            if mine:  # to the one that carries lane 0 there ...
+            if mine:  # to the member of lane 0 on the host of the source ...
                 self._host.broadcast(tensor, self._ranks.index(source))
-            if self._host.rank == 0 and self._wire is not None:  # ... from there to the other hosts ...
+            if (
+                self._host.rank == 0 and self._wire is not None
+            ):  # ... from there to the members of lane 0 on the other hosts ...
                 broadcast_over(self._wire, tensor, index)
-            if not mine:  # ... and to everybody there
+            if not mine:  # ... and to all members of these hosts
                 self._host.broadcast(tensor, 0)
 
     def interrupt(self, error: Exception) -> None:
@@ -140,7 +142,7 @@ class _TwoLevelCombine(HostCombine):
         own = {node: Rows(torch.zeros(nbytes, dtype=torch.uint8), lane.start) for node in plan[wire.rank]}
         if own:
             fold_rows(self.layout, self.nodes, num_leaves, lane.start, lane.stop, list(own.values()))
-        self.host.counters.verify()  # before anything of it leaves the host
+        self.host.counters.verify()  # before any of these sums leaves the host
         reduction = Reduction(wire, self.layout, lane, plan, num_leaves)
         self._reductions.append(reduction)
         reduction.send(own, len(lane))
@@ -150,32 +152,32 @@ class _TwoLevelCombine(HostCombine):
         digest, counters = self.digest(), self.host.counters
         with counters.or_leave():
             counters.check()
-            self.show(telemetry)
-            return Deferred(partial(self._commit, digest, counters.advance("told")))
+            self.publish_telemetry(telemetry)
+            return Deferred(partial(self._commit, digest, counters.advance("shown")))
 
-    def _commit(self, digest: int, told: int) -> Committed:
+    def _commit(self, digest: int, shown: int) -> Committed:
         counters, waiting_s = self.host.counters, 0.0
         with counters.or_leave():
             if self._wire is not None:
-                digest = self._vote(digest, told, self._wire)
+                digest = self._vote(digest, shown, self._wire)
                 waiting_s = self._wire.waiting_s
-            digest = self.say_reduced(digest).wait()
+            digest = self.count_reduced(digest).wait()
         fields = counters.pages[0].fields
         team = ctypes.string_at(fields.team_telemetry, self._num_members * TELEMETRY_BYTES)
         telemetry = tuple(team[i : i + TELEMETRY_BYTES] for i in range(0, len(team), TELEMETRY_BYTES))
         return Committed(digest, telemetry, self.total_weight(), counters.waiting_s + waiting_s)
 
-    def _vote(self, digest: int, told: int, wire: Wire) -> int:
+    def _vote(self, digest: int, shown: int, wire: Wire) -> int:
         """Make sure that all hosts hold the sums of this lane; return its digest over all hosts.
 
-        In the first lane the telemetry of a host's members goes with the vote, and everybody's goes to this member's
-        page: over a long way the number of gathers is the time of a step.
+        In the first lane the telemetry of a host's members goes with the vote, and the telemetry of all hosts goes to
+        this member's page: on a high-latency link the number of gathers decides the time of a step.
         """
         for reduction in self._reductions:
             reduction.gather()
         counters, own, sizes = self.host.counters, b"", [0] * wire.size
         if self.host.rank == 0:
-            counters.wait("told", told)
+            counters.wait("shown", shown)
             own, sizes = b"".join(self.telemetry()), [len(ranks) * TELEMETRY_BYTES for ranks in self._hosts]
         total, everyones = wire.vote(digest, own.ljust(max(sizes), b"\0"))
         team = b"".join(each[:size] for each, size in zip(everyones, sizes, strict=True))

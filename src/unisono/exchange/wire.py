@@ -1,10 +1,10 @@
-"""One ``torch.distributed`` process group, and waits that end.
+"""Wire: one ``torch.distributed`` process group, with waits that end.
 
 The group is built directly (never the global default group), so that a generation can make its own. Neither the
 forming of a group nor a blocked collective can be woken: ``abort()`` and ``shutdown()`` do not, and deleting a
-group with a pending operation blocks. So nobody waits *in* torch. The group is formed by a thread of its own; that
-thread, an operation's future and `interrupt` notify the same condition; and an abandoned group is kept until its last
-operation has ended, at the latest by its timeout.
+group with a pending operation blocks. So no thread of the run waits *in* torch. The group is formed by a
+thread of its own; that thread, an operation's future and `interrupt` notify the same condition; and an abandoned group
+is kept until its last operation has ended, at the latest by its timeout.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from unisono.words import listed
 
 __all__ = ["Collective", "Wire", "release_abandoned"]
 
-SLICE_S = 0.2  # a wait looks around this often even if a notification was missed
+SLICE_S = 0.2  # a wait checks its condition this often even if a notification was missed
 DIGEST_BYTES = 8
-POLL_S = 1e-4  # NCCL notifies nobody
+POLL_S = 1e-4  # NCCL sends no notification
 CONNECT_S = 20.0
-"""From when all members are there until they are connected. One that others cannot reach, behind a firewall, shall not
-hold them up for as long as an exchange may take."""
+"""Longest time from the arrival of all members until they are connected. A member behind a firewall, which the others
+cannot reach, must not delay them for as long as an exchange may take."""
 FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have not come to a group
 
 _abandoned: list[tuple[Any, list[Any]]] = []
@@ -44,7 +44,7 @@ class Wire:
     """Collectives over tensors of bytes between ``size`` members.
 
     Args:
-        store: where the members find each other; one prefix for one group.
+        store: the members find each other there; one prefix for one group.
         device: of the tensors that will be sent.
         backend: "gloo" or "nccl".
         address: the address that gloo listens on.
@@ -84,12 +84,12 @@ class Wire:
             group, failure = None, None
             missing: list[str] = []
             try:
-                # A member may come late, from its work between two steps; that is no reason to give it up.
+                # A member may arrive late, from its work between two steps: that is no reason to give the member up.
                 store.set(f"here-{rank}", "")
                 store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
                 self._all_here_at = time.perf_counter()
                 group = _make_group(store, rank, size, backend, address, timeout_s)
-            except Exception as error:  # of many kinds; `_connected` raises it as one of ours
+            except Exception as error:  # of many kinds; `_connected` raises it as PeerLost
                 failure = error
                 if self._all_here_at is None:
                     missing = _missing(store, names)
@@ -108,11 +108,11 @@ class Wire:
         )
 
     def all_gather(self, out: Tensor, data: Tensor) -> Collective:
-        """``out`` receives everyone's ``data``, by rank; equal sizes."""
+        """Gather the ``data`` of all members in ``out``, by rank; equal sizes."""
         return self._start(lambda group: group._allgather_base(out, data, AllgatherOptions()), out, data)
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
-        """Everyone's ``data``, by rank, equally long (and not empty). Blocks, for one way there and back."""
+        """Return the ``data`` of all members, by rank, equally long and not empty. Blocks for one round trip."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         found = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
         self.all_gather(found, own).wait()
@@ -120,20 +120,20 @@ class Wire:
         return [ctypes.string_at(row.data_ptr(), len(data)) for row in rows]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everyone's ``data``, by rank. Blocks, for two ways there and back."""
+        """Return the ``data`` of all members, by rank. Blocks for two round trips."""
         lengths = [int.from_bytes(size, "little") for size in self.all_gather_equal(len(data).to_bytes(8, "little"))]
         padded = self.all_gather_equal(data.ljust(max(*lengths, 1), b"\0"))
         return [payload[:length] for payload, length in zip(padded, lengths, strict=True)]
 
     def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
-        """Tell all members that this one holds all sums; return when every member does. Blocks.
+        """Announce to all members that this one holds all sums; return when every member does. Blocks.
 
         Args:
-            digest: of what this member has added.
+            digest: of the sums of this member.
             data: equally long on all members.
 
         Returns:
-            The digest of all sums, and everyone's ``data``, by rank.
+            The digest of all sums, and the ``data`` of all members, by rank.
         """
         votes = self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data)
         total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
@@ -158,7 +158,7 @@ class Wire:
             group, self._group = self._group, None
         pending, self._pending = self._pending, []
         if self.device.type == "cuda":
-            # Its end takes long where a peer is gone, and ends what is pending.
+            # abort() takes long if a peer is gone, and ends the pending collectives.
             threading.Thread(target=_abort, args=(group,), name="unisono-abort", daemon=True).start()
             return
         _abandoned.append((group, pending))
@@ -166,7 +166,7 @@ class Wire:
         release_abandoned()
 
     def _connected(self) -> Any:
-        """Return the group, when it is formed. Raise if this member was interrupted: it starts nothing any more."""
+        """Return the group, when it is formed. Raise if this member was interrupted."""
         if self._error is not None:
             raise self._error
         # A little later than the store's own limit, whose error names the members that were not there.
@@ -236,7 +236,7 @@ class Wire:
 
 
 class Collective:
-    """A collective that was started. Keeps its tensors alive."""
+    """A started collective. Keeps its tensors alive."""
 
     def __init__(self, wire: Wire, work: Any, tensors: tuple[Tensor, ...]) -> None:
         self._wire = wire
@@ -244,27 +244,27 @@ class Collective:
         self._tensors = tensors
 
     def wait(self) -> None:
-        """Block until it is done.
+        """Block until the collective is done.
 
         Raises:
-            PeerLost: a member is gone. DeadlineExceeded: it took too long.
+            PeerLost: a member is gone. DeadlineExceeded: the collective took too long.
         """
         self._wire._finish(self._work)
         self._tensors = ()
 
 
 def release_abandoned() -> bool:
-    """Delete the groups whose last operation has ended meanwhile. A closing wire does it for all before it.
+    """Delete the abandoned groups whose last operation has ended. Called whenever a wire is closed.
 
     Returns:
-        Whether one is left: to delete it would block until its operation times out, at the end of the process too.
+        Whether a group is left: deleting it would block until its operation times out, also at the end of the process.
     """
     _abandoned[:] = [(group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)]
     return bool(_abandoned)
 
 
 def _missing(store: dist.Store, names: Sequence[str]) -> list[str]:
-    """Return the members that have not come, as far as the store can be asked."""
+    """Return the members that have not arrived, as far as the store can be asked."""
     with contextlib.suppress(Exception):  # the store may be what has failed
         return [name for rank, name in enumerate(names) if not store.check([f"here-{rank}"])]
     return []

@@ -1,11 +1,11 @@
 """The journal of a run: one line of JSON a step, only ever appended.
 
-A line is an event (`unisono.events`) that all members agree on: the result of a step (step, loss, weight, digest), and
-how long each of them took; the totals of an evaluation; the end of the run, with a digest of every tracked object.
+A line is an event (`unisono.events`) that all members agree on: the result of a step (step, loss, weight, digest) and
+the members' times; the totals of an evaluation; the end of the run, with a digest of every tracked object.
 Lines by ``kind``: ``step``, ``evaluation``, ``end``, and ``gap``: all lines from ``first`` to ``last`` are lost.
 
-One member writes: the first that sees the run's directory. Every member keeps the lines that it does not know to be in
-the file, so the next writer, or a writer that finds room again on a disk that was full, leaves none out.
+One member writes: the first that sees the run's directory. Every member keeps the lines that may be missing in
+the file, so the next writer, or a writer whose full disk has room again, writes all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether two runs are the same, to the bit, by their journals."""
+"""Comparison of two runs, to the bit, by their journals."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Difference", "compare"]
 
 
 class Difference(Exception):
-    """Two runs differ; the message says where first and in what."""
+    """Two runs differ; the message names the first difference."""
 
 
 def compare(a: Path, b: Path) -> str:
-    """Return that two runs are identical, as ``identical: 390 steps, model 5f3a...``.
+    """Return a sentence for identical runs: ``identical: 390 steps, model 5f3a...``.
 
     Lines that one of the journals lacks are named and not compared. Lines are compared as they are written: the JSON
     of a float has all its bits.

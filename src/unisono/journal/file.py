@@ -61,7 +61,7 @@ def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def tail(path: Path, file: BinaryIO) -> tuple[int, Line | None, str]:
-    """Return the end of the last whole line, the last line that can be read, and what is wrong with those after it."""
+    """Return the end of the last whole line, the last line that can be read, and the error in the lines after it."""
     end, broken = 0, ""
     for offset, text in _backwards(file):
         if not text.endswith(b"\n"):
@@ -76,14 +76,14 @@ def tail(path: Path, file: BinaryIO) -> tuple[int, Line | None, str]:
 
 
 def has_steps(directory: Path) -> bool:
-    """Return whether the journal in ``directory`` has the line of a step. One that cannot be read has none."""
+    """Return whether the journal in ``directory`` has the line of a step; False if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return any(line["kind"] == "step" for line in read(directory / JOURNAL))
     return False
 
 
 def truncate(path: Path, number: int) -> None:
-    """Leave the first ``number`` lines: what a run had written when it made the checkpoint that it goes on from."""
+    """Cut a journal after its first ``number`` lines: those that existed when a checkpoint was made."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -102,9 +102,9 @@ def truncate(path: Path, number: int) -> None:
 
 
 def conclude(directory: Path, reason: str) -> None:
-    """Write why a run failed, for members that are all gone.
+    """Write the line about a failed run, after the end of all members.
 
-    Does nothing where one of them has, and where the journal is broken.
+    Does nothing if a member has written it, or if the journal is broken.
 
     Raises:
         OSError: the journal cannot be written.
@@ -124,7 +124,7 @@ def conclude(directory: Path, reason: str) -> None:
 
 
 def summary(directory: Path) -> dict[str, Any]:
-    """Return what the journal says of a run that is over (or whose head does not answer).
+    """Return the status of a run that is over (or whose head does not answer), from its journal.
 
     Raises:
         OSError, ValueError: the journal cannot be read.

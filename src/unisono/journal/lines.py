@@ -1,4 +1,4 @@
-"""A line of the journal and the event that it holds: the one place where each is made of the other."""
+"""Lines of the journal: the only module that makes lines of events, and events of lines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def text_of(line: Line) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can have it. NaN and infinity become strings, which every reader of JSON can read."""
+    """Return a value for JSON. NaN and infinity become strings, which every reader of JSON can read."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The journal as one member keeps it: a sink that writes while this member is the writer."""
+"""Journal of one member: a sink that writes while this member is the writer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from unisono.journal.lines import LineEvent, from_line, is_line, text_of, to_lin
 __all__ = ["MOST_KEPT_LINES", "Journal"]
 
 KEPT_LINES = 4
-"""So many of the newest lines are kept in any case."""
+"""Keep so many of the newest lines in any case."""
 MOST_KEPT_LINES = 1000
-"""So many are kept of the lines that are not known to be in the file."""
+"""Keep at most so many of the lines that may be missing in the file."""
 LINES_AT_ONCE = 32
-"""While the disk is full, each step tries to write so many lines, and not all that are kept."""
+"""While the disk is full, each step tries to write so many lines, and not all kept lines."""
 
 
 class _Numbered(NamedTuple):
@@ -40,7 +40,7 @@ class Journal:
 
     Args:
         path: None keeps nothing.
-        is_there: whether the directory is still that of the run; asked before every write.
+        is_there: returns whether the directory is still that of the run; called before every write.
     """
 
     def __init__(self, path: Path | None, is_there: Callable[[], bool] = lambda: True) -> None:
@@ -49,7 +49,7 @@ class Journal:
         self._is_writer = False
         self._recent: deque[_Numbered] = deque()
         self._number = 0
-        self._in_file = 0  # all lines before this one, as far as this member has heard
+        self._in_file = 0  # all lines before this one are in the file, as far as this member knows
         self._last: int | None = None  # the last line of the file; None: not known yet
         self._failed_at: int | None = None  # the file's size before a line that could not be written
         self._has_warned = False
@@ -60,14 +60,14 @@ class Journal:
         A journal that cannot be written is a warning: it is no reason to end a training.
 
         Returns:
-            Of a new writer: the events that this member has and the file had not.
+            On a new writer, the kept events that were missing in the file.
         """
         self._is_writer = writer
         self._last = self._failed_at = None
         return [event for _, event in self._write()] if writer else []
 
     def go_on_at(self, number: int, lines: Iterable[str] = ()) -> None:
-        """Tell a newcomer that the run has ``number`` lines already, of which ``lines`` may not be in the file."""
+        """Set, on a newcomer, that the run has ``number`` lines, of which ``lines`` may be missing in the file."""
         if number == 0:
             return  # the run begins, and all members have emitted the same events until here
         self._number = number
@@ -76,21 +76,21 @@ class Journal:
 
     @property
     def number(self) -> int:
-        """How many lines this member knows of."""
+        """Number of lines that this member knows."""
         return self._number
 
     @property
     def num_written(self) -> int:
-        """How many lines the file has, as far as its writer knows; 0 on all other members."""
+        """Number of lines in the file, as far as its writer knows; 0 on all other members."""
         return self._last + 1 if self._last is not None else 0
 
-    def hear(self, num_written: int) -> None:
-        """The writer has said how many lines the file has."""
+    def note_written(self, num_written: int) -> None:
+        """Note how many lines the file has, by the writer's report."""
         self._in_file = max(self._in_file, num_written)
         self._forget()
 
     def unwritten(self) -> list[str]:
-        """Return the lines that are not known to be in the file, as text."""
+        """Return the lines that may be missing in the file, as text."""
         return [each.text() for each in self._recent if each.number >= self._in_file]
 
     def emit(self, event: Event) -> None:
@@ -114,17 +114,17 @@ class Journal:
             recent.popleft()
 
     def _write(self) -> list[_Numbered]:
-        """Write the kept lines that the file lacks: the newest, and those that there was no room for.
+        """Write the kept lines that are missing in the file: the newest, and lines that a full disk had no room for.
 
         Returns:
-            These lines, whether there was room or not.
+            The missing lines, whether they could be written or not.
         """
         missing: list[_Numbered] = []
         if self._path is None:
             return missing
         try:
             if not self._is_there():
-                self._last = None  # it may come back
+                self._last = None  # the directory may come back
                 return missing
             if self._last is None:
                 self._last = _take_over(self._path)
@@ -142,7 +142,7 @@ class Journal:
         return missing
 
     def _put(self, file: FileIO, lines: list[_Numbered]) -> None:
-        if self._failed_at is not None:  # half a line: what follows would not be a line either
+        if self._failed_at is not None:  # half a line: the next line would be spoiled too
             file.truncate(self._failed_at)
         self._failed_at = os.fstat(file.fileno()).st_size
         data = memoryview("".join(f"{each.text()}\n" for each in lines).encode())
@@ -169,7 +169,7 @@ def _numbered(text: str) -> _Numbered:
 
 
 def _take_over(path: Path) -> int:
-    """Cut off what follows the last whole line of a journal, and return that line's number; -1: there is none.
+    """Cut a journal after its last whole line, and return that line's number; -1: there is none.
 
     A writer that was killed while it wrote leaves half a line; the next one writes that line again.
     """

@@ -174,7 +174,7 @@ class Keeper:
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         """Receive the reports of all members, by rank."""
         self._saver.on_reports(reports, generation, worker_ids)
-        self.journal.hear(max(report.lines for report in reports))
+        self.journal.note_written(max(report.lines for report in reports))
         wrote, self._writes = self._writes, self._saver.choose_publisher(worker_ids) == self._worker_id
         if wrote and not self._saver.reaching:
             self._miss()

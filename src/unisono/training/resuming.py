@@ -192,7 +192,7 @@ class Resumption:
         is_ours = loaded.path.resolve().parent == folder.resolve()
         others = [path for path in files.complete(folder) if not is_ours or files.step_of(path) > loaded.manifest.step]
         try:
-            moved = files.set_aside(others, broken=is_ours and bool(loaded.broken))
+            moved = files.move_away(others, broken=is_ours and bool(loaded.broken))
         except OSError as error:
             shown = ", ".join(path.name for path in others)
             raise CheckpointError(
