@@ -299,7 +299,7 @@ class _Agent:
         """
         ended = Ended(ok=False, reason=reason, exit_code=exit_code)
         if self._is_primary and self._num_signals == 1:
-            self._following.send_end(ended)
+            self._following.say_end(ended)
         elif self._is_primary:
             self._following.send(ended)
             self._following.hurry()

@@ -107,7 +107,7 @@ class Following:
         self._is_sent.clear()
         self._flush_outbox()
 
-    def send_end(self, ended: Ended) -> None:
+    def say_end(self, ended: Ended) -> None:
         """Send the end of the run to the head; `answered` waits until the head has sent it to the other machines."""
         if self.agent_id:
             self._is_answered.clear()
