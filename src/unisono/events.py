@@ -1,4 +1,4 @@
-"""Events: what happens in a run, as frozen values. Every sink of every process gets the same ones.
+"""Events of a run, as frozen values. Every sink of every process gets the same ones.
 
 An event is made once and never changed. The worker that finishes a step makes its `StepFinished`; that value is the
 step's line in the journal (`unisono.journal.to_line`), travels to the head and from there to the sinks of every
@@ -51,7 +51,7 @@ class Seconds(_Value):
 
 
 class WorkerTimes(_Value):
-    """How long one worker computed for a step."""
+    """Times of one worker for a step."""
 
     leaves: int = 0
     """Micro-batches that it computed for this step."""
@@ -73,7 +73,7 @@ class RunStarted(_Event, tag="start"):
     step: int
     """Steps of the run that are done already."""
     recipe: dict[str, int | bool]
-    """What the bits depend on: batch size, micro-batches, seed ..."""
+    """Everything in the script that the bits depend on: batch size, micro-batches, seed ..."""
 
 
 class MembershipChanged(_Event, tag="membership"):
@@ -102,7 +102,7 @@ class RunEnded(_Event, tag="end"):
 
 
 class StepResult(_Event):
-    """What all members agree on after a step: the same bits for any number of workers."""
+    """Result of a step, equal on all members: the same bits for any number of workers."""
 
     step: int
     """Counted over the whole run from 0, however often the script calls ``run.steps``."""
@@ -127,7 +127,7 @@ class StepFinished(StepResult, tag="step"):
     logs: dict[str, float]
     """From ``step.log``."""
     checkpoint: dict[str, Any] = {}
-    """What became of checkpoints since the step before."""
+    """News of checkpoints since the step before."""
     balance: str = ""
     """Why this step's plan is another than that of the step before."""
     warnings: list[str] = []

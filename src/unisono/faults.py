@@ -22,14 +22,14 @@ POINTS: Final[dict[str, str]] = {
     "step_head": "the outer loop has begun a step, the inner loop has not begun",
     "before_backward": "a micro-batch was fetched, and not yet given to the script",
     "after_backward": "a micro-batch's gradient was added to this worker's partial sums",
-    "before_combine": "all its micro-batches are done, the other workers have seen nothing of them",
+    "before_combine": "all its micro-batches are done, and the other workers have none of their sums",
     "published": "the other workers can read its partial sums, or were sent them",
-    "reduced": "it has summed its chunk of the gradient, and has not told the others",
+    "reduced": "it has summed its chunk of the gradient, and the others do not know yet",
     "committed": "it has seen the commit, others perhaps not",
     "after_step": "the step is over for this worker: the optimizer has run",
     "in_evaluation": "a batch of an evaluation is done",
     "evaluated": "it has all results of an evaluation, others perhaps not",
-    "checkpoint_copied": "its part of a checkpoint is copied in memory, nothing of it is written",
+    "checkpoint_copied": "its part of a checkpoint is copied in memory, and not written yet",
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
     "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
@@ -44,7 +44,7 @@ class FaultInjected(RuntimeError):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a test does to one worker at one point."""
+    """One fault, which a test injects in one worker at one point."""
 
     action: Literal["kill", "kill_run", "stop", "delay", "fail"]
     """SIGKILL to this worker; the same to the command first; SIGSTOP; sleep for ``seconds``; raise `FaultInjected`."""
@@ -89,7 +89,7 @@ def at_step(step: int) -> None:
 
 
 def point(name: str, microbatch: int = -1) -> None:
-    """Let the faults of a named point happen, if this process was armed with any."""
+    """Trigger the faults of a named point, if this process was armed with any."""
     if not _armed:
         return
     for fault in list(_armed):

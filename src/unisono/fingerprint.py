@@ -1,4 +1,4 @@
-"""The fingerprint of a worker: what its arithmetic depends on beside the script. Where it differs, bits may differ."""
+"""Fingerprint of a worker: everything but the script that its arithmetic depends on. Other fingerprint, other bits."""
 
 from __future__ import annotations
 

@@ -31,19 +31,19 @@ NOT_OPTIONS: Final = ("module", "callable", "result", "outcome")
 def launch(
     main: Callable[..., T], *args: Any, workers: int | str = "auto", threads: int = 1, run_dir: str = "", **options: Any
 ) -> T:
-    """Call ``main(*args)`` on workers of this machine; returns what it returns on rank 0.
+    """Call ``main(*args)`` on workers of this machine; return the result of rank 0.
 
     Blocks until the run is over. ``main`` and its arguments are pickled by value (cloudpickle), so functions of a
-    notebook will do; what it returns is pickled back. The workers' output appears here, told apart by worker.
+    notebook will do; the result is pickled back. Each line of the workers' output appears here with the worker's name.
 
     Args:
         workers: how many; "auto": every GPU, else every core; "A:B": at least A, at most B.
         threads: CPU threads of a worker. Part of the result's bits.
-        run_dir: where the run is kept; wins over the one that ``main`` names.
+        run_dir: directory of the run; wins over the one that ``main`` names.
         options: of the command ``unisono run``, with underscores: ``exchange="gloo"``, ``overwrite=True``.
 
     Raises:
-        LaunchError: a worker failed, or an option is not right.
+        LaunchError: a worker failed, or an option is wrong.
     """
     import cloudpickle
 
@@ -71,7 +71,7 @@ def launch(
 
 
 def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse a call that would fail in every worker: here the traceback ends at the line to change.
+    """Check a call that would fail in every worker: here the traceback ends at the line to change.
 
     Raises:
         LaunchError: ``main`` cannot be called with these arguments.

@@ -117,7 +117,7 @@ def end_when_silent(connection: socket.socket) -> None:
         "TCP_KEEPCNT": SILENCE_S - 1,
         "TCP_USER_TIMEOUT": SILENCE_S * 1000,  # milliseconds, for data that was sent
     }
-    with contextlib.suppress(OSError):  # not a TCP connection, or a system without these
+    with contextlib.suppress(OSError):  # not a TCP connection, or a system without these settings
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in settings.items():
             if hasattr(socket, name):

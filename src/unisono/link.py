@@ -1,4 +1,4 @@
-"""The client's side of a WebSocket connection to the head, without a thread and without a loop of its own.
+"""Client side of a WebSocket connection to the head, without a thread and without a loop of its own.
 
 A worker drives it by a thread with a selector (`unisono.member`), an agent by its event loop
 (`unisono.machine.following`), a command waits for its one answer (`unisono.cli.reach`).
@@ -27,7 +27,7 @@ MAX_BYTES = 262144  # received at once
 
 
 class Refused(UnisonoError):
-    """The head wants no connection, now or later: the token is not the run's."""
+    """The head refuses this connection, now and later: the token is not the run's."""
 
 
 class Link:
@@ -37,7 +37,8 @@ class Link:
         sock: connected to the head. It is non-blocking from when the connection `is_open`.
 
     Raises:
-        Refused: the head says so. OSError: there is no connection, or it is lost; also of all methods but `close`.
+        Refused: the head refuses the connection. OSError: there is no connection, or it is lost; also raised by all
+            methods but `close`.
     """
 
     def __init__(self, sock: socket.socket, url: str, token: str) -> None:
@@ -70,7 +71,7 @@ class Link:
             raise
 
     def feed(self, data: bytes) -> None:
-        """Take in what was received; nothing means that the other side has closed."""
+        """Process received data; no data means that the other end has closed."""
         if self._is_at_end:
             return
         if data:
@@ -93,7 +94,7 @@ class Link:
             raise ConnectionError("the head closed the connection during the handshake")
 
     def put(self, data: bytes) -> None:
-        """Send a message: what does not go out now goes out with `push`."""
+        """Send a message. Data that cannot be sent now is sent by `push`."""
         try:
             self._protocol.send_binary(data)
         except InvalidState as error:  # the head is closing it
@@ -101,7 +102,7 @@ class Link:
         self.push()
 
     def push(self) -> None:
-        """Send what can be sent now."""
+        """Send all data that can be sent now."""
         for part in self._protocol.data_to_send():
             self._unsent += part
         while self._unsent:
@@ -119,7 +120,7 @@ class Link:
         """Return the messages that have arrived.
 
         Raises:
-            ConnectionError: it is closed; messages that came before were given by earlier calls.
+            ConnectionError: the connection is closed; earlier calls have returned all messages.
         """
         with contextlib.suppress(BlockingIOError):
             self.feed(self.sock.recv(MAX_BYTES))
@@ -152,10 +153,10 @@ class Link:
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Return where the head with this address listens.
+    """Return host and port of a head's URL.
 
     Raises:
-        ConnectionError: this is no address.
+        ConnectionError: the URL is malformed.
     """
     try:
         uri = parse_uri(url)

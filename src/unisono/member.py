@@ -93,7 +93,7 @@ class Member:
     Args:
         spec: settings, from the agent.
         info: describes this worker; ``address`` is filled in with the interface that reaches the head.
-        fingerprint: what equal bits depend on.
+        fingerprint: everything that equal bits depend on.
         page: its page in shared memory (`unisono.exchange.pages.WorkerPage`), kept for the library.
         script: checksum of its script's text.
     """
@@ -250,10 +250,10 @@ class Member:
         self._send_repeatedly(done)
 
     def happened(self, message: Happened) -> None:
-        """Tell the head an event, for the sinks of all machines; one that is too large for that stays here."""
+        """Send an event to the head, for the sinks of all machines; an event that is too large for that is not sent."""
         if len(encode(message)) > MAX_EVENT_BYTES:
             return
-        if message.number < 0:  # whoever gets it twice cannot know that
+        if message.number < 0:  # without a number a receiver cannot recognize a repetition
             self.send(message)
         else:
             self._send_repeatedly(message, type(message.event).__name__)
@@ -522,7 +522,7 @@ class Member:
             callback(None)
 
     def _forget(self) -> None:
-        """In a forked child: be no member, and close the connection, which must not stay open when this worker dies."""
+        """Stop being a member, in a forked child, and close the connection, which must not outlive this worker."""
         global _current
         if _current is self:
             _current = None

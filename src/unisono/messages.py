@@ -84,7 +84,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class MemberInfo(Message):
-    """What its peers need to know of a worker. ``worker_id`` is stable for the worker's life."""
+    """Description of a worker for its peers. ``worker_id`` is the same for the worker's whole life."""
 
     worker_id: str
     host: str
@@ -111,7 +111,7 @@ class Hello(Message):
     generation: int = 0
     """The newest generation that it holds; not 0 when the worker connects again after its connection broke."""
     term: int = 0
-    """The highest term of a head that it has heard of."""
+    """The highest term of a head that the sender knows."""
     protocol: int = PROTOCOL
 
 
@@ -156,11 +156,11 @@ class Suspect(Message):
     generation: int
     reason: str
     peers: list[str] = []
-    """The workers that it waited for, where it knows them."""
+    """The workers that this member waited for, where it knows them."""
 
 
 class StepDone(Message):
-    """A step is finished, from rank 0: what the membership table needs of it."""
+    """A step is finished, from rank 0, for the membership table."""
 
     step: int
     """Counted over the whole run, however often the script calls ``run.steps``."""
@@ -172,7 +172,7 @@ class Happened(Message):
 
     event: Event
     number: int = -1
-    """Of the event's line in the journal; -1: it has none. The same event has the same number, whoever tells it."""
+    """Of the event's line in the journal; -1: it has none. Equal for the same event from any worker."""
 
 
 class Failed(Message):
@@ -265,7 +265,7 @@ class Notice(Message):
     immediate: bool
     """True: the old generation is broken, move now and keep finished nodes. All members hold the state (or, when a
     worker is lost before the first step, none does). False: move together at a step boundary, when all members have
-    seen this. No members at all: everybody leaves there."""
+    this notice. Without members: all workers leave there."""
     paused: bool = False
     """Finish the step, then wait for another notice before the next."""
     reason: str = ""
@@ -305,11 +305,11 @@ class AgentHello(Message):
     pid: int
     num_workers: int
     primary: bool = False
-    """It has started the head: when this agent goes, the run ends."""
+    """The agent has started the head: when the agent goes, the run ends."""
     agent_id: str = ""
-    """The name that a `Welcome` has given it, if it connects again."""
+    """The agent's name, from a `Welcome`, if it connects again."""
     term: int = 0
-    """The highest term of a head that it has heard of."""
+    """The highest term of a head that the sender knows."""
     protocol: int = PROTOCOL
 
 
@@ -319,7 +319,7 @@ class WorkerExit(Message):
     worker_id: str
     exit_code: int
     """Negative: killed by that signal."""
-    last_words: str = ""
+    last_output: str = ""
     """The end of its standard error."""
 
 

@@ -1,4 +1,4 @@
-"""The process that a run is in, its forks, and who hears what it says."""
+"""Process of a run, its forks, and sentences on standard error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _kept: Final[list[Any]] = []
 
 
 class Process:
-    """The process that a run was made in. A fork of it takes no part: what it finds open belongs to the other."""
+    """The process that a run was made in. A fork takes no part: its open files and connections are the parent's."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -26,7 +26,8 @@ class Process:
         return os.getpid() == self._pid
 
     def check(self, what: str) -> None:
-        """
+        """Check that this is the process of the run.
+
         Raises:
             UsageError: this is a fork of that process.
         """
@@ -38,13 +39,13 @@ class Process:
             )
 
     def keep(self, thing: object) -> None:
-        """Never free something in a fork, whose end would reach the other process."""
+        """Keep an object alive in a fork, where freeing it would affect the other process."""
         if not self.is_this:
             _kept.append(thing)
 
 
 def tell(text: str) -> None:
-    """Say something on standard error, if the script has left one that can be written."""
+    """Print a sentence on standard error, if the script has left one that can be written."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)

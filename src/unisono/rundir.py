@@ -1,4 +1,4 @@
-"""The directory of a run, and who may use it."""
+"""Directory of a run, and the lock and claim that keep it for one run."""
 
 from __future__ import annotations
 
@@ -44,17 +44,16 @@ _OURS = (RUN_FILE, JOURNAL, "checkpoints")
 
 
 class Lock:
-    """Holds a directory for the processes of one run: nobody else gets it until the last of them has ended.
+    """Lock of a directory, shared by the processes of one run: no other run gets it until the last of them has ended.
 
-    They share it. The kernel gives it back when a process ends, however that happens. Where the file system has no
-    locks, there is none.
+    The kernel frees the lock when a process ends, however that happens. On a file system without locks it does nothing.
     """
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
 
     def take(self, directory: Path, run_id: str) -> None:
-        """Hold ``directory`` for a run; nothing happens if it is held already.
+        """Lock ``directory`` for a run; does nothing if this process holds a lock already.
 
         Raises:
             RunDirectoryError: the processes of another run hold it.
@@ -85,9 +84,9 @@ class Lock:
         return self._descriptor is not None
 
     def is_in(self, directory: Path, run_id: str) -> bool:
-        """Whether the directory that is held still has that name, or one has that holds the same run.
+        """Return whether the locked directory still has this name, or a directory of this name holds the same run.
 
-        False where it was removed or moved, also when somebody has made another one in its place.
+        False if the directory was removed or moved, also if another one was made under its name.
         """
         if self._descriptor is None:
             return False
@@ -95,11 +94,11 @@ class Lock:
             if os.path.samestat(os.stat(directory / LOCK_FILE), os.fstat(self._descriptor)):
                 return True
         with contextlib.suppress(OSError):
-            return holder(directory) == run_id  # it was put back from a copy
+            return holder(directory) == run_id  # the directory was restored from a copy
         return False
 
     def release(self) -> None:
-        """Give it back."""
+        """Free the lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -119,7 +118,7 @@ class Lock:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        # Shared by the processes of the run that wrote its name there.
+        # The processes of the run whose id is in the file share the lock.
         if os.pread(descriptor, 200, 0).decode(errors="replace").partition(",")[0] == run_id:
             return True
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -127,7 +126,7 @@ class Lock:
 
 
 class RunDirectory:
-    """The directory of a run, as one of its processes sees it.
+    """Directory of a run, as one of its processes sees it.
 
     Args:
         path: None: the run has no directory.
@@ -142,7 +141,7 @@ class RunDirectory:
         self._look_at = 0.0
 
     def claim(self, run_id: str, *, overwrite: bool, resume: bool) -> None:
-        """Make the directory that of run ``run_id`` and hold it; see `claim` and `Lock.take`."""
+        """Claim the directory for run ``run_id`` and lock it; see `claim` and `Lock.take`."""
         if self.path is None:
             return
         self._run_id = run_id
@@ -156,19 +155,19 @@ class RunDirectory:
             raise
 
     def enter(self, run_id: str) -> None:
-        """Hold the directory if it is visible here and a member of run ``run_id`` has claimed it."""
+        """Lock the directory if this process sees it and a member of run ``run_id`` has claimed it."""
         self._run_id = run_id
         if self.path is not None and self.path.is_dir() and holder(self.path) == run_id:
             self._lock.take(self.path, run_id)
             self.is_seen = True
 
     def look(self) -> bool:
-        """Return whether the directory is still there and still that of the run."""
+        """Return whether the directory still exists and is still that of the run."""
         self.is_seen = self.path is not None and self._lock.is_in(self.path, self._run_id)
         return self.is_seen
 
     def look_again(self) -> None:
-        """Look from time to time whether a directory is there again that this process has held and lost sight of."""
+        """Check from time to time whether a directory that has disappeared is there again."""
         if not self.is_seen and self._lock.is_held and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY_S
             self.look()
@@ -179,14 +178,14 @@ class RunDirectory:
 
 
 def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False) -> None:
-    """Make ``directory`` the one of run ``run_id``; nothing happens if it is already.
+    """Claim ``directory`` for run ``run_id``; does nothing if the directory is that run's already.
 
     Args:
-        overwrite: remove what another run has left there (this library's files only).
-        resume: go on with the run that is there.
+        overwrite: remove the files of another run (of this library only).
+        resume: go on with the run in the directory.
 
     Raises:
-        RunDirectoryError: it holds another run, that run is still going, or it cannot be written.
+        RunDirectoryError: the directory holds another run, that run is still going, or it cannot be written.
     """
     make(directory)
     other = holder(directory)
@@ -211,7 +210,7 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
 
 
 def going(directory: Path, user: str) -> str:
-    """The words for who wants the directory of a run that has not ended."""
+    """Return the error message for a directory whose run has not ended."""
     return (
         f"a run is going in {directory} ({user}); wait for its end, stop it (unisono stop {directory}), or choose "
         "another directory"
@@ -230,13 +229,13 @@ def forget_head(directory: Path, run_id: str, token: str) -> None:
 
 
 def is_taken(directory: Path, run_id: str) -> bool:
-    """Whether processes of another run than ``run_id`` hold the `Lock` of a directory."""
+    """Return whether processes of another run than ``run_id`` hold the `Lock` of a directory."""
     user = _user(directory) or ""
     return user != "" and not user.startswith(f"{run_id},")
 
 
 def _user(directory: Path) -> str | None:
-    """Who holds the `Lock` of a directory that this process does not hold."""
+    """Return the holder of the `Lock` of a directory that this process does not hold; None: there is none."""
     with contextlib.suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed
@@ -246,10 +245,10 @@ def _user(directory: Path) -> str | None:
 
 
 def make(directory: Path) -> None:
-    """Let there be a directory.
+    """Make a directory, unless it exists.
 
     Raises:
-        RunDirectoryError: there cannot.
+        RunDirectoryError: the directory cannot be made.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -258,7 +257,7 @@ def make(directory: Path) -> None:
 
 
 def holder(directory: Path) -> str | None:
-    """The id of the run that a directory holds; None if it holds none."""
+    """Return the id of the run that a directory holds; None if it holds none."""
     file = directory / RUN_FILE
     if not file.exists():
         return "unknown, only a journal is left" if (directory / JOURNAL).exists() else None
@@ -269,7 +268,7 @@ def holder(directory: Path) -> str | None:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """What the run's description says; empty where there is none that can be read."""
+    """Return the run's description; empty if there is none that can be read."""
     try:
         facts = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

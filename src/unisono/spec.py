@@ -2,7 +2,7 @@
 
 Three values, each inside of the next: `RunSpec` (equal for the whole run), `MachineSpec` (one machine's part of the
 run), `WorkerSpec` (one worker's). The agent puts a worker's `WorkerSpec` into one environment variable. The worker
-takes the variable out of its environment, so that no process that the script starts takes itself for a part of the run.
+takes the variable out of its environment, so that no process that the script starts takes part in the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Names of the recipe's entries that may differ from the checkpoint's."""
     exchange: str = "auto"
     timeout_s: float = 300.0
-    """How long one exchange may take."""
+    """Longest time of one exchange."""
     heartbeat_s: float = 0.5
     """Time between two heartbeats of a worker."""
     head_away_s: float = 60.0
@@ -60,7 +60,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     run: RunSpec
     num_workers: int
-    """How many workers the agent offers to start."""
+    """Number of workers that the agent offers to start."""
     start: StartMethod = "fork"
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
@@ -97,7 +97,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the settings in the value of `WORKER`.
 
         Raises:
-            msgspec.DecodeError: they are none, or those of another version.
+            msgspec.DecodeError: the text is no `WorkerSpec`, or one of another version.
         """
         return msgspec.structs.replace(msgspec.json.decode(text, type=cls), token=token)
 

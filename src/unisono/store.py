@@ -1,4 +1,4 @@
-"""The head's key-value store as a ``torch.distributed.Store``: where the members of a generation find each other."""
+"""The head's key-value store as a ``torch.distributed.Store``, in which the members of a generation find each other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class HeadStore(dist.Store):
     """A ``torch.distributed.Store`` over a member's connection to the head.
 
     Args:
-        prefix: before every key: groups with different prefixes do not see each other.
-        generation: for which the group is made: waits end (as an error of the operation) when an immediate notice of a
+        prefix: put before every key: groups with different prefixes do not see each other.
+        generation: the group is made for it: waits end (as an error of the operation) when an immediate notice of a
             later one arrives. None: they end at their timeout only.
     """
 
@@ -55,7 +55,7 @@ class HeadStore(dist.Store):
         return bool(self._call("delete", [key]).amount)
 
     def num_keys(self) -> int:
-        """Of the whole store, all prefixes together."""
+        """Return the number of keys of the whole store, of all prefixes together."""
         return int(self._call("num_keys", []).amount)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:

@@ -73,7 +73,7 @@ class StoreCalls:
         return pending.answer
 
     def take_answer(self, answer: StoreAnswer) -> None:
-        """Complete the call that this answers."""
+        """Complete the call of this answer."""
         pending = self._pending.get(answer.call)
         if pending is not None:
             pending.answer = answer
@@ -100,7 +100,7 @@ class StoreCalls:
 
 
 class _Pending:
-    """A call without its answer."""
+    """A call that waits for its answer."""
 
     def __init__(self, generation: int | None) -> None:
         self._generation = generation

@@ -33,11 +33,11 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     last: Seconds = Seconds()
     """All seconds of the step before: those of an exchange are known only after it."""
     newest_generation: int = 0
-    """The newest planned generation that this member has heard of; 0: none."""
+    """The newest planned generation that this member has a notice of; 0: none."""
     first_of_host: int = 0
     """The first rank of those that this member shares memory with."""
     arithmetic: int = 0
-    """A fingerprint of processor, device and torch version: members with different ones may compute different bits."""
+    """Fingerprint of processor, device and torch version: members with different ones may compute different bits."""
     compared_step: int = NOT_COMPARED
     """The number of the step, of the whole run, before which the member has taken the digest of its state."""
     state_digest: int = 0

@@ -1,11 +1,11 @@
-"""Numbers, names and positions as parts of sentences."""
+"""Numbers, names and positions as words."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
 
-__all__ = ["count", "exit_words", "listed", "place_words", "progress"]
+__all__ = ["count", "exit_words", "listed", "position_words", "progress"]
 
 
 def count(number: int, noun: str) -> str:
@@ -27,7 +27,7 @@ def progress(done: int, total: int) -> str:
     return f"{done} of {count(total, 'step')}" if total else count(done, "step")
 
 
-def place_words(step: int, microbatch: int, samples: Sequence[int] = (), *, evaluates: bool = False) -> str:
+def position_words(step: int, microbatch: int, samples: Sequence[int] = (), *, evaluates: bool = False) -> str:
     """Return ``step 4, micro-batch 2 (samples 17, 3)``, without the parts that are -1 (unknown); "" if all are."""
     if step < 0:
         return ""

@@ -275,7 +275,7 @@ def test_it_does_not_begin_again_without_anybody() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [WorkerExit(worker_id="w2", exit_code=1, last_words="No module named foo"), Failed(error="E", traceback="T")],
+    [WorkerExit(worker_id="w2", exit_code=1, last_output="No module named foo"), Failed(error="E", traceback="T")],
     ids=lambda message: type(message).__name__,
 )
 def test_a_guest_that_fails_before_the_first_generation_fails_alone(end: Message) -> None:
@@ -696,13 +696,13 @@ def test_a_loss_during_a_stop_still_ends_it_well() -> None:
 def test_fewer_than_the_minimum_pause_and_go_on() -> None:
     story = training(3, minimum=2)
     story.exits("w0")
-    assert story.state.word == "training"
+    assert story.state.label == "training"
     story.exits("w1")
     assert story.state.notice is not None
     assert story.state.notice.paused
     assert story.state.notice.immediate
     assert "paused: 1 of at least 2 workers" in story.reason
-    assert story.state.word == "paused"
+    assert story.state.label == "paused"
     story.hold()
     story.arrive("w3")
     notice = story.state.notice
@@ -2375,7 +2375,7 @@ def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minim
         state = world.story.state
         if state.ended is None:
             there = [w for w in state.workers.values() if w.state in ALIVE and not w.draining]
-            if state.word in ("paused", "waiting"):  # the second where it has to begin again
+            if state.label in ("paused", "waiting"):  # the second where it has to begin again
                 assert len(there) < state.policy.minimum, "nothing keeps it from going on"
             else:
                 assert len(state.members) == min(len(there), state.policy.maximum)
@@ -2386,7 +2386,7 @@ def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minim
             for _ in range(1000):
                 rng.choice(moves)()
                 world.boundary()  # an immediate generation, if somebody was lost
-            assert world.story.ended is not None or world.story.state.word in ("paused", "waiting")
+            assert world.story.ended is not None or world.story.state.label in ("paused", "waiting")
 
 
 def test_64_members_form_a_generation_quickly() -> None:

@@ -482,7 +482,7 @@ def test_a_replacement_takes_the_local_rank_of_the_lost_worker(monkeypatch: pyte
             ("w0", 0), ("w1", 1), ("w2", 1), ("w3", 0), ("w4", 2)
         ]  # fmt: skip
         assert [(message.worker_id, message.exit_code) for message in exits.messages] == [("w1", 1)]
-        assert "could not be started: no room" in exits.messages[0].last_words
+        assert "could not be started: no room" in exits.messages[0].last_output
 
     asyncio.run(start())
 
@@ -503,7 +503,7 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
                 spec, "ws://127.0.0.1:1", "token", secret, Stream([Plain()]), cast(headprocess.HeadProcess, object())
             )
         own._following.run_id = "this run"
-        own.hear(RunDirectory(path=str(tmp_path)))
+        own.receive(RunDirectory(path=str(tmp_path)))
         own._conclude(ended)
         return own._how_to_go_on(ended)
 

@@ -67,10 +67,10 @@ def _group() -> None:
 
 
 def main() -> None:
-    """The entry point. Errors that a user can mend are one line and exit code 2."""
+    """Run the command line. Errors that a user can fix are printed in one line, with exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # workers may say what this terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # workers may print characters that this terminal cannot show
     try:
         sys.exit(_group(standalone_mode=False) or 0)
     except click.ClickException as error:
@@ -84,6 +84,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor what is still to be written when the process exits
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # also for the buffered output, which is written when the process exits
         click.echo(f"unisono: standard output cannot be written: {error.strerror}", err=True)
         sys.exit(2)

@@ -60,7 +60,7 @@ def _find(directory: Path, step: int | None) -> list[Path]:
 
 
 def _list(found: list[Path], *, check: bool) -> int:
-    """Returns 1 if one is broken."""
+    """Print a line for each checkpoint; returns 1 if one is broken."""
     num_broken = 0
     for path in found:
         try:
@@ -83,14 +83,14 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
 
 
-def _export(place: Path, file: Path, name: str | None) -> None:
+def _export(location: Path, file: Path, name: str | None) -> None:
     if file.suffix not in (".safetensors", ".pt", ".pth"):
         raise UsageError(f"{file} must end in .safetensors or, for torch.save, in .pt or .pth")
     import torch
 
     from unisono.checkpoint.loading import load_model
 
-    state: dict[str, Any] = load_model(place, name=name)
+    state: dict[str, Any] = load_model(location, name=name)
     temporary = file.with_name(f".{file.name}.new")
     try:
         if file.suffix == ".safetensors":

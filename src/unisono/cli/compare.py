@@ -31,6 +31,6 @@ def compare(run_a: Path, run_b: Path) -> int:
         raise UsageError(f"a journal cannot be read: {error}") from error
     try:
         click.echo(said)
-    except BrokenPipeError:  # nobody reads it, and the exit code says it as well
+    except BrokenPipeError:  # the reader has gone; the exit code has the result as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code

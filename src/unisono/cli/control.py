@@ -15,7 +15,7 @@ __all__ = ["scale", "stop"]
 @click.argument("run")
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:
-    """Make it WORKERS workers, from the next possible step on. RUN is the run's directory."""
+    """Change the number of workers to WORKERS, from the next possible step on. RUN is the run's directory."""
     from unisono.messages import Scale
 
     if workers < 1:

@@ -18,7 +18,7 @@ __all__ = ["check_directory", "check_text", "script_arguments", "seconds"]
 
 
 def seconds(name: str, default_s: float, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return an option that is a finite time above 0."""
+    """Return an option for a finite time above 0."""
     return click.option(name, default=default_s, show_default=True, callback=_check_seconds, help=words)
 
 
@@ -29,7 +29,7 @@ def _check_seconds(ctx: click.Context, param: click.Parameter, value: float) -> 
 
 
 def check_text(what: str, *texts: str) -> None:
-    """Refuse what cannot be sent to other processes: Python reads bytes that are not UTF-8 as half characters."""
+    """Raise UsageError for a text that is not UTF-8: it could not be sent to other processes."""
     for text in texts:
         try:
             text.encode()
@@ -77,7 +77,7 @@ def check_directory(folder: Path) -> None:
     """Check the run directory.
 
     Raises:
-        UsageError: it cannot be written, or a run is going in it.
+        UsageError: the directory cannot be written, or a run is going in it.
     """
     from unisono.rundir import ADDRESS_FILE, going
 

@@ -70,7 +70,7 @@ def ask_status(address: Address) -> dict[str, Any]:
     """Return the head's account of the run.
 
     Raises:
-        NotGoing: nobody answers there. UsageError: that is no address, or the token is not the run's.
+        NotGoing: no head answers. UsageError: the address is malformed, or the token is not the run's.
     """
     from unisono.messages import is_refusal
 
@@ -89,7 +89,7 @@ def ask_status(address: Address) -> dict[str, Any]:
             raise NotGoing(f"no head answers at {address.url}: {error}") from error
     if answer.status == http.client.UNAUTHORIZED:
         raise UsageError(f"the head at {address.url} refuses the token; it is fresh for every run (RUN/token)")
-    if not is_refusal(answer.status):  # it is about to end
+    if not is_refusal(answer.status):  # the head is about to end
         raise NotGoing(f"the head at {address.url} answers HTTP {answer.status}")
     if answer.status != http.client.OK:
         raise UsageError(f"the head at {address.url} answers HTTP {answer.status}")

@@ -16,7 +16,7 @@ __all__ = ["Resumed", "resumed"]
 
 
 class Resumed(NamedTuple):
-    """What ``--resume`` means."""
+    """The meaning of ``--resume``."""
 
     run_dir: str
     path: str
@@ -28,7 +28,7 @@ class Resumed(NamedTuple):
         """Return the arguments of the workers of the run that is resumed. Goes to the folder where the run began.
 
         Raises:
-            UsageError: the run does not name them, or the script or its folder is gone.
+            UsageError: the run's description does not name the script, or the script or its folder is gone.
         """
         wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
         match self.facts.get("command"):
@@ -60,7 +60,7 @@ def resumed(path: Path, run_dir: str, *, overwrite: bool) -> Resumed:
     """Find the run that is to be resumed.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such run.
     """
     from unisono.checkpoint.files import FOLDER
     from unisono.journal import JOURNAL

@@ -1,4 +1,4 @@
-"""``unisono status``: how a run is, or how it went."""
+"""``unisono status``: state of a run that is going, or result of one that has ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["status"]
 @click.argument("run")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def status(run: str, as_json: bool) -> int:
-    """Show how the run in the directory RUN is, or how it went."""
+    """Show the state of the run in the directory RUN, or how the run ended."""
     try:
         found = ask_status(find(run))
     except NotGoing:
@@ -30,7 +30,7 @@ def status(run: str, as_json: bool) -> int:
 
 
 def _afterwards(folder: Path) -> dict[str, Any]:
-    """What is left of a run that nobody answers for."""
+    """Return the status of a run without a head, from its journal."""
     from unisono import journal, rundir
 
     if rundir.holder(folder) is None:
@@ -42,7 +42,7 @@ def _afterwards(folder: Path) -> dict[str, Any]:
 
 
 def _words(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return a status as text."""
     workers = found.get("workers", [])
     lines = [f"{found.get('state', 'unknown')}: {found.get('reason', '')}".rstrip(": ")]
     step, num_steps, loss = found.get("step"), found.get("num_steps", 0), found.get("loss")

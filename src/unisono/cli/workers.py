@@ -1,4 +1,4 @@
-"""The number of workers that a command line asks for, and what this machine is good for."""
+"""Number of workers: what a command line asks for, and how many this machine has GPUs or cores for."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from unisono.words import count
 __all__ = ["Workers", "check_open_files", "check_workers", "count_workers", "parse_workers"]
 
 WORKERS_PER_CORE: Final = 64
-"""More than that is a slip of the finger, and would take the machine away from everybody."""
+"""More workers than that are a typing error, and would overload the machine."""
 
 FILES_PER_WORKER: Final = 2  # the agent reads its output; others of its machine map its memory
 FILES_BESIDE: Final = 40
 
 
 class Workers(NamedTuple):
-    """What ``--workers`` asks for."""
+    """The meaning of ``--workers``."""
 
     start: int
-    """So many workers begin the run."""
+    """Number of workers that begin the run."""
     minimum: int
     maximum: int
     grows: bool
     """Machines that join raise the maximum."""
 
     def on_this_machine(self, threads: int) -> int:
-        """Return how many of them this machine starts: of a range, as many as it is good for."""
+        """Return how many workers this machine starts: of a range, as many as it has GPUs or cores for."""
         return self.start if self.grows else min(self.maximum, max(self.start, count_workers(threads)))
 
 
@@ -40,7 +40,7 @@ def parse_workers(text: str, threads: int) -> Workers:
     """Read the value of ``--workers``.
 
     Raises:
-        UsageError: it is neither a number, nor "auto", nor a range.
+        UsageError: ``text`` is neither a number, nor "auto", nor a range.
     """
     wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {text!r}")
     if text == "auto":
@@ -57,7 +57,7 @@ def parse_workers(text: str, threads: int) -> Workers:
 
 
 def count_workers(threads: int) -> int:
-    """Return how many workers this machine is good for: every GPU, else every core. Does not import torch."""
+    """Return how many workers this machine can run: one for every GPU, else for every core. Does not import torch."""
     gpus = _count_gpus()
     if gpus:
         return gpus
@@ -83,18 +83,18 @@ def _count_gpus() -> int:
 
 
 def check_workers(num_workers: int, num_machines: int = 1) -> None:
-    """Refuse a number of workers that cannot be meant."""
+    """Raise UsageError for a number of workers that must be a typing error."""
     cores = os.cpu_count() or 1
     if num_workers > WORKERS_PER_CORE * cores * num_machines:
-        place = f" of {num_machines} machines" if num_machines > 1 else ""
+        where = f" of {num_machines} machines" if num_machines > 1 else ""
         raise UsageError(
-            f"{num_workers} workers are more than {WORKERS_PER_CORE} for every core{place} ({count(cores, 'core')} "
+            f"{num_workers} workers are more than {WORKERS_PER_CORE} for every core{where} ({count(cores, 'core')} "
             "here); use fewer"
         )
 
 
 def check_open_files(num_workers: int) -> None:
-    """Refuse to start more workers than the limit of open files lets this machine's processes speak with."""
+    """Raise UsageError if the limit of open files is too low for this number of workers."""
     needed = FILES_PER_WORKER * num_workers + FILES_BESIDE
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != limit < needed:

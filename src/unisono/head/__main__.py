@@ -23,7 +23,7 @@ __all__ = ["Settings", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the head is told on its command line (JSON). Nothing in it is secret."""
+    """Settings of the head, from its command line (JSON). None of them is secret."""
 
     policy: Policy
     listener: int
@@ -59,7 +59,7 @@ async def _serve(settings: Settings, token: str) -> int:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)  # it is ending already
+            signal.signal(number, signal.SIG_IGN)  # the head is ending already
         if not head.superseded_by:
             head.end_workers()  # nothing is left to do, unless the command was killed
     return SUPERSEDED if head.superseded_by else 0

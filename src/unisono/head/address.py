@@ -1,4 +1,4 @@
-"""Where others find the head: its address and its token, in the run directory."""
+"""Address and token of the head, in the run directory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["AddressFiles"]
 
 
 class AddressFiles:
-    """The two files that a head leaves in a run directory.
+    """The two files that a head writes into a run directory.
 
     Args:
-        made: the directory that was made for a head before this one; if it is gone, it is not made again.
+        made: the directory that was made for an earlier head; if it is gone, it is not made again.
     """
 
     def __init__(self, run_id: str, url: str, token: str, made: str) -> None:
@@ -27,13 +27,13 @@ class AddressFiles:
         self._written: dict[Path, str] = {}
 
     def write(self, run_dir: str) -> bool:
-        """Leave the head's address and token in the run directory; `remove` takes them away.
+        """Write the head's address and token into the run directory; `remove` removes both.
 
-        Twice does no harm: before the directory is claimed, so that machines can join, and when it is, because another
-        run that wanted it may have written its own meanwhile. A directory that another run holds is left alone.
+        Called before the directory is claimed, so that machines can join, and again after the claim, because another
+        run may have written its own address meanwhile. A directory that another run holds is left alone.
 
         Returns:
-            Whether they were written now.
+            Whether the files were written now.
 
         Raises:
             OSError: the directory cannot be written to.
@@ -61,7 +61,7 @@ class AddressFiles:
         return True
 
     def remove(self) -> None:
-        """Take away the files, unless another head has written its own."""
+        """Remove the files, unless another head has written its own."""
         for path, text in self._written.items():
             if _holds(path, text):
                 with contextlib.suppress(OSError):

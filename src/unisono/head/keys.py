@@ -12,7 +12,7 @@ __all__ = ["Keys"]
 
 
 class Keys:
-    """Keys and values in memory, with waits that end."""
+    """Keys and values in memory; waits have a timeout."""
 
     MAX_KEYS = 1_000_000
 
@@ -73,7 +73,7 @@ class Keys:
 
     def _put(self, key: str, value: bytes, call: StoreCall) -> None:
         if 0 < call.generation < self._oldest:
-            return  # the caller has not heard yet that this generation is over, and nobody will ask for the key
+            return  # the caller does not know yet that this generation is over; no other caller needs the key
         if key not in self._values and len(self._values) >= self.MAX_KEYS:
             raise ProtocolError(f"the store holds {self.MAX_KEYS} keys already")
         self._values[key] = value

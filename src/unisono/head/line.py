@@ -26,7 +26,7 @@ class Line:
         try:
             self.queue.put_nowait(data)
         except asyncio.QueueFull:
-            self.connection.transport.abort()  # the other side does not read; the table notices its silence
+            self.connection.transport.abort()  # the other end does not read; the table notices its silence
 
     async def _send(self) -> None:
         with contextlib.suppress(ConnectionClosed):

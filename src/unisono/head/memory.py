@@ -1,4 +1,4 @@
-"""What a head knows and the head that follows it has to: one value, encoded for the heirs."""
+"""Memory of a head that the next head takes over: one value, encoded for the heirs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Memory"]
 
 @dataclass(frozen=True)
 class Memory:
-    """The state of the membership table, and what `unisono status` shows besides it."""
+    """State of the membership table, and the values that `unisono status` shows besides."""
 
     state: State
     started: float
@@ -24,11 +24,11 @@ class Memory:
     run_dir: str = ""
     """The run directory, if the script has chosen it."""
     tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = dataclasses.field(default_factory=list)
-    """`State.tried`: tuples are no keys in MessagePack."""
+    """`State.tried` as a list, because MessagePack has no tuples as keys."""
 
     @staticmethod
     def first(policy: Policy, script: str) -> Memory:
-        """Return what the first head of a run knows."""
+        """Return the memory of the first head of a run."""
         return Memory(State(policy=policy, script=script), time.time(), "starting")
 
     def encode(self) -> bytes:

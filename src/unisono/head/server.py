@@ -79,11 +79,11 @@ LAST_WORDS_S = 1.0  # at its end the head waits so long for its last messages to
 
 
 class Head:
-    """The effects around the membership table.
+    """Server around the membership table: receives messages, and sends what the table decides.
 
     Args:
         spec: settings of the run, for machines that join.
-        url: where others reach it, for the run directory.
+        url: address of the head, for the run directory.
         snapshot: the newest state of the head before this one (`Snapshot.state`).
         term: one more than that of the head before this one.
     """
@@ -124,9 +124,9 @@ class Head:
         # have been lost with the head before.
         self._here: dict[str, tuple[int, str]] = {}
         for worker in self._state.workers.values():
-            self._note_place(worker)
+            self._note_process(worker)
         self._url = url
-        self._informed: set[str] = set()  # agents and workers that have been told how the run ended
+        self._informed: set[str] = set()  # agents and workers that have got the end of the run
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
@@ -135,7 +135,7 @@ class Head:
         self.over = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until the run is over and all agents have heard of it, or `over` is set."""
+        """Serve until the run is over and all agents know that, or `over` is set."""
         asyncio.get_running_loop().set_exception_handler(self._trouble)
         server: Server = await serve(
             self._serve,
@@ -165,7 +165,7 @@ class Head:
     def end_workers(self) -> None:
         """End this machine's workers, with their children, unless their agent has seen them end."""
         for pid, started in self._here.values():
-            # A number is not given to another process while it is that of a group.
+            # The system does not reuse a process id as long as a group has it.
             if start_time(pid) in ("", started):
                 end_group(pid, signal.SIGKILL)
 
@@ -175,11 +175,11 @@ class Head:
         return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
-        """Return what ``unisono status`` shows."""
+        """Return the values that ``unisono status`` shows."""
         state, last = self._state, self._last
         return {
             "run_id": self._run_id,
-            "state": state.word,
+            "state": state.label,
             "reason": self._reason,
             "generation": state.generation,
             "step": last.step if last else None,
@@ -195,7 +195,7 @@ class Head:
     # -- connections ---------------------------------------------------------------------------------
 
     def _trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle errors of the event loop: that there is no room for a connection is one line, once a minute."""
+        """Handle errors of the event loop. A connection for which there is no room is announced, once a minute."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in FULL and "socket" in context):
             loop.default_exception_handler(context)
@@ -230,7 +230,7 @@ class Head:
             line.put(encode(Announcement(text=why)))
         except ConnectionClosed:
             pass
-        except Exception:  # a bug of this library: nobody without the token comes so far
+        except Exception:  # a bug of this library: connections without the token do not get here
             traceback.print_exc()
             why = "the head failed at one of its messages"
         finally:
@@ -262,7 +262,7 @@ class Head:
                 self._happens(name, message)
 
     def _all_informed(self) -> bool:
-        """Return whether all agents have been told how the run ended, and have left.
+        """Return whether all agents have got the end of the run, and have disconnected.
 
         The command that started the run counts even if it has not connected to this head yet; it ends the head when it
         ends.
@@ -308,7 +308,7 @@ class Head:
                 self._lines[name] = before
             raise
         if before is not None:
-            before.put(None)  # that connection broke, and this end has not noticed yet
+            before.put(None)  # the earlier connection broke, which the head has not noticed yet
         return name
 
     async def _outside(self, line: Line, message: Scale | Stop) -> None:
@@ -323,7 +323,7 @@ class Head:
         line.put(encode(answer))
 
     def _give_way(self, term: int) -> None:
-        """Another head has taken over: end this one, and nothing else."""
+        """End this head, and nothing else, because another one has taken over."""
         self.superseded_by = term
         self.over.set()
 
@@ -333,12 +333,12 @@ class Head:
     # -- decisions -----------------------------------------------------------------------------------
 
     def _happens(self, source: str, message: Message | Tick | Lags) -> None:
-        """Put one event through the table, and do what follows from it."""
+        """Pass one event to the table, and act on its decisions."""
         now = time.monotonic()
         if isinstance(message, Tick):
             self._timer = None
         if now > self._due + self._spec.heartbeat_s:
-            # This process stood still. The others' messages have arrived meanwhile and are not read yet.
+            # This process stood still. Messages have arrived meanwhile and are not read yet.
             self._listens_until = now + CATCH_UP_BEATS * self._spec.heartbeat_s
         if isinstance(message, Tick) and now < self._listens_until:
             self._set_timer()
@@ -347,19 +347,19 @@ class Head:
         self._state, actions, reason = step(before, Event(source, message), now)
         self._versions.change_heirs(heirs(self._state))
         if isinstance(message, Hello):
-            self._note_place(self._state.workers[source])
+            self._note_process(self._state.workers[source])
         elif isinstance(message, WorkerExit):
             self._here.pop(message.worker_id, None)
         if reason:
             self._reason = reason
-        # Of the steps the first is remembered at once: from then on there is something to lose.
+        # The first step is sent to the heirs at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
         if actions or is_first_step or not isinstance(message, Beat | StepDone | Hello | Ready | Holding):
             self._remember()
         elif not isinstance(message, Beat | StepDone):
             self._remember_soon()
         if self._state.generation > before.generation:
-            # Two live at any time: this one, and the one before, which not all have left.
+            # Two generations live at any time: this one, and the one before, which some members have not left.
             self._keys.end_generations(self._state.generation - 1)
         following: list[Action] = list(actions)
         if reason and self._state.ended is None:
@@ -367,7 +367,7 @@ class Head:
         self._versions.when_held(following)
         self._set_timer()
 
-    # -- what the heirs hold before others act on it -------------------------------------------------
+    # -- versions for the heirs ----------------------------------------------------------------------
 
     def _remember_soon(self) -> None:
         """`_remember` an event that no process acts on, and that a member reports again to a head that follows.
@@ -386,7 +386,7 @@ class Head:
         self._versions.make(Memory(self._state, self._started, self._reason, self._run_dir))
 
     def _kept(self, agent_id: str, message: Kept) -> None:
-        """An agent holds a version of the state."""
+        """Note that an agent holds a version of the state."""
         agent = self._state.agents.get(agent_id)
         if agent is None or message.term != self._state.term:
             return
@@ -415,12 +415,12 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines."""
         event = message.event
-        # A worker that comes back says its last step again.
+        # A worker that connects again repeats its last step.
         if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
             self._last = event
         self._tell_agents(message)
 
-    def _note_place(self, worker: Worker) -> None:
+    def _note_process(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
         if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
             self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
@@ -429,7 +429,7 @@ class Head:
         data = encode(message)
         for agent_id in self._state.agents:
             line = self._lines.get(agent_id)
-            # An agent that is stopped for a while (Ctrl-Z) can do without the steps that were done meanwhile.
+            # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
             if line is not None and not (isinstance(message, Happened) and line.queue.qsize() > MAX_STEPS_QUEUED):
                 line.put(data)
 

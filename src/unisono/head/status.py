@@ -1,4 +1,4 @@
-"""What the head answers over HTTP: ``/health`` to anybody, ``/status`` (for ``unisono status``) with the token."""
+"""Answers of the head over HTTP: ``/health`` without a token, ``/status`` (for ``unisono status``) with the token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["respond", "workers_status"]
 def respond(
     connection: ServerConnection, request: Request, token: str, status: Callable[[], dict[str, Any]]
 ) -> Response | None:
-    """Answer a request; None: it has the token and wants a WebSocket."""
+    """Answer a request; None: the request has the token and is for a WebSocket."""
     path = request.path.partition("?")[0]
     if path == "/health":
         return connection.respond(http.HTTPStatus.OK, "ok\n")
@@ -38,7 +38,7 @@ def respond(
 
 
 def workers_status(state: State) -> list[dict[str, Any]]:
-    """Return the workers that have connected, and are still there or have finished."""
+    """Return the workers that have connected, without those that were lost or have left."""
     return [
         _worker_status(state, worker)
         for worker in state.workers.values()

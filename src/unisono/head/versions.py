@@ -1,4 +1,4 @@
-"""The versions of the state that a head gives to its heirs, and the messages that wait until these hold them."""
+"""Versions of the state that a head sends to its heirs, and messages that wait until the heirs hold them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Versions:
 
     Args:
         lines: the connections, by worker or agent.
-        send: sends a message that needs not wait any more.
+        send: sends a message that need not wait any more.
         leave_out: is called with an heir that has not answered in time.
-        slack_s: a timer that is so much late says that this process stood still.
+        slack_s: a timer that is so much late shows that this process stood still.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Versions:
         self._undelivered = Undelivered[Outgoing]()
         self._timer: asyncio.TimerHandle | None = None
         self.number = 0
-        """Of the newest version."""
+        """Number of the newest version."""
 
     def change_heirs(self, heirs: Sequence[str]) -> None:
         """Wait for these agents from now on; empty: send all that waits."""
@@ -70,7 +70,7 @@ class Versions:
             self._deliver()
 
     def hold(self, agent_id: str, number: int) -> None:
-        """An agent has answered that it holds this version."""
+        """Note that an agent holds this version."""
         self._undelivered = self._undelivered.hold(agent_id, number)
         self._deliver()
 
@@ -85,7 +85,7 @@ class Versions:
     def _look_for_silent_heirs(self, set_at: float) -> None:
         self._timer = None
         now = time.monotonic()
-        if now < set_at + HEIR_ANSWERS_S + self._slack_s:  # else the answers lie there and are not read yet
+        if now < set_at + HEIR_ANSWERS_S + self._slack_s:  # otherwise the answers may have arrived and are not read yet
             for agent_id in self._undelivered.silent(self._heirs, now):
                 self._leave_out(agent_id)
         self._deliver()

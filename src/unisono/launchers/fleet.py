@@ -1,4 +1,4 @@
-"""The agents on other machines that the launcher of a run starts."""
+"""Fleet: the agents on other machines that the launcher of a run has started."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["Processes"]
 
 
 class Processes:
-    """Starts such processes, and ends those that are left."""
+    """Starts agents as processes, and ends those that still run."""
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []

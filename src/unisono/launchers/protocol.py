@@ -1,4 +1,4 @@
-"""What a launcher is: the one that starts agents on other machines (ssh, srun, mpirun, Ray, Kubernetes ...).
+"""Launcher: starts agents on other machines (by ssh, srun, mpirun, Ray, Kubernetes ...).
 
 The command that starts a run keeps the head. Where `Launcher.machines` names `HERE`, the command also starts workers on
 its own machine. On every other machine the launcher starts an agent, which is ``unisono join``::
@@ -7,8 +7,8 @@ its own machine. On every other machine the launcher starts an agent, which is `
                                    --Launcher.start-->  agent on machine b  -->  its workers
 
 An agent reads the run's token from its standard input, so the token is on no command line and in no environment. The
-standard input then stays open: at its end the agent ends its workers and itself. So nothing outlives a command that was
-killed, if the launcher passes on the end of the pipe (``ssh``, ``srun`` and ``mpirun`` do so).
+standard input then stays open: at its end the agent ends its workers and itself. So no process outlives a command that
+was killed, if the launcher passes on the end of the pipe (``ssh``, ``srun`` and ``mpirun`` do so).
 """
 
 from __future__ import annotations
@@ -76,4 +76,4 @@ class Launcher(Protocol):
         """
 
     def close(self) -> None:
-        """End every agent that still runs, whatever it does, and free what the launcher holds. The run is over."""
+        """End every agent that still runs, and free all resources of the launcher. The run is over."""

@@ -1,7 +1,7 @@
-"""One per machine: starts the workers of that machine, forwards their output, and ends every process that it started.
+"""Agent of a machine: starts its workers, forwards their output, and ends every process that it started.
 
-It decides nothing: the head says `Start`, `Evict`, `Ended`; the agent says `WorkerExit`. It sees the end of a process
-at once (a descriptor of the process becomes readable), which is how the others learn of a killed worker
+The agent decides nothing: the head sends `Start`, `Evict`, `Ended`; the agent sends `WorkerExit`. The agent sees the
+end of a process at once (a descriptor of the process becomes readable), so the other workers learn of a killed worker
 within milliseconds. Workers lead a process group each, so their own children can be ended with them.
 
 Everything runs in the main thread: the kernel ends a child with the *thread* that has started it (`unisono.lifetime`).
@@ -140,10 +140,10 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
 
 
 class _Agent:
-    """The workers of this machine.
+    """Agent of this machine.
 
     Args:
-        head: the head where this agent starts it; None in ``unisono join``.
+        head: process of the head, if this agent starts it; None in ``unisono join``.
         machines: the other machines that this command starts agents on.
     """
 
@@ -171,7 +171,7 @@ class _Agent:
         self._checkpoint_code = -1  # see `reaction`
         self._stop: StopRun | None = None
         self.run_dir = ""
-        """Where the script wants the run to be, when it has said so."""
+        """The run directory that the script has chosen; "" before."""
 
     async def run(self) -> int:
         """Work until the run is over, or this agent is asked to leave. Returns the exit code."""
@@ -199,7 +199,7 @@ class _Agent:
             self._following.leave()
             machines = asyncio.ensure_future(self._end_machines(self._result()))
             await self._end_workers(self._result())
-            await self._following.sent(LAST_WORDS_S)  # the head hears of every end that this agent has seen
+            await self._following.sent(LAST_WORDS_S)  # every end that this agent has seen
             await self._following.answered(TELL_S)
             talk.cancel()
             await asyncio.gather(talk, return_exceptions=True)
@@ -214,7 +214,7 @@ class _Agent:
 
     # -- the head ------------------------------------------------------------------------------------
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         match message:
             case Start():
                 self._workers.start(message.worker_ids, message.delay_s)
@@ -240,7 +240,7 @@ class _Agent:
         self.on_line("head", text, is_error)
 
     def end(self, ended: Ended) -> None:
-        """The run is over for this machine."""
+        """End the run for this machine."""
         self._following.leave()
         if not self._over.done():
             self._over.set_result(ended)
@@ -258,12 +258,12 @@ class _Agent:
             self._end_now(reason, 1)
 
     def _on_exit(self, message: WorkerExit) -> None:
-        self._following.say(message)
+        self._following.send(message)
         if self._num_signals:
             self._leave_when_alone()
 
     def _leave_when_alone(self) -> None:
-        """In ``unisono join``, after a signal: the run goes on, and nobody of this machine takes part in it."""
+        """End this agent after a signal to ``unisono join``, when its workers have left. The run goes on."""
         if not self._is_primary and not self._workers.running():
             self.end(Ended(ok=True, reason="all workers of this machine have left"))
 
@@ -285,29 +285,29 @@ class _Agent:
                         self._machines.hurry()
             case LeaveRun():
                 self.announce("the workers of this machine leave at the end of the step (again: end them now)")
-                self._following.say(Drain(reason=f"{self._host} leaves"))
+                self._following.send(Drain(reason=f"{self._host} leaves"))
                 self._leave_when_alone()
             case StopRun(word, reason):
                 self._stop = found
                 self.announce(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
-                self._following.say(Stop(reason=reason))
+                self._following.send(Stop(reason=reason))
 
     def _on_input(self) -> None:
-        """Notice the end of standard input: whatever has started this agent is gone, or wants it to end."""
+        """End the agent at the end of its standard input: the launcher has ended, or ends this agent."""
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._end_now("the launcher that has started this agent is gone", 1)
 
     def _end_now(self, reason: str, exit_code: int) -> None:
-        """The head hears of it before it hears of the ends of the workers, and tells the other machines.
+        """End the run. The head gets this message before the ends of the workers, and sends it to the other machines.
 
-        The head tells this one as well, which waits for that (once): others may have joined.
+        This agent waits for the head's answer (once), because other machines may have joined.
         """
         ended = Ended(ok=False, reason=reason, exit_code=exit_code)
         if self._is_primary and self._num_signals <= 1:
             self._following.say_end(ended)
         elif self._is_primary:
-            self._following.say(ended)
+            self._following.send(ended)
             self._following.hurry()
         self.end(ended)
 
@@ -361,9 +361,9 @@ class _Agent:
                 conclude(Path(self.run_dir), ended.reason)
 
     def _holds_run_dir(self) -> bool:
-        """Whether this machine has started the run, and what has the name of its directory is still that of this run.
+        """Return whether this machine has started the run, and the directory of that name is still that of this run.
 
-        It may have been moved, and another run been started under its name.
+        The directory may have been moved, and another run been started under its name.
         """
         if not self._is_primary or not self.run_dir:
             return False
@@ -372,7 +372,7 @@ class _Agent:
         return False
 
     def _how_to_go_on(self, ended: Ended) -> str:
-        """For a run that this machine has started and that ended before its time."""
+        """Return the command to resume a run that this machine has started and that ended early; "" for other runs."""
         if (ended.ok and self._stop is None) or not self._holds_run_dir():
             return ""
         done = []

@@ -1,7 +1,7 @@
-"""Processes that an agent has started: their output line by line, their end as soon as it happens.
+"""Child processes of an agent: their output line by line, and their end as soon as it happens.
 
-A child leads a process group of its own, so the processes that it starts can be ended with it. It comes from `spawn`,
-by its command, or from the nursery, which forks it (`unisono.machine.placement`).
+A child leads a process group of its own, so the processes that it starts can be ended with it. `spawn` starts a child
+by its command; the nursery forks a child (`unisono.machine.placement`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Output:
     def drain(self) -> None:
         """Read the rest, and close the pipes.
 
-        A process of another group that goes on writing is not waited for: it loses its reader.
+        A process of another group that still writes is not waited for, and loses its reader.
         """
         for descriptor in list(self._rest):
             left = PIPE_BYTES
@@ -100,7 +100,7 @@ class Output:
         return len(data)
 
     def _line(self, descriptor: int, line: bytes) -> None:
-        # Of a line that was drawn over and over ("\r") only the last state counts.
+        # Of a line that was redrawn with "\r" only the last state counts.
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         is_error = descriptor == self._error
         if is_error:
@@ -262,5 +262,5 @@ def exit_code_of(pid: int) -> int:
     """Reap a child that has ended; return its exit code."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # somebody has killed it before this process knew that it is its child
+    except ChildProcessError:  # the child was killed and reaped before this process knew it
         return -signal.SIGKILL

@@ -1,6 +1,6 @@
-"""An agent follows the head of its run: one connection, made again while the head is away, and the head's last state.
+"""Connection of an agent to the head of its run, made again while the head is away, and the newest state of the head.
 
-Whatever has ended a head, there is one way on: the agent that `Followed.is_successor` names starts the next head, with
+However a head has ended, the same follows: the agent that `Followed.is_successor` names starts the next head, with
 the newest state that it holds and a term that is one higher, and all agents and workers connect to that.
 """
 
@@ -29,19 +29,19 @@ RETRY_S: Final = 0.05
 
 
 class Owner(Protocol):
-    """The agent that follows."""
+    """The agent, as `Following` calls it."""
 
-    def hear(self, message: Message) -> None:
-        """The head says this."""
+    def receive(self, message: Message) -> None:
+        """Receive a message of the head."""
 
     def announce(self, text: str) -> None:
-        """Show this to the user."""
+        """Show a sentence to the user."""
 
     def show_head_line(self, text: str, is_error: bool) -> None:
-        """The head's process has printed this line."""
+        """Show a line that the head's process has printed."""
 
     def end(self, ended: Ended) -> None:
-        """The run is over for this machine: no head can be followed."""
+        """End the run for this machine: there is no head any more."""
 
 
 class Following:
@@ -66,11 +66,13 @@ class Following:
         self._link: Link | None = None
         self._is_welcome = False
         self._outbox: deque[Message] = deque()
-        self._reports: dict[str, Message] = {}  # repeated after each `Welcome`: what a head before may not have heard
+        self._reports: dict[
+            str, Message
+        ] = {}  # repeated after each `Welcome`: an earlier head may not have received them
         self._is_sent = asyncio.Event()
         self._is_sent.set()
         self._away_since: float | None = None
-        self._lost_head: Child | None = None  # it has ended, and its last messages are not all read
+        self._lost_head: Child | None = None  # this head has ended, and its last messages are not all read
         self._head_is_done = False
         self._is_over = False
         self._is_answered = asyncio.Event()
@@ -97,8 +99,8 @@ class Following:
         state = self._known.snapshot.state if self._known.snapshot is not None else b""
         self._head.start(self._known.term, state, self._owner.show_head_line, self._head_ended)
 
-    def say(self, message: Message) -> None:
-        """Send this to the head, and again to every head that follows: the table takes nothing twice."""
+    def send(self, message: Message) -> None:
+        """Send a message to the head, and again to every later head: the table ignores repetitions."""
         what = message.worker_id if isinstance(message, WorkerExit) else type(message).__name__
         self._reports[what] = message
         self._outbox.append(message)
@@ -106,21 +108,21 @@ class Following:
         self._flush_outbox()
 
     def say_end(self, ended: Ended) -> None:
-        """Tell the head how the run ends; `answered` waits until the head has told the other machines."""
+        """Send the end of the run to the head; `answered` waits until the head has sent it to the other machines."""
         if self.agent_id:
             self._is_answered.clear()
-        self.say(ended)
+        self.send(ended)
 
     def hurry(self) -> None:
-        """Let nobody wait for the head any more: a second signal."""
+        """Stop all waits for the head, after a second signal."""
         self._is_answered.set()
 
     def leave(self) -> None:
-        """The run is over for this machine: a head that ends now is followed by none."""
+        """Note that the run is over for this machine: do not start a head after this one."""
         self._is_over = True
 
     async def sent(self, seconds: float) -> None:
-        """Wait until the head was sent everything, for so long at most."""
+        """Wait until all messages are sent to the head, for so long at most."""
         await _wait(self._is_sent, seconds)
 
     async def answered(self, seconds: float) -> None:
@@ -193,7 +195,7 @@ class Following:
                 self._start_next(lost)
 
     async def _reach(self) -> Link:
-        # Where nothing comes back, an attempt must not outlast by much what the head may be away.
+        # Without an answer, an attempt must not take much longer than the head may be away.
         open_s = min(OPEN_S, 1.0 + self._away_s) if self.agent_id else OPEN_S
         loop = asyncio.get_running_loop()
         try:
@@ -221,7 +223,7 @@ class Following:
             while self._outbox and not link.wants_to_write:
                 link.put(encode(self._outbox.popleft()))
         except OSError:
-            return  # the reader hears of it as well, after the head's last messages
+            return  # the reader gets the same error, after the head's last messages
         if link.wants_to_write:
             loop.add_writer(link.sock, self._flush_outbox)
             return
@@ -232,7 +234,7 @@ class Following:
         self._is_over = True
         self._owner.end(ended)
 
-    # -- what the head says --------------------------------------------------------------------------
+    # -- messages of the head ------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
         match message:
@@ -247,9 +249,9 @@ class Following:
                 self._outbox.append(answer)
             case Ended():
                 self._is_answered.set()
-                self._owner.hear(message)
+                self._owner.receive(message)
             case _:
-                self._owner.hear(message)
+                self._owner.receive(message)
 
     # -- the head's process --------------------------------------------------------------------------
 
@@ -260,7 +262,7 @@ class Following:
         if child.exit_code == 0:
             self._head_is_done = True  # `run` reads its last messages first
         elif self._link is not None:
-            self._lost_head = child  # as well: the newest state may be among them
+            self._lost_head = child  # the connection's end starts the next head, after the last messages are read
         else:
             self._start_next(child)
 
@@ -288,7 +290,7 @@ async def _connect(host: str, port: int) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # a name: to look it up may take long
+    except socket.gaierror:  # a name, whose look-up may take long
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in found:

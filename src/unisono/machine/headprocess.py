@@ -1,6 +1,6 @@
-"""The head's process as the agent of ``unisono run`` starts it, and where it listens.
+"""Process of the head, which the agent of ``unisono run`` starts, and its listening socket.
 
-The socket that listens belongs to the agent, so a head that dies does not take it along.
+The socket belongs to the agent, so it survives a head that dies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def listen(service: Service) -> socket.socket:
     """
     try:
         family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
-        # On all interfaces means on those of IPv4 as well: machines are told such an address where there is one.
+        # "All interfaces" includes those of IPv4: joining machines get an IPv4 address where there is one.
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server((service.bind, service.port), family=family, backlog=512, dualstack_ipv6=both)
     except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
@@ -78,7 +78,7 @@ def address(host: str, port: int) -> str:
 
 
 class HeadProcess:
-    """The processes of the heads that this agent starts, one after the other."""
+    """Starts and ends the heads of this agent, one after the other."""
 
     def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Memory) -> None:
         self._settings = settings
@@ -90,10 +90,10 @@ class HeadProcess:
     def start(
         self, term: int, snapshot: bytes, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]
     ) -> None:
-        """Start a head of this term. It listens where the one before it did, so callers only wait.
+        """Start a head of this term. It listens on the socket of the head before, so connections only have to wait.
 
         Args:
-            snapshot: the newest state of the head before it; empty for the first one.
+            snapshot: the newest state of the head before; empty for the first head.
         """
         self._starts.append(time.monotonic())
         with Memory("unisono-head", snapshot) as memory:
@@ -103,7 +103,7 @@ class HeadProcess:
             self.child = spawn("head", command, self._environment, descriptors, on_line=on_line, on_end=on_end)
 
     def may_start_again(self) -> bool:
-        """Return False if the last heads died one after the other: then their state is what kills them."""
+        """Return False if several heads have died within a short time: the cause is then probably in their state."""
         return len(self._starts) < MAX_HEADS or time.monotonic() - self._starts[0] > HEADS_WITHIN_S
 
     async def end(self) -> None:

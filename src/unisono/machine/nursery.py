@@ -116,7 +116,7 @@ def main() -> int:
 
 
 class _Nursery:
-    """Serves one agent (``channel``), or all agents that connect to ``listener``."""
+    """Nursery for one agent (``channel``), or for all agents that connect to ``listener``."""
 
     def __init__(self, listener: socket.socket | None, channel: socket.socket | None) -> None:
         self._listener = listener
@@ -149,7 +149,7 @@ class _Nursery:
         return 0
 
     def _receive(self, agent: socket.socket) -> tuple[ForkRequest, list[int]] | None:
-        """Receive a message of an agent. In the child that it asks for, return what the child shall run; else None."""
+        """Receive a message of an agent. In the child that it asks for, return the request of the child; else None."""
         try:
             data, descriptors, _, _ = socket.recv_fds(agent, MAX_BYTES, MAX_DESCRIPTORS)
         except OSError:
@@ -188,21 +188,21 @@ class _Nursery:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return
-            end_group(ended.si_pid)  # before its number can belong to somebody else
+            end_group(ended.si_pid)  # before another process can get this id
             _, status = os.waitpid(ended.si_pid, 0)
             _send(self._children.pop(ended.si_pid), WorkerEnded(ended.si_pid, os.waitstatus_to_exitcode(status)))
 
 
 def _send(agent: socket.socket, message: Forked | WorkerEnded) -> None:
-    with contextlib.suppress(OSError):  # the agent has ended, which this process notices by itself
+    with contextlib.suppress(OSError):  # the agent has ended, which `_receive` notices
         agent.sendall(msgspec.msgpack.encode(message))
 
 
 def _fork_orphan() -> int:
-    """Fork as `os.fork` does, but so that the child is an orphan: its parent has ended when this returns.
+    """Fork a child that is an orphan: its parent has ended when this returns. Returns as `os.fork` does.
 
     Raises:
-        OSError: there is no child.
+        OSError: the child could not be forked.
     """
     receiving, sending = os.pipe()
     try:
@@ -235,7 +235,7 @@ def _fork_orphan() -> int:
 
 def _lead_group(pid: int) -> None:
     """Make a child the leader of its group, so that the group can be ended from now on."""
-    with contextlib.suppress(OSError):  # it has done so itself, and has perhaps ended
+    with contextlib.suppress(OSError):  # the child has done so itself, and has perhaps ended
         os.setpgid(pid, pid)
 
 
@@ -248,7 +248,7 @@ def _be_worker(request: ForkRequest, descriptors: list[int]) -> int:
         signal.signal(number, signal.SIG_DFL)
     out, error, token, gate = descriptors
     if not os.read(gate, 1):
-        os._exit(1)  # its agent has ended, or does not know of this worker
+        os._exit(1)  # the agent has ended, or does not know this worker
     os.close(gate)
     for target, descriptor in ((1, out), (2, error)):
         os.dup2(descriptor, target)

@@ -64,7 +64,7 @@ class Placement(Protocol):
 def inherited_environment(run: RunSpec) -> dict[str, str]:
     """Return the environment of every process that computes: this process's, and what equal bits need."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    # Python orders sets of strings by it: equal on all workers of all machines, unless the user has set it.
+    # Python orders sets of strings by this seed: equal on all workers of all machines, unless the user has set it.
     hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     return {**os.environ, PARENT: str(os.getpid()), **hashing, **dict.fromkeys(names, str(run.threads))}
 
@@ -145,13 +145,13 @@ PLACEMENTS: Final[Mapping[str, Builder]] = {"fork": Fork, "spawn": Spawn}
 
 
 class Nursery:
-    """The process that forks workers (`unisono.machine.nursery`), as the agent sees it.
+    """The agent's side of the process that forks workers (`unisono.machine.nursery`).
 
     A nursery that the agent starts forks orphans, which the agent adopts where the system lets it. One that stands by
     itself (`NURSERY`) is the parent of its workers.
 
     Raises:
-        OSError: the process could not be started. UsageError: no nursery answers where one is said to stand.
+        OSError: the process could not be started. UsageError: no nursery answers at the address in `NURSERY`.
     """
 
     def __init__(self, environment: Mapping[str, str], secret: Memory, listener: Listener, on_end: OnEnd) -> None:
@@ -258,7 +258,7 @@ class Nursery:
         for name, on_forked in requests.items():
             on_forked(Forked(name, 0, "the nursery has ended"))
         for child in self._children.values():
-            if child.exit_code is None:  # it ends with its parent, and with it what it has started
+            if child.exit_code is None:  # the worker ends with the nursery, and its own processes must end as well
                 end_group(child.pid)
                 child.end(-signal.SIGKILL)
 

@@ -33,8 +33,8 @@ __all__ = ["STACK_SIGNAL", "main"]
 _kept: Final[list[BaseException]] = []
 
 STACK_SIGNAL: Final = "UNISONO_STACK_SIGNAL"
-"""Name of the environment variable with a signal at which workers write their Python stacks, for somebody who examines
-a run by hand. By default there is no such signal: all signals belong to the script.
+"""Name of the environment variable with a signal at which workers write their Python stacks, for debugging by
+hand. By default there is no such signal: all signals belong to the script.
 """
 
 
@@ -45,7 +45,7 @@ def main() -> int:
         faulthandler.register(signal.Signals[name], all_threads=True)
     bind_to_parent(signal.SIGKILL)
     code = [1]
-    atexit.register(_end_at_once, code, os.getpid())  # the first one registered is the last one called
+    atexit.register(_end_at_once, code, os.getpid())  # the function that is registered first is called last
     code[0] = _work()
     return code[0]
 
@@ -53,7 +53,7 @@ def main() -> int:
 def _end_at_once(code: list[int], own: int) -> None:
     """Skip the interpreter's shutdown where that would do harm.
 
-    It would wait for a machine that is out of reach. In a fork of the worker, it would destroy objects of the worker.
+    The shutdown would wait for a machine that is out of reach. In a fork, it would destroy objects of the worker.
     """
     wire = sys.modules.get("unisono.exchange.wire")
     if os.getpid() != own or (wire is not None and wire.release_abandoned()):
@@ -77,7 +77,7 @@ def _work() -> int:
     try:
         member = _connect(spec)
     except RunStopped:
-        return 1  # the run has ended meanwhile, or this worker was refused: the head has told the agent why
+        return 1  # the run has ended meanwhile, or the head refuses this worker: the agent shows why
     own = os.getpid()
     try:
         return _run_and_report(member, sys.argv[1:])
@@ -112,7 +112,7 @@ def _connect(spec: WorkerSpec) -> Member:
     device = _device(spec.local_rank)
     page = WorkerPage()
     info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, page=page.address)
-    script = script_checksum(sys.argv[1:])  # it may have been edited since the others began
+    script = script_checksum(sys.argv[1:])  # the script may have been edited since the other workers began
     return Member(spec, info, fingerprint(device), page, script=script).connect()
 
 
@@ -140,7 +140,7 @@ def _run_and_report(member: Member, arguments: list[str]) -> int:
 
 
 def _end_of_fork(error: BaseException | None) -> int:
-    """Return the exit code of a fork of this worker that has come to the end of the script; the head is not told."""
+    """Return the exit code of a fork of this worker at the end of the script. Sends nothing to the head."""
     if isinstance(error, SystemExit):
         return _exit_code(error)
     if error is not None:

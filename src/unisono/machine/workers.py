@@ -55,7 +55,7 @@ class _Started:
 
 @dataclass(frozen=True)
 class _Evicted:
-    """Evicted before its start: never to be started."""
+    """Evicted before its start, and so never started."""
 
 
 _State = _Delayed | _Starting | _Started | _Evicted
@@ -69,7 +69,7 @@ class Workers:
         head: the head's address.
         host: label of this machine: equal for workers that can share memory.
         secret: the run's token.
-        on_exit: receives the end of a worker's process, or that it could not be started.
+        on_exit: receives the end of a worker's process, or why the process could not be started.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Workers:
             state.child.kill()
 
     def have_started(self) -> bool:
-        """Return whether there is or was any worker here."""
+        """Return whether this machine has or had a running worker."""
         return bool(self._started())
 
     def running(self) -> list[str]:
@@ -157,7 +157,7 @@ class Workers:
     def _report(self, child: Child) -> None:
         assert child.exit_code is not None
         words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
-        self._on_exit(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_words=words))
+        self._on_exit(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_output=words))
 
     # -- one worker ------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Workers:
             assert isinstance(state, _Starting)
             if isinstance(result, OSError):
                 words = f"it {NOT_STARTED.format(result)}"
-                self._on_exit(WorkerExit(worker_id=worker_id, exit_code=1, last_words=words))
+                self._on_exit(WorkerExit(worker_id=worker_id, exit_code=1, last_output=words))
                 return
             self._states[worker_id] = _Started(local_rank, result)
             if self._is_closing or state.is_evicted:

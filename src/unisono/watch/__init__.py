@@ -1,4 +1,4 @@
-"""Sinks: what shows, stores or forwards the events of a run. The training never asks a sink anything.
+"""Sinks, which show, store or forward the events of a run. The training never asks a sink anything.
 
 A new sink is one file in this folder, with a class that satisfies `Sink`, and one row in `SINKS`.
 """
@@ -24,10 +24,10 @@ SINKS: Final = {
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where events go. Events that a sink does not know are to be ignored: later versions have more of them."""
+    """Receiver of events. A sink ignores events that it does not know: later versions have more of them."""
 
     def emit(self, event: Event) -> None:
-        """Take an event. In a worker this is called by the training loop, so it returns at once (a sink that has to
+        """Receive an event. In a worker this is called by the training loop, so it returns at once (a sink that has to
         wait for something does so in a thread of its own) and leaves the global random generators alone.
         """
 
@@ -63,8 +63,8 @@ class Stream:
         """Give an event to all sinks.
 
         Args:
-            number: of the event's line in the journal; -1: it has none. An event that comes again, because the worker
-                that told it was lost, has the number that it had, and is not given twice.
+            number: of the event's line in the journal; -1: it has none. A repeated event (the worker that sent it
+                first was lost) has the same number again, and is not given twice.
         """
         if isinstance(event, RunStarted):
             self._number = -1

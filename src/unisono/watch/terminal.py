@@ -23,7 +23,7 @@ _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 class _Pace:
-    """How fast the run is, from the steps that were seen."""
+    """Speed of the run, from the reported steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class _Pace:
         self._first = 0
 
     def add(self, step: StepFinished) -> bool:
-        """Count a step. Return False if it was counted before: after a loss, a step may be told twice."""
+        """Count a step. Return False if it was counted before: after a loss, a step may be reported twice."""
         if self.last is None:
             self._first = step.step
         elif step.step <= self.last.step:
@@ -45,7 +45,7 @@ class _Pace:
         return True
 
     def num_steps(self, last: int) -> int:
-        """Return how many steps were finished, by their numbers: some may not have been told here.
+        """Return how many steps were finished, by their numbers: some may not have been reported here.
 
         Args:
             last: the number of the last one, where that is known; else -1.
@@ -86,7 +86,7 @@ def summary(pace: _Pace, ended: RunEnded) -> str:
 
 
 class Terminal(ABC):
-    """A sink that shows what an agent's stream has. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
+    """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -184,14 +184,14 @@ class Plain(Terminal):
         self._write(self._out, f"unisono: {'  '.join(parts)}")
 
     def _write(self, stream: TextIO, line: str) -> None:
-        """Whatever becomes of the line, the training goes on."""
+        """Write a line. Errors are no reason to end the training."""
         was_failing = stream in self._failing
         if was_failing:
             self._failing.remove(stream)
         try:
             stream.write(line + "\n")
             stream.flush()
-        except BrokenPipeError:  # whoever read it has gone
+        except BrokenPipeError:  # the reader has gone
             _turn_off(stream)
         except OSError as error:  # a full disk: this line is lost, those after it perhaps not
             self._failing.append(stream)
@@ -200,7 +200,7 @@ class Plain(Terminal):
 
 
 def _turn_off(stream: TextIO) -> None:
-    """Nothing is written to it any more, nor what it still holds when the process exits."""
+    """Discard everything that is written to a stream, also its buffered output when the process exits."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -281,5 +281,5 @@ class Rich(Terminal):
 
 
 def terminal() -> Terminal:
-    """Make the terminal that suits where standard output goes."""
+    """Make the sink that suits standard output: `Rich` for a terminal, else `Plain`."""
     return Rich() if sys.stdout.isatty() else Plain()

@@ -1,7 +1,7 @@
-"""Who is in the run: a table, without input, output or clock.
+"""Membership of a run: a table, without input, output or clock.
 
-`step` takes the state (`roster`), one event and the time, and gives the next state, what is to be sent, and the reason
-in one sentence. Everything that the head does about members comes from here::
+`step` takes the state (`roster`), one event and the time, and returns the next state, the messages to send, and the
+reason in one sentence. All decisions of the head about members are made here::
 
     table        which message leads from which state to which
     dispatch     message -> rule
@@ -10,7 +10,7 @@ in one sentence. Everything that the head does about members comes from here::
     health       silence, hangs, broken exchanges (verdicts: hangs, suspicion)
     restarts     losses and replacements
     ending       workers come to the end of the training
-    generations  what follows: the next generation, or the end of the run
+    generations  consequences: the next generation, or the end of the run
     heirs        which agents hold the state, and which of them starts the next head
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
@@ -24,13 +24,13 @@ Who survives a loss while a planned generation is on its way? Members move toget
 has sent `Holding` for it, the planned generation counts, otherwise the one before as well: workers that the plan would
 have let go still hold nodes of the step.
 
-How a loss is known, fastest first: the agent has seen the process end (milliseconds); the worker's connection has
-closed and did not come back; nothing was heard of the worker for `Policy.heartbeat_timeout_s`; it makes no progress
-while others wait for it for `Policy.hang_s`; its own report.
+Signs of a loss, fastest first: the agent has seen the process end (milliseconds); the worker's connection has
+closed and did not come back; no message of the worker arrived for `Policy.heartbeat_timeout_s`; the worker makes no
+progress while others wait for it for `Policy.hang_s`; its own report.
 
-Silence is only held against a worker while others are heard. When all are silent, the machine is overloaded or stands
-still, or all are in the same long call: no loss before `Policy.hang_s`, and when they are heard again that time counts
-against no worker.
+A silent worker is only lost while others send messages. When all are silent, the machine is overloaded or stands still,
+or all are in the same long call: no worker is lost before `Policy.hang_s`, and when messages arrive again that time
+counts against no worker.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ __all__ = [
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...], str]:
-    """Return what follows from one event.
+    """Return the consequences of one event.
 
     Returns:
-        The next state, what to do (in this order), and why: one sentence, empty when nothing was decided.
+        The next state, the actions (in this order), and the reason: one sentence, empty when nothing was decided.
 
     Raises:
-        ProtocolError: this source may not send this message now. Nothing has changed.
+        ProtocolError: this source may not send this message now. The state is unchanged.
     """
     if state.ended is not None:
         return without_lost_heir(state, event), (), ""
@@ -85,5 +85,5 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
 
 
 def next_deadline(state: State) -> float | None:
-    """Return when the table wants to see a `Tick`; None: only when something happens."""
+    """Return when the table needs a `Tick`; None: not before the next event."""
     return state.due_at

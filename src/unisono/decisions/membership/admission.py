@@ -1,4 +1,4 @@
-"""A worker says hello: may it take part, and what has it missed?"""
+"""Admission of workers that say hello: refuse them, or repeat the messages that they have missed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["MAX_UNREACHED", "check_protocol", "greet", "send_away"]
 _S = WorkerState
 
 MAX_UNREACHED: Final = 2
-"""A newcomer is sent away after so many generations in which the members could not exchange with it: they stand still
-meanwhile."""
+"""A newcomer is sent away after so many generations in which the members could not exchange with it. The members stand
+still meanwhile."""
 
 
 def check_protocol(name: str, protocol: int) -> None:
@@ -30,7 +30,7 @@ def check_protocol(name: str, protocol: int) -> None:
 
 
 def greet(draft: Draft, worker: Worker, message: Hello) -> None:
-    """Take a worker in, repeat what it has missed, or refuse it."""
+    """Accept a worker, repeat the notice that it has missed, or refuse it."""
     worker_id = worker.worker_id
     _learn_generation(draft, worker, message.generation)
     if worker.info is not None:
@@ -51,7 +51,7 @@ def greet(draft: Draft, worker: Worker, message: Hello) -> None:
 
 
 def _greet_again(draft: Draft, worker: Worker, message: Hello) -> None:
-    """A worker's connection broke, and it is back."""
+    """Greet a worker that connects again after its connection broke."""
     assert worker.info is not None
     worker_id = worker.worker_id
     if worker.info.pid != message.info.pid:
@@ -60,17 +60,17 @@ def _greet_again(draft: Draft, worker: Worker, message: Hello) -> None:
         )
     draft.put_worker(worker_id, closed_at=None)
     notice = draft.state.notice
-    # A worker that was left out meanwhile hears as well that the others have gone on.
+    # A worker that was left out meanwhile also gets the notice that the others have gone on.
     is_concerned = worker_id in {*draft.state.members, *draft.state.before}
-    is_concerned = is_concerned or message.generation > 0  # perhaps in one that this head has not known
+    is_concerned = is_concerned or message.generation > 0  # perhaps in a generation that this head does not know
     if notice is not None and (is_concerned or worker.state in (_S.ADMITTED, _S.HOLDING, _S.ASIDE)):
         draft.send(worker_id, notice)
 
 
 def _learn_generation(draft: Draft, worker: Worker, generation: int) -> None:
-    """A worker holds a generation that a head before this one has announced, and this head does not know.
+    """Learn of a generation that a worker holds and an earlier head has announced, and that this head does not know.
 
-    Its number is not used again: members would not listen. Those who hold the state go on in the next one.
+    Its number is not used again: members would ignore the notice. The holders of the state go on in the next one.
     """
     if generation <= max(draft.state.generation, draft.state.unknown):
         return
@@ -80,7 +80,7 @@ def _learn_generation(draft: Draft, worker: Worker, generation: int) -> None:
 
 
 def _refuse(draft: Draft, worker: Worker, why: str) -> None:
-    """Send away a worker that would compute something else; another process there would fare no better."""
+    """Refuse a worker that would compute other bits. It is not replaced: another process there would be refused too."""
     draft.put_worker(worker.worker_id, state=_S.LEFT)
     draft.send(worker.worker_id, Ended(ok=False, reason=why, worker_id=worker.worker_id, exit_code=1))
     draft.evict(worker, why)

@@ -63,7 +63,7 @@ def _missing(draft: Draft, agent: Agent) -> int:
 
 
 def _repeat_start(draft: Draft, agent_id: str) -> None:
-    """Say again what the head said last to an agent that comes back. The agent starts no worker twice."""
+    """Repeat the last orders to an agent that connects again. The agent starts no worker twice."""
     if refused := draft.state.agents[agent_id].refused:
         draft.send(agent_id, Ended(ok=False, reason=refused, exit_code=1))
     for worker in draft.workers(_S.ORDERED):
@@ -73,7 +73,7 @@ def _repeat_start(draft: Draft, agent_id: str) -> None:
 
 
 def leave(draft: Draft, agent_id: str, message: Lost) -> None:
-    """The connection of an agent has closed, or the agent has not come back to a head that has taken over."""
+    """Remove an agent whose connection has closed, or that has not connected to a head that has taken over."""
     agent = draft.state.agents[agent_id]
     own = draft.workers_of([agent_id])
     wanted = sum(not worker.draining for worker in own)
@@ -85,7 +85,7 @@ def leave(draft: Draft, agent_id: str, message: Lost) -> None:
         draft.end(False, f"the command that started the run has ended ({message.reason})")
         return
     policy = draft.state.policy
-    if policy.grows:  # not after `unisono scale`, which says how many there shall be
+    if policy.grows:  # not after `unisono scale`, which sets the number
         draft.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
     draft.reasons.append(f"the agent of {agent.host} is gone")
     for worker in own:
@@ -110,7 +110,7 @@ def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:
 
 
 def scale(draft: Draft, num_workers: int) -> None:
-    """Make it this many workers."""
+    """Change the number of workers."""
     if num_workers < 1:
         raise ProtocolError(f"a run has at least 1 worker, got {num_workers}; `unisono stop` ends it")
     policy = draft.state.policy

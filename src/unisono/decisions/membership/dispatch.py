@@ -1,4 +1,4 @@
-"""Which rule deals with which message of which source."""
+"""Dispatch of messages: the rule for each message of each kind of source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from unisono.decisions.membership import agents
 from unisono.decisions.membership.admission import check_protocol, greet
 from unisono.decisions.membership.draft import Draft
-from unisono.decisions.membership.ending import compare_ways, forget_ways, take_finished, take_leaving
+from unisono.decisions.membership.ending import compare_leavings, forget_leavings, take_finished, take_leaving
 from unisono.decisions.membership.health import lose_silent_workers, retry_exchange_when_due, take_suspect, watch
 from unisono.decisions.membership.restarts import (
     forgive_restarts,
@@ -54,7 +54,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Lags:
-    """An heir has not said in time that it holds the state."""
+    """An heir has not answered in time that it holds the state."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Event:
 
 
 def take(draft: Draft, event: Event) -> None:
-    """Deal with one event.
+    """Apply the rule for one event.
 
     Raises:
         ProtocolError: this source may not send this message now.
@@ -189,8 +189,8 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
         case Beat():
             worker = draft.put_worker(worker.worker_id, beat=message, phase=message.phase)
             watch(draft, worker, message)
-            compare_ways(draft, draft.state.workers[worker.worker_id], message)
-            forget_ways(draft)
+            compare_leavings(draft, draft.state.workers[worker.worker_id], message)
+            forget_leavings(draft)
         case Suspect():
             take_suspect(draft, worker, message)
         case StepDone() if message.step > draft.state.committed:

@@ -1,4 +1,4 @@
-"""The next state of the table while one event is dealt with, and what is to be sent because of it."""
+"""Draft of the table's next state during one event, and of the messages to send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Hangup:
-    """Close this worker's connection; the worker is not to come back."""
+    """Close this worker's connection for good."""
 
     worker_id: str
     reason: str
@@ -43,7 +43,7 @@ class Draft:
     actions: list[Action] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    """Why the newest generation cannot go on."""
+    """Reasons why the newest generation cannot go on."""
     drained: list[str] = field(default_factory=list)
     """Workers that were asked to leave, until a generation without them is announced."""
 

@@ -1,4 +1,4 @@
-"""Workers come to the end of the training: all together, or one of them alone where the others go on."""
+"""End of the training: of all workers together, or of one alone while the others go on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
 from unisono.messages import Beat, Finished, Leaving
 
 __all__ = [
-    "close_the_door",
-    "compare_ways",
+    "compare_leavings",
+    "dismiss_newcomers",
     "finish",
-    "forget_ways",
-    "go_on_without_deserters",
+    "forget_leavings",
     "has_come_to_an_end",
     "is_at_end",
+    "lose_early_leavers",
     "take_finished",
     "take_leaving",
 ]
@@ -25,15 +25,15 @@ _S = WorkerState
 
 
 def take_leaving(draft: Draft, worker: Worker, message: Leaving) -> None:
-    """A worker has left a training loop."""
+    """Record that a worker has left a training loop."""
     draft.put(leaving={**draft.state.leaving, worker.worker_id: message})
     for other in draft.workers(_S.HOLDING):
         if other.beat is not None:
-            compare_ways(draft, other, other.beat)
+            compare_leavings(draft, other, other.beat)
 
 
 def take_finished(draft: Draft, worker: Worker, message: Finished) -> None:
-    """A script has returned. After the first member that finishes no newcomer is admitted: nothing is left to do.
+    """Record that a script has returned. After the first member that finishes no newcomer is admitted.
 
     A member that has left the training loop before its end does not count, as long as others may go on.
     """
@@ -48,7 +48,7 @@ def take_finished(draft: Draft, worker: Worker, message: Finished) -> None:
     if message.step >= 0 and members:
         for other in members:
             if (peers := state.suspicions.reports.get(other.worker_id)) is not None:
-                go_on_without_deserters(draft, other, peers)
+                lose_early_leavers(draft, other, peers)
         return
     draft.put(finishing=True)
 
@@ -62,8 +62,8 @@ def is_at_end(draft: Draft, worker: Worker) -> bool:
 # -- one worker leaves the training loop, and the others do not --------------------------------------
 
 
-def compare_ways(draft: Draft, worker: Worker, beat: Beat) -> None:
-    """A member is in a step: have others left the training loop before it?"""
+def compare_leavings(draft: Draft, worker: Worker, beat: Beat) -> None:
+    """End the run if a member is in a step that another member has left the training loop before."""
     if not draft.state.leaving or worker.state is not _S.HOLDING or beat.evaluates or draft.state.ended is not None:
         return
     for worker_id, left in draft.state.leaving.items():
@@ -72,7 +72,7 @@ def compare_ways(draft: Draft, worker: Worker, beat: Beat) -> None:
         if worker_id == worker.worker_id or not is_beyond or (left.goes_on and beat.phase != left.phase):
             continue
         if other.state is _S.FINISHED:
-            go_on_without_deserters(draft, worker, [worker_id])
+            lose_early_leavers(draft, worker, [worker_id])
         elif other.state is _S.HOLDING:
             begun = f"step {beat.step}" + ("" if beat.phase == left.phase else " of another run.steps")
             draft.end(
@@ -86,8 +86,8 @@ def compare_ways(draft: Draft, worker: Worker, beat: Beat) -> None:
             return
 
 
-def go_on_without_deserters(draft: Draft, worker: Worker, missed: Collection[str]) -> None:
-    """A member goes on with the training: workers whose script has ended in the middle of it are lost.
+def lose_early_leavers(draft: Draft, worker: Worker, missed: Collection[str]) -> None:
+    """Lose the workers whose script has ended in the middle of the training, which a member goes on with.
 
     Args:
         missed: the workers that the member waits for; empty: the member does not know.
@@ -105,7 +105,7 @@ def go_on_without_deserters(draft: Draft, worker: Worker, missed: Collection[str
             )
 
 
-def forget_ways(draft: Draft) -> None:
+def forget_leavings(draft: Draft) -> None:
     """Forget the reports about a loop that all members have left, and those of lost workers.
 
     The report of a worker that was lost at the end of its run still shows that another one has not ended there alone.
@@ -144,7 +144,7 @@ def has_come_to_an_end(draft: Draft) -> bool:
     return False
 
 
-def close_the_door(draft: Draft) -> None:
+def dismiss_newcomers(draft: Draft) -> None:
     """Dismiss the workers that are not members yet: the first member has finished the training."""
     late = draft.workers(_S.ORDERED, _S.STARTING, _S.READY)
     if not draft.has_moved():
@@ -154,7 +154,7 @@ def close_the_door(draft: Draft) -> None:
 
 
 def finish(draft: Draft) -> bool:
-    """End the run if there is nothing left to do."""
+    """End the run if no worker has anything left to do; return whether the run has ended."""
     state = draft.state
     is_alive = any(worker.state in ALIVE for worker in state.workers.values())
     if state.stopping and not (state.held and draft.workers(_S.HOLDING)):

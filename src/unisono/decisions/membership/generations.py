@@ -1,4 +1,4 @@
-"""The next generation: at once after a loss, else when all members are ready for it."""
+"""Announcement of the next generation: at once after a loss, else when all members are ready for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from unisono.decisions.layout import replicated
 from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
 from unisono.decisions.membership.draft import Draft
-from unisono.decisions.membership.ending import close_the_door, finish, has_come_to_an_end
+from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
 from unisono.decisions.membership.restarts import turn_agents_away
 from unisono.decisions.membership.roster import Worker, WorkerState, number_of
 from unisono.messages import MemberInfo, Notice
@@ -20,11 +20,11 @@ _S = WorkerState
 
 
 def follow_up(draft: Draft) -> None:
-    """Announce what the new situation asks for: a generation, or the end of the run."""
+    """Announce what the new state needs: a generation, or the end of the run."""
     if draft.state.ended is None and draft.broken:
         _go_on_without_the_lost(draft)
     if draft.state.ended is None and draft.state.finishing:
-        close_the_door(draft)
+        dismiss_newcomers(draft)
     if draft.state.ended is None and not finish(draft):
         _plan(draft)
     if draft.state.ended is None:
@@ -37,7 +37,7 @@ def follow_up(draft: Draft) -> None:
 
 
 def _go_on_without_the_lost(draft: Draft) -> None:
-    """The newest generation is broken: announce one of the survivors, or end the run if they cannot go on."""
+    """Announce a generation of the survivors, or end the run if they cannot go on: the newest generation is broken."""
     why = "; ".join(draft.broken)
     survivors = draft.holders()
     fresh = draft.members(_S.ADMITTED)
@@ -68,7 +68,7 @@ def _state_is_lost(draft: Draft, survivors: list[str], fresh: list[Worker]) -> b
 
 
 def _go_on_without_state(draft: Draft, why: str) -> None:
-    """No worker is left that holds the run's state: end the run, or begin again if no step was done."""
+    """End the run, or begin again if no step was done: no worker is left that holds the run's state."""
     state = draft.state
     if state.stopping:
         return
@@ -101,7 +101,7 @@ def _plan(draft: Draft) -> None:
 
 
 def _ready(draft: Draft) -> list[str]:
-    """Return the workers to admit. Of doubtful machines one at a time: which one cannot be reached?"""
+    """Return the workers to admit. Machines that may be unreachable are admitted one at a time."""
     waiting = draft.workers(_S.READY)
     doubted = [w.info.host for w in waiting if w.num_unreached and w.info]
     if doubted:
@@ -111,7 +111,7 @@ def _ready(draft: Draft) -> list[str]:
 
 def _plan_first(draft: Draft) -> None:
     policy, ready = draft.state.policy, _ready(draft)
-    # A worker that will not come any more is not waited for.
+    # Workers that will not come any more are not waited for.
     coming = draft.workers(_S.ORDERED, _S.STARTING)
     is_complete = len(ready) + len(draft.workers(_S.FINISHED)) >= policy.start
     if ready and (is_complete or (not coming and len(ready) >= policy.minimum)):
@@ -173,7 +173,7 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
         if state.workers[info.worker_id].state is _S.READY:
             draft.put_worker(info.worker_id, state=_S.ADMITTED)
     if not any(known.startswith(reason) for known in draft.reasons):
-        # A loss is named before what follows from it, and a request before what it leads to.
+        # A loss is named before its consequence, and a request before its result.
         draft.reasons.insert(0 if immediate else len(draft.reasons), reason)
     for worker_id in sorted(concerned, key=number_of):
         if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE):

@@ -1,4 +1,4 @@
-"""Is a worker late, or does it hang? Judged by its heartbeats, and by the workers that wait for it.
+"""Verdict on a worker: fine, late, or hanging, by its heartbeats and by the workers that wait for it.
 
 A worker is only late where others wait for it: in a team that is slow together no worker is to blame. Members that hold
 the run's state can go on without the late one, so they do (it is left aside, and ended later). Newcomers that are being
@@ -8,7 +8,7 @@ counts within a micro-batch only, and with much more patience: perhaps no other 
 Members at the end of the run have nothing to go on with either. The last one may be busy there for long (an export of
 the main worker); it is reported, and after a very long time the run ends as failed.
 
-A worker that stands where another one has hung before (the same micro-batch, the same samples) is judged even if no
+A worker at the position where another one has hung before (the same micro-batch, the same samples) is judged even if no
 worker waits: the script or its data hangs there on every worker, so the run ends.
 """
 
@@ -53,7 +53,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """In seconds without progress."""
+    """Limits in seconds without progress."""
 
     late_s: float
     aside_s: float
@@ -85,7 +85,7 @@ def judge(beat: Beat, waiting: Waiting, *, is_known: bool, limits: Limits) -> Ve
     """Judge a worker that computes.
 
     Args:
-        is_known: another worker has hung where this one stands.
+        is_known: another worker has hung at the same position.
     """
     seconds = beat.seconds_at
     late = Verdict.LATE if seconds > limits.late_s else Verdict.FINE

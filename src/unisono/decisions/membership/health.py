@@ -1,4 +1,4 @@
-"""Workers that are silent, late, hang, or whose exchange breaks. See `hangs` and `suspicion` for the two verdicts."""
+"""Health of workers: silence, lateness, hangs, broken exchanges. See `hangs` and `suspicion` for the verdicts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from unisono.decisions.membership.draft import Draft
-from unisono.decisions.membership.ending import go_on_without_deserters, is_at_end
+from unisono.decisions.membership.ending import is_at_end, lose_early_leavers
 from unisono.decisions.membership.hangs import FIRST_STEP, Hang, Limits, Verdict, Waiting, judge
 from unisono.decisions.membership.restarts import lose
 from unisono.decisions.membership.roster import Worker, WorkerState
 from unisono.decisions.membership.suspicion import MAX_TRIES, Suspicions
 from unisono.messages import Beat, Suspect, WorkerLate
-from unisono.words import listed, place_words
+from unisono.words import listed, position_words
 
 __all__ = ["lose_silent_workers", "retry_exchange_when_due", "take_suspect", "watch"]
 
@@ -44,13 +44,13 @@ def _end_process(draft: Draft, worker: Worker, why: str) -> None:
 
 
 def watch(draft: Draft, worker: Worker, beat: Beat) -> None:
-    """Judge a heartbeat: is this worker late, or hanging?"""
+    """Judge a worker by its heartbeat, and act if it is late or hangs."""
     limits = draft.state.limits
     if worker.state is _S.ASIDE and beat.seconds_at > limits.hang_s:
         _end_process(draft, worker, f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended")
     if worker.state is not _S.HOLDING:
         return
-    if worker.draining and _is_out(draft, worker):
+    if worker.draining and _is_left_behind(draft, worker):
         if beat.seconds_at > limits.hang_s * (FIRST_STEP if beat.num_steps <= 1 else 1):
             why = f"{worker.name}, which was to leave, hangs for {beat.seconds_at:.0f} s and is ended"
             _end_process(draft, worker, why)
@@ -65,7 +65,7 @@ def watch(draft: Draft, worker: Worker, beat: Beat) -> None:
 
 
 def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: Hang | None) -> None:
-    where = place_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
+    where = position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
     match verdict:
         case Verdict.HANGS_AGAIN:
             assert known is not None
@@ -106,7 +106,7 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
 
 
 def _hangs_of_others(draft: Draft, worker: Worker, limits: Limits) -> Iterator[Hang]:
-    """Return where others have hung, and where others hang now: in a rehearsal two compute one micro-batch."""
+    """Yield the hangs of other workers, earlier and present ones: in a rehearsal two compute one micro-batch."""
     yield from (hang for hang in draft.state.hangs if hang.worker_id != worker.worker_id)
     for other in draft.workers(_S.HOLDING):
         beat = other.beat
@@ -117,7 +117,7 @@ def _hangs_of_others(draft: Draft, worker: Worker, limits: Limits) -> Iterator[H
 
 
 def _waiting_for(draft: Draft, worker: Worker) -> Waiting:
-    """Return who waits while this worker computes."""
+    """Return which workers wait while this one computes."""
     waiting = [w for w in draft.workers(_S.ADMITTED, _S.HOLDING) if w.beat and w.beat.waiting]
     others = [w for w in waiting if w.worker_id != worker.worker_id]
     if members := [w for w in others if w.state is _S.HOLDING]:
@@ -125,13 +125,13 @@ def _waiting_for(draft: Draft, worker: Worker) -> Waiting:
     return Waiting.NEWCOMERS if others else Waiting.NOBODY
 
 
-def _is_out(draft: Draft, worker: Worker) -> bool:
+def _is_left_behind(draft: Draft, worker: Worker) -> bool:
     """Return whether the others have gone on without a worker that holds the run's state, and is to leave."""
     return worker.worker_id not in draft.state.members and worker.worker_id not in draft.holders()
 
 
 def _note_hang(draft: Draft, worker: Worker, beat: Beat) -> None:
-    """Remember a micro-batch: between two steps all members may be busy for long where another one has hung."""
+    """Remember the position of a hang in a micro-batch. Between two steps all members may be busy for long."""
     if beat.microbatch < 0:
         return
     draft.put(hangs=(*draft.state.hangs, Hang(worker_id=worker.worker_id, beat=beat)))
@@ -141,9 +141,9 @@ def _note_hang(draft: Draft, worker: Worker, beat: Beat) -> None:
 
 
 def take_suspect(draft: Draft, worker: Worker, message: Suspect) -> None:
-    """A member's exchange broke."""
+    """Record that a member's exchange broke."""
     state = draft.state
-    # While a planned generation is on its way and nobody has taken it, it is the one before that has broken.
+    # While no member has entered a planned generation, the broken exchange is that of the generation before.
     is_overtaken = (
         state.notice is not None
         and not state.notice.immediate
@@ -156,8 +156,8 @@ def take_suspect(draft: Draft, worker: Worker, message: Suspect) -> None:
     if message.generation == state.generation and worker.worker_id in state.before:
         draft.put(unreached=True)
     draft.put(suspicions=state.suspicions.reported(worker.worker_id, message.peers))
-    go_on_without_deserters(draft, worker, message.peers)
-    if state.suspected_at is None:  # announced when nothing else explains it by then
+    lose_early_leavers(draft, worker, message.peers)
+    if state.suspected_at is None:  # announced unless a loss explains it by then
         draft.put(suspected_at=draft.now, suspicion=f"{worker.name}: {message.reason}")
 
 
@@ -170,14 +170,14 @@ def retry_exchange_when_due(draft: Draft) -> None:
 
 
 def _retry_exchange(draft: Draft) -> None:
-    """An exchange broke and no member was lost: the same members try again; in the end one of them has to go."""
+    """Let the same members try again after a broken exchange without a loss; after several tries one has to go."""
     state = draft.state
     newcomers = [state.workers[i] for i in state.members if i not in state.before]
     if state.unreached and newcomers and all(w.state is _S.ADMITTED for w in newcomers):
         _go_on_without_newcomers(draft, newcomers)
         return
     if _newcomers_waited_in_vain(draft, newcomers):
-        # The newcomers have waited for members that are still in a step. That may be long, and is no fault.
+        # The newcomers have waited for members that are still in a step, which may take long.
         draft.broken.append(f"{state.suspicion}; the members have not reached a step boundary yet: trying again")
         return
     present = [w.worker_id for w in draft.members(_S.ADMITTED, _S.HOLDING)]

@@ -1,7 +1,7 @@
-"""Heartbeats, which are most of what the head receives. A routine one costs the same in a run of any size.
+"""Heartbeats, the most frequent messages to the head. A routine heartbeat costs the same in a run of any size.
 
-What the table would look up among all workers at each heartbeat is noted in the state (`roster.noted`), after every
-event that is more than a routine heartbeat. `routine` keeps the notes right in between.
+Facts about all workers that each heartbeat needs are noted in the state (`roster.noted`), after every event that is
+more than a routine heartbeat. `routine` keeps the notes up to date in between.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def routine(state: State, worker_id: str, beat: Beat, now: float) -> State | Non
         return None
     is_witness = worker.state is state.witness_state
     if is_witness and now - state.witnessed_at > _calm_s(state):
-        return None  # all were silent: a worker that is still silent is so alone now
-    # A worker that is to leave may wait for messages that will not come.
+        return None  # all were silent until now: a worker that is still silent is the only one
+    # A worker that was asked to leave may wait for messages that will not come.
     may_hang = worker.state is WorkerState.HOLDING and (worker.draining or not beat.waiting)
     if may_hang and beat.seconds_at > state.limits.shortest_s:
         return None
@@ -37,7 +37,7 @@ def routine(state: State, worker_id: str, beat: Beat, now: float) -> State | Non
 
 
 def _calm_s(state: State) -> float:
-    """Return how often witnesses must be heard so that no deadline comes to lie before `State.due_at`.
+    """Return the longest silence of all witnesses for which no deadline comes before `State.due_at`.
 
     `State.due_at` counts all workers that may turn out to be silent alone, except those that are silent for longer than
     that would take; then all witnesses have been silent for longer than this time.

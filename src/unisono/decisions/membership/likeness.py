@@ -1,4 +1,4 @@
-"""Would a worker that says hello compute the same bits as the others?"""
+"""Likeness of a worker that says hello: whether it would compute the same bits as the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the loss of a worker: is it replaced, and when does its machine or the run have to go?"""
+"""Consequences of the loss of a worker: its replacement, the dismissal of its machine, or the end of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
 from unisono.messages import Ended, Failed, Start, StepDone, WorkerExit
-from unisono.words import exit_words, place_words
+from unisono.words import exit_words, position_words
 
 __all__ = [
     "FORGIVE_STEPS",
@@ -29,7 +29,7 @@ MAX_DELAY_S: Final = 30.0
 
 
 def order(draft: Draft, agent_id: str, num_workers: int, delay_s: float = 0.0, reason: str = "") -> None:
-    """Let an agent start so many new workers."""
+    """Order so many new workers from an agent."""
     first = draft.state.next_number
     ids = [f"w{number}" for number in range(first, first + num_workers)]
     if not ids:
@@ -41,7 +41,7 @@ def order(draft: Draft, agent_id: str, num_workers: int, delay_s: float = 0.0, r
 
 
 def lose(draft: Draft, worker_id: str, why: str, *, replace: bool = True) -> None:
-    """A worker is gone for good; the newest generation is broken if the worker belonged to it."""
+    """Lose a worker for good; the newest generation is broken if the worker belonged to it."""
     worker = draft.state.workers[worker_id]
     if worker_id in draft.state.members or worker_id in draft.holders():
         draft.broken.append(why)
@@ -91,7 +91,7 @@ def forgive_restarts(draft: Draft, message: StepDone) -> None:
 
 
 def take_exit(draft: Draft, message: WorkerExit) -> None:
-    """An agent has seen a worker's process end."""
+    """Record the end of a worker's process, which an agent has seen."""
     worker = draft.state.workers.get(message.worker_id)
     if worker is None or worker.state not in ALIVE:
         return
@@ -99,19 +99,19 @@ def take_exit(draft: Draft, message: WorkerExit) -> None:
     killed = message.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
     is_guest = _is_guest(draft, worker)
     if draft.state.notice is None and not killed and not is_guest:
-        # Nothing has been trained, and most likely no other process would fare better.
-        draft.end(False, why, worker.worker_id, message.last_words, message.exit_code)
+        # Nothing has been trained, and most likely another process would fail as well.
+        draft.end(False, why, worker.worker_id, message.last_output, message.exit_code)
         return
-    may_fare_better = (not is_guest or draft.state.held) and _has_served(draft, worker)
-    lose(draft, worker.worker_id, why, replace=killed or may_fare_better)
-    if message.last_words:
-        draft.announce_to(worker.agent, f"the last output of {worker.name}:\n{message.last_words}")
+    may_succeed = (not is_guest or draft.state.held) and _has_served(draft, worker)
+    lose(draft, worker.worker_id, why, replace=killed or may_succeed)
+    if message.last_output:
+        draft.announce_to(worker.agent, f"the last output of {worker.name}:\n{message.last_output}")
 
 
 def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
-    """A worker's script has raised. Another worker tries a micro-batch once; the same error there ends the run."""
+    """Record an error of a worker's script. Another worker tries a micro-batch once; an error there ends the run."""
     key = (message.step, message.microbatch)
-    where = place_words(message.step, message.microbatch, message.samples)
+    where = position_words(message.step, message.microbatch, message.samples)
     what = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
     others = [w for w in draft.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
     if message.retry and worker.state is _S.HOLDING and others:
@@ -123,7 +123,7 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
         what += f" (as before on worker {first[0]})"
     is_new = not message.retry and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED)
     if is_new and ((draft.state.held and others) or _is_guest(draft, worker)):
-        # It has never been a member: what it lacks (a package, a file) the members have.
+        # This worker has never been a member: it may lack something (a package, a file) that the members have.
         lose(draft, worker.worker_id, what, replace=draft.state.held and _has_served(draft, worker))
         draft.announce_to(worker.agent, message.traceback)
         return
@@ -131,7 +131,7 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
 
 
 def replace_suspects(draft: Draft, step: int) -> None:
-    """A step is done: micro-batches of it that had raised on one worker have passed on another one."""
+    """Replace the workers on which micro-batches of a finished step had raised: these have passed on others."""
     passed = {key: value for key, value in draft.state.tried.items() if key[0] <= step}
     if not passed:
         return
@@ -145,18 +145,18 @@ def replace_suspects(draft: Draft, step: int) -> None:
         _replace(draft, worker)
 
 
-# -- machines of which nothing comes -----------------------------------------------------------------
+# -- machines whose workers all fail -----------------------------------------------------------------
 
 
 def _is_guest(draft: Draft, worker: Worker) -> bool:
-    """Return whether a worker belongs to a machine that has joined, and the command that started the run has some."""
+    """Return whether a worker is of a machine that has joined a run whose own command has living workers."""
     agents = draft.state.agents
     primary = [agent_id for agent_id, agent in agents.items() if agent.primary]
     return worker.agent in agents and worker.agent not in primary and bool(draft.workers_of(primary))
 
 
 def _has_served(draft: Draft, worker: Worker) -> bool:
-    """Return whether a failure of this worker says nothing against its whole machine."""
+    """Return whether a failure of this worker is no evidence against its whole machine."""
     agent = draft.state.agents.get(worker.agent)
     return agent is None or agent.primary or agent.has_served
 
@@ -168,7 +168,7 @@ def note_failure(draft: Draft, worker: Worker, why: str) -> None:
 
 
 def turn_agents_away(draft: Draft) -> None:
-    """Send away every machine that has joined, and of whose workers none could take part."""
+    """Send away every machine that has joined and none of whose workers could take part."""
     if draft.state.finishing or draft.state.stopping:
         return
     for agent_id, agent in draft.state.agents.items():

@@ -64,12 +64,12 @@ class Policy:
     heartbeat_s: float = 0.5
     """Time between two heartbeats of a worker."""
     heartbeat_timeout_s: float = 5.0
-    """A member that is silent for this long, while others are heard, is lost."""
+    """A member that sends nothing for this long, while others do, is lost."""
     late_s: float = 3.0
     """A member that others wait for and that makes no progress for this long is reported."""
     aside_s: float = 10.0
-    """A member that others wait for and that makes no progress for this long is left aside: they compute its
-    micro-batches."""
+    """A member that others wait for and that makes no progress for this long is left aside: the others compute
+    its micro-batches."""
     hang_s: float = 60.0
     """... and for this long is ended."""
     grace_s: float = 0.05
@@ -98,7 +98,7 @@ class WorkerState(enum.Enum):
     """The stages of a worker's life; the value is what the user reads."""
 
     ORDERED = "ordered"
-    """An agent was told to start it."""
+    """An agent has the order to start it."""
     STARTING = "starting"
     """It is connected and runs the script up to the training loop."""
     READY = "ready"
@@ -131,7 +131,7 @@ class Worker:
     generation: int = 0
     """The newest generation for which it sent `Holding`."""
     heard_at: float = 0.0
-    """When it was heard last; while it is ordered: when it was to be started."""
+    """Time of its last message; while it is ordered: time at which it was to be started."""
     closed_at: float | None = None
     """Since when its connection is closed."""
     beat: Beat | None = None
@@ -165,7 +165,7 @@ class Agent:
     away_at: float | None = None
     """Since when a head that has taken over waits for it."""
     lags: bool = False
-    """It has not said in time that it holds the state, so decisions do not wait for it."""
+    """It has not answered in time that it holds the state, so decisions do not wait for it."""
     wanted: int = 0
     """Number of workers that it had, or was to start, when its connection broke."""
     used_restarts: int = 0
@@ -174,7 +174,7 @@ class Agent:
     failure: str = ""
     """Why the last of its workers was lost, while none had served yet."""
     refused: str = ""
-    """Why it is sent away: none of its workers could take part."""
+    """Reason why it is sent away: none of its workers could take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class State:
     """Worker that has left a training loop -> its report."""
     suspected_at: float | None = None
     suspicion: str = ""
-    """The worker that found the exchange broken then, and how."""
+    """The worker that has reported the broken exchange, and its error."""
     suspicions: Suspicions = field(default_factory=Suspicions)
     unreached: bool = False
     """In the newest generation, a planned one, a member of the generation before could not exchange."""
@@ -224,9 +224,9 @@ class State:
     """Workers in this state are the witnesses: their heartbeats show that not all are silent. (`noted` finds this and
     the next two.)"""
     witnessed_at: float = 0.0
-    """When a witness was heard last."""
+    """Time of the last message of a witness."""
     due_at: float | None = None
-    """When the table wants to see time pass."""
+    """When the table needs the next `Tick`."""
 
     @property
     def generation(self) -> int:
@@ -237,8 +237,8 @@ class State:
         return tuple(info.worker_id for info in self.notice.members) if self.notice else ()
 
     @property
-    def word(self) -> str:
-        """waiting, training, paused, finished or failed."""
+    def label(self) -> str:
+        """State of the run in one word: waiting, training, paused, finished or failed."""
         if self.ended is not None:
             return "finished" if self.ended.ok else "failed"
         if self.notice is None or not self.notice.members:
@@ -246,13 +246,15 @@ class State:
         return "paused" if self.notice.paused else "training"
 
     def silent_at(self, now: float = math.inf) -> dict[str, float]:
-        """Return when each living worker counts as lost if nothing more is heard.
+        """Return when each living worker counts as lost if no message arrives any more.
 
         Args:
-            now: or if nothing more is heard of it while others are heard, where that comes to lie after ``now``.
+            now: if the worker would be lost after ``now`` because others do send messages, that time counts.
         """
         policy, agents = self.policy, self.agents
-        alone_at = self.witnessed_at - self.quiet_s  # who was heard last until then was silent while others were heard
+        alone_at = (
+            self.witnessed_at - self.quiet_s
+        )  # a worker whose last message is older was silent while others were not
         alone_s, together_s = policy.heartbeat_timeout_s, max(policy.heartbeat_timeout_s, policy.hang_s)
         times = {}
         for worker in self.workers.values():
@@ -284,12 +286,12 @@ class State:
 
     @property
     def quiet_s(self) -> float:
-        """When no witness was heard for this long, all are silent together; longer than between two heartbeats."""
+        """Time without a message of any witness after which all are silent; longer than between two heartbeats."""
         return (self.policy.heartbeat_s + self.policy.heartbeat_timeout_s) / 2
 
 
 def excused(state: State, seconds: float, now: float) -> State:
-    """Return the state without ``seconds`` up to ``now`` in which no worker could be heard: none was silent then."""
+    """Return the state as if the last ``seconds`` up to ``now``, in which no message could arrive, had not passed."""
     workers = {
         worker_id: dataclasses.replace(worker, heard_at=max(worker.heard_at, min(worker.heard_at + seconds, now)))
         for worker_id, worker in state.workers.items()

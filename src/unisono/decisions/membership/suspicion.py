@@ -1,4 +1,4 @@
-"""Which member makes exchanges break, although every member sends heartbeats?
+"""Suspicion: which member makes exchanges break, although every member sends heartbeats.
 
 A member whose exchange breaks reports that, and names the members that it has waited for, where it knows them. A report
 shows that the reporter's main thread works; so the member to blame is one that was waited for and reports nothing,
@@ -39,7 +39,7 @@ class Suspicions:
         """Count the broken exchange between ``members``, which is over."""
         waited_for = {peer for reporter, peers in self.reports.items() for peer in peers if peer != reporter}
         reporters = self.reports.keys()
-        # Where no report names anybody, it is one of the members that report nothing.
+        # If no report names a member, the cause is one of the members that report nothing.
         silent = ((waited_for - reporters) & set(members)) or (set(members) - reporters)
         return Suspicions(
             num_broken=self.num_broken + 1,

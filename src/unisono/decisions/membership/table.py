@@ -1,4 +1,4 @@
-"""Which messages a worker may send in which state, and the state that each message leads to."""
+"""Table of a worker's states: the messages allowed in each state, and the state that each message leads to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDS: Final[Mapping[type[Message], WorkerState | None]] = {Finished: _S.FINISHE
 TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | None]]] = {
     _S.ORDERED: {Hello: _S.STARTING},
     _S.STARTING: {Hello: _STAY, Beat: _STAY, Ready: _S.READY, Failed: _STAY, **_ENDS},
-    # A member whose generation was overtaken is READY again, and may have sent reports before it heard of that.
+    # A member whose generation was overtaken is READY again, and may have sent reports before it got the notice.
     _S.READY: {**_REPORTS, **_ENDS},
     _S.ADMITTED: {**_REPORTS, **_ENDS, Holding: _S.HOLDING},
     _S.HOLDING: {**_REPORTS, **_ENDS},
