@@ -56,7 +56,7 @@ class Follower:
         self.heard: asyncio.Queue[Message] = asyncio.Queue()
         self.ended: Ended | None = None
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         self.heard.put_nowait(message)
 
     def announce(self, text: str) -> None:
@@ -187,7 +187,7 @@ def test_an_agent_leaves_a_head_of_a_lower_term() -> None:
                 with pytest.raises(StaleHead):
                     agent.following._take(Snapshot(term=1, number=99, state=b""))
                 assert agent.following.snapshot != Snapshot(term=1, number=99, state=b"")
-                agent.following.say(Stop(reason="x"))
+                agent.following.send(Stop(reason="x"))
                 await asyncio.wait_for(head.over.wait(), WAIT_S)
                 assert head.superseded_by == 2, "it has come back, and has said what it knows"
 
