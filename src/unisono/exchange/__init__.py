@@ -185,7 +185,7 @@ class Work(Protocol):
         """
 
     def start(self, index: int, leaf: int) -> bool:
-        """This member comes to the leaf at ``index`` of its list. False: another has taken it; leave it out."""
+        """Start the leaf at ``index`` of this member's list. False: another member has taken the leaf; leave it out."""
 
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
         """Take a leaf of a late member for this one, which is done; None if helping would not save time.
@@ -268,7 +268,7 @@ class Exchange(Protocol):
         """Make the current wait (in another thread) and all later waits raise ``error``. Local."""
 
     def close(self) -> None:
-        """Leave, and give back everything but the slots that are in use. Local; never waits for a peer."""
+        """Leave, and free everything but the slots that are in use. Local; never waits for a peer."""
 
 
 def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:

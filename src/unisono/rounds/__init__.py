@@ -24,7 +24,7 @@ class Finished(Protocol):
 
     @property
     def layout(self) -> FlatLayout | None:
-        """What was summed; None if the round sums nothing."""
+        """Layout of the sums; None if the round sums nothing."""
 
     def stand_by(self, plan: Plan) -> None:
         """Take part in the others' repetition of the round, without any node. Collective.
@@ -50,13 +50,13 @@ class Round(Protocol):
 
     @property
     def title(self) -> str:
-        """What the round is, for an error message: "a step of 8 micro-batches"."""
+        """Description of the round for an error message: "a step of 8 micro-batches"."""
 
     @property
     def num_leaves(self) -> int: ...
 
     def first_plan(self) -> Plan:
-        """Return who computes which leaves when nothing is computed yet; equal on all members. Local."""
+        """Return the plan of a round in which nothing is computed yet; equal on all members. Local."""
 
     def begin(self, plan: Plan) -> None:
         """Get ready to compute; called once, with the first plan, which may give this member no leaf. Local."""
@@ -68,13 +68,13 @@ class Round(Protocol):
         """
 
     def combine(self, plan: Plan) -> Finished:
-        """Put the results of all members together; returning means that the round is committed. Collective."""
+        """Put the results of all members together; when this returns, the round is committed. Collective."""
 
     def interrupt(self) -> Collection[Node]:
-        """A member was lost: give up the plan. Returns the nodes that this member has complete. Local."""
+        """Give up the plan, because a member was lost. Returns the complete nodes of this member. Local."""
 
     def finish(self) -> None:
-        """Put the result in force, after the commit."""
+        """Apply the result, after the commit."""
 
 
 class Reporter(Protocol):
@@ -84,7 +84,7 @@ class Reporter(Protocol):
         """Return this member's report; may wait for a copy in memory. Called before every combine."""
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
-        """Take note of the reports of all members, by rank. Called after every combine."""
+        """Receive the reports of all members, by rank. Called after every combine."""
 
     def unwritten_lines(self) -> list[str]:
         """Return the lines of the journal that a newcomer may have to write."""

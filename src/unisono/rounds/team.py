@@ -47,7 +47,7 @@ class Team(Protocol):
 
     @property
     def exchange(self) -> Exchange:
-        """That of the generation."""
+        """The exchange of the current generation."""
 
     def join(self, phase: int, report: Report) -> list[Report]:
         """Get into the run: wait to be admitted, and meet the others. Returns their reports, by rank."""
@@ -56,34 +56,34 @@ class Team(Protocol):
         """Exchange reports within the generation. Collective."""
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
-        """A member is lost: get into the generation of the survivors, and meet them."""
+        """Enter the generation of the survivors after a loss, and meet them. Returns their reports, by rank."""
 
     def suspect(self, lost: Exception) -> None:
-        """Tell the head that this member's exchange failed, which it may not have seen."""
+        """Report to the head that this member's exchange failed, which the head may not have seen."""
 
     def is_evicted(self) -> bool:
         """Return whether the others go on without this worker, which has not noticed yet."""
 
     def check(self) -> None:
-        """Raise what an exchange would raise now, without waiting: a lost peer, or the end of the run."""
+        """Raise the error that an exchange would raise now, without waiting: a lost peer, or the end of the run."""
 
     def newest_generation(self) -> int:
-        """Return the newest planned generation that this member has heard of; 0 if none is to come."""
+        """Return the newest planned generation that this member has a notice of; 0 if none is to come."""
 
     def stops_at(self, generation: int) -> bool:
         """Return whether the run stops or pauses at this planned generation."""
 
     def switch(self, generation: int, report: Report) -> list[Report]:
-        """At a step boundary that all members agreed on: move to a planned generation, and meet its members."""
+        """Move to a planned generation at a step boundary that all members agreed on, and meet its members."""
 
     def paused(self) -> bool:
         """Return whether fewer members are left than the run wants, so that they wait at the next boundary."""
 
     def wait_until_resumed(self, report: Report) -> list[Report]:
-        """At a step boundary: wait until there are enough members, and meet them."""
+        """Wait at a step boundary until there are enough members, and meet them."""
 
     def holding(self) -> None:
-        """Say that this worker has the run's state."""
+        """Report to the head that this worker has the run's state."""
 
     def at(
         self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
@@ -96,13 +96,13 @@ class Team(Protocol):
         """
 
     def in_loop(self, position: tuple[int, int] | None) -> None:
-        """The training loop is at this step (its phase and number); None: it has come to its end on all members."""
+        """Note that the training loop is at this step (phase and number); None: the loop has ended on all members."""
 
     def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
-        """Say that the script takes no part in this step: it is at the end of its run, or begins another loop."""
+        """Report that the script takes no part in this step: it is at the end of its run, or begins another loop."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While in it, this worker waits for others: that it makes no progress is not its fault, and may be theirs."""
+        """Return a context in which this worker waits for others: its lack of progress is then not its own fault."""
 
     def take_warnings(self) -> list[str]:
         """Return, once, the warnings about members that were admitted and may compute differently."""

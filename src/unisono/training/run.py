@@ -349,7 +349,7 @@ class Run:
                 upcoming=upcoming,
             )
 
-        # A generator would put the checks above off until the first step.
+        # `steps` is no generator itself: that would put the checks above off until the first step.
         self._training = self._train(loop, make_fetcher)
         return self._training
 

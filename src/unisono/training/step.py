@@ -116,7 +116,7 @@ class Step:
 
     def _run(self) -> Iterator[Any]:
         self.state, self._has_begun = State.INSIDE, True
-        self._unused.start_step()  # not before: user code may freeze and thaw at the head of the step
+        self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
         self._round = GradientRound(self._context, self._position, self._context.folder())
         yield from self._context.rounds.play(self._round)
         self._unused.finish_step(self.number)
