@@ -29,6 +29,7 @@ from unisono.decisions.tree import Node, fold, leaf, schedule
 from unisono.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire
 from unisono.exchange.alone import Alone
 from unisono.exchange.context import Builder, Context
+from unisono.exchange.counters import Counters
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.host import Host
 from unisono.exchange.memory import futex_wait
@@ -283,7 +284,8 @@ def shared_memory(
     pages: Sequence[WorkerPage], rank: int, *, generation: int, timeout_s: float, names: Sequence[str] = ()
 ) -> SharedMemory:
     addresses = [page.address for page in pages]
-    return SharedMemory(Host(pages[rank], addresses, rank, generation=generation, timeout_s=timeout_s, names=names))
+    counters = Counters(pages[rank], addresses, rank, generation=generation, timeout_s=timeout_s, names=names)
+    return SharedMemory(Host(pages[rank], counters))
 
 
 class Pair:

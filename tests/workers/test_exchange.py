@@ -56,6 +56,7 @@ from unisono.decisions.tree import Node
 from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
 from unisono.exchange import Exchange, Share, combine, two_level
 from unisono.exchange.context import Context
+from unisono.exchange.counters import Counters
 from unisono.exchange.host import Host
 from unisono.exchange.memory import Segment
 from unisono.exchange.pages import MAX_NODES, MAX_TEAM, WorkerPage
@@ -618,7 +619,7 @@ def test_limits_are_said(pair: Pair) -> None:
     with pytest.raises(RecipeError, match=f"holds {MAX_NODES + 1} nodes.*can publish {MAX_NODES}"):
         combine(exchange, Share(num_leaves, (tuple(nodes),), nodes), telemetry_of(0, 0))
     exchange.close()
-    host = Host(page, [page.address], 0, generation=3, timeout_s=10)
+    host = Host(page, Counters(page, [page.address], 0, generation=3, timeout_s=10))
     with pytest.raises(UsageError, match=f"{MAX_TEAM + 1} workers"):
         TwoLevel(host, None, hosts=[range(1), range(1, MAX_TEAM + 1)], rank=0)
     host.close()
@@ -687,7 +688,7 @@ def test_a_page_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
     with Team(1, lambda seat: WorkerPage().address) as team:
         address = team.result(0)
     page = pair.pages[0]
-    host = Host(page, [page.address, address], 0, generation=2, timeout_s=10)
+    host = Host(page, Counters(page, [page.address, address], 0, generation=2, timeout_s=10))
     exchange = SharedMemory(host)
     with pytest.raises(PeerLost):
         exchange.prepare(layouts()[1])

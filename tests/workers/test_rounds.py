@@ -23,6 +23,7 @@ from unisono.decisions.tree import Node
 from unisono.errors import PeerLost
 from unisono.exchange import Exchange, Share, combine
 from unisono.exchange.alone import Alone
+from unisono.exchange.counters import Counters
 from unisono.exchange.flat import FlatLayout
 from unisono.exchange.host import Host
 from unisono.exchange.pages import WorkerPage
@@ -81,8 +82,8 @@ class ScriptedTeam(AloneTeam):
         self.generation, self.rank, self.size = generation, members.index(self.name), len(members)
         self.worker_ids = tuple(members)
         addresses = [self.pages[member] for member in members]
-        host = Host(self.page, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
-        self.exchange = SharedMemory(host)
+        counters = Counters(self.page, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
+        self.exchange = SharedMemory(Host(self.page, counters))
 
     def meet(self, report: Report) -> list[Report]:
         letters = self.exchange.all_gather(msgspec.msgpack.encode(report))

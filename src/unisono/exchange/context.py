@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from unisono.errors import UsageError
 from unisono.exchange import Exchange
+from unisono.exchange.counters import Counters
 from unisono.exchange.host import Host
 from unisono.exchange.pages import WorkerPage
 from unisono.exchange.wire import Wire
@@ -45,7 +46,7 @@ class Context:
         ranks = next(ranks for ranks in self.hosts if self.rank in ranks)
         if self.page is None:
             raise UsageError("this worker has no shared memory: choose --exchange gloo")
-        return Host(
+        counters = Counters(
             self.page,
             [self.pages[rank] for rank in ranks],
             ranks.index(self.rank),
@@ -53,6 +54,7 @@ class Context:
             timeout_s=self.timeout_s,
             names=[self.names[rank] for rank in ranks if self.names],
         )
+        return Host(self.page, counters)
 
     def open_wire(self, name: str, ranks: Sequence[int]) -> Wire:
         """Begin to connect this member with those of ``ranks``, of which it is one. Waits for nobody."""

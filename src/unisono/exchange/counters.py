@@ -28,6 +28,9 @@ class Counters:
     Args:
         worker_page: this member's own. It may have served earlier generations.
         addresses: of the worker pages of all members of the host, by local rank.
+        rank: this member's local rank.
+        generation: a number that all members agree on, and that grows from one to the next.
+        timeout_s: how long any one wait may take.
         names: the ids of the members' workers, by local rank, for errors; empty: they have none.
     """
 

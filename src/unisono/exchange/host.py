@@ -117,26 +117,12 @@ class Host:
 
     Args:
         worker_page: this member's own. It may have served earlier generations, whose hosts are closed.
-        addresses: of the worker pages of all members of the host, by local rank.
-        rank: this member's local rank.
-        generation: a number that all members agree on, and that grows from one to the next.
-        timeout_s: how long any one wait may take.
-        names: the ids of the members' workers, by local rank, for errors; empty: they have none.
+        counters: of the members, entered with that page.
     """
 
-    def __init__(
-        self,
-        worker_page: WorkerPage,
-        addresses: Sequence[str],
-        rank: int,
-        *,
-        generation: int,
-        timeout_s: float,
-        names: Sequence[str] = (),
-    ) -> None:
-        self.rank = rank
-        self.size = len(addresses)
-        self.counters = Counters(worker_page, addresses, rank, generation=generation, timeout_s=timeout_s, names=names)
+    def __init__(self, worker_page: WorkerPage, counters: Counters) -> None:
+        self.rank, self.size = counters.rank, counters.size
+        self.counters = counters
         self.work = HostWork(self.counters)
         self._gathering = Gathering(self.counters)
         self._worker_page = worker_page
