@@ -249,7 +249,7 @@ def test_children_that_other_code_waits_for_keep_their_exit_codes() -> None:
                 os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
             children.reap_all()
             code = agent.wait()
-            children.leave_to_others(agent.pid, until_now=True)
+            children.reaped_by_others(agent.pid)
             children.reap_all()
             with pytest.raises(ChildProcessError):
                 os.waitpid(orphan.pid, 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from unisono.launchers.protocol import AgentCommand, Handle, Launcher, Machine
-from unisono.machine.children import TERMINATE_S, Listener, leave_to_others
+from unisono.machine.children import TERMINATE_S, Listener, leave_to_others, reaped_by_others
 from unisono.spec import RunSpec
 from unisono.words import exit_words, listed
 
@@ -86,7 +86,7 @@ class Fleet:
             except Exception as error:  # of a launcher: the machine counts as lost
                 show(agent, f"{type(error).__name__}: {error}")
             finally:
-                leave_to_others(agent.pid, until_now=True)
+                reaped_by_others(agent.pid)
             reader.join(LAST_LINES_S)  # not for long: another process may hold the pipe
             post(self._on_end, listener, on_lost, agent, code)
 

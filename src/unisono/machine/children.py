@@ -28,6 +28,7 @@ __all__ = [
     "exit_code_of",
     "leave_to_others",
     "reap_all",
+    "reaped_by_others",
     "spawn",
     "watch",
 ]
@@ -236,12 +237,14 @@ def watch(child: Child, wait: Callable[[], int]) -> None:
         loop.add_reader(pidfd, reap)
 
 
-def leave_to_others(pid: int, *, until_now: bool = False) -> None:
-    """Let other code reap this child, which needs its exit code (a `subprocess.Popen`); ``until_now``: it has."""
-    if until_now:
-        _others.discard(pid)
-    else:
-        _others.add(pid)
+def leave_to_others(pid: int) -> None:
+    """Let other code reap this child, whose exit code it needs (a `subprocess.Popen`), until `reaped_by_others`."""
+    _others.add(pid)
+
+
+def reaped_by_others(pid: int) -> None:
+    """Note that this child is reaped: its number may be another child's from now on. From any thread."""
+    _others.discard(pid)
 
 
 def reap_all() -> None:
