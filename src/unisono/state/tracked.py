@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,16 @@ from unisono.errors import StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_state, is_same_state
 
-__all__ = ["Calls", "Tracked"]
+__all__ = ["Calls", "OwnPart", "Tracked"]
+
+
+class OwnPart(Protocol):
+    """A part of the run's state that is Unisono's own, and not an object of the script."""
+
+    def state_dict(self) -> Any:
+        """Return plain data and tensors."""
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass
@@ -39,6 +48,11 @@ class Tracked:
         self._first: dict[tuple[int, str], Tensor] = {}
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
+        self._own: dict[str, OwnPart] = {}
+
+    def own(self, name: str, part: OwnPart) -> None:
+        """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
+        self._own[name] = part
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
@@ -223,6 +237,7 @@ class Tracked:
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": self.calls.known,
+            "own": {name: part.state_dict() for name, part in self._own.items()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -240,6 +255,8 @@ class Tracked:
         for name, buffer in state["hidden"].items():
             hidden[name].copy_(buffer)
         self.calls.known = state.get("calls", 0)
+        for name, own in state.get("own", {}).items():
+            self._own[name].load_state_dict(own)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(needed)
         for name, part in state["objects"].items():
