@@ -101,7 +101,7 @@ class RunEnded(_Event, tag="end"):
 # -- what its workers agree on: the lines of the journal ---------------------------------------------
 
 
-class StepResult(_Event):
+class StepResult(_Event, kw_only=True):
     """Result of a step, equal on all members: the same bits for any number of workers."""
 
     step: int
@@ -111,10 +111,14 @@ class StepResult(_Event):
     weight: float
     samples: int
     digest: str
-    """Of the sums, 16 hexadecimal digits."""
+    """Of the sums, 16 hexadecimal digits; of all passes together if there were several."""
+    totals: dict[str, Any] = {}
+    """Of ``step.add``, by name: numbers, or lists of numbers."""
+    losses: list[float] = []
+    """Of each pass over the batch, if there were several (``step.again``); ``loss`` is that of the first."""
 
 
-class StepFinished(StepResult, tag="step"):
+class StepFinished(StepResult, kw_only=True, tag="step"):
     """A step is finished: all members have its gradient, and the script has left its update."""
 
     num_steps: int

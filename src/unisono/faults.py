@@ -26,6 +26,7 @@ POINTS: Final[dict[str, str]] = {
     "published": "the other workers can read its partial sums, or were sent them",
     "reduced": "it has summed its chunk of the gradient, and the others do not know yet",
     "committed": "it has seen the commit, others perhaps not",
+    "in_sums": "it knows the gradient of a step whose sums have new names, and the others lack its part of these sums",
     "after_step": "the step is over for this worker: the optimizer has run",
     "in_evaluation": "a batch of an evaluation is done",
     "evaluated": "it has all results of an evaluation, others perhaps not",

@@ -49,6 +49,8 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-batch of another member that this one has computed as well."""
     other_digest: int = 0
     """The digest of the gradient of ``other_leaf``."""
+    new_sums: bool = False
+    """A micro-batch of this member has added sums for which the layout has no room yet."""
     checkpoint: CheckpointReport = CheckpointReport(False, -1, 0, False, 0)
 
     def pack(self) -> bytes:
@@ -61,11 +63,11 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
         """Return the telemetry that ``packed`` was made from."""
         leaves, data_s, compute_s, *rest = _FORMAT.unpack(packed)
         last = Seconds(**dict(zip(PARTS, rest[:5], strict=True)))
-        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, *rest[5:14], CheckpointReport(*rest[14:]))
+        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, *rest[5:15], CheckpointReport(*rest[15:]))
         return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
 
 
-_FORMAT = struct.Struct("<q7d3qqQqQqQ?qb?q")
+_FORMAT = struct.Struct("<q7d3qqQqQqQ??qb?q")
 """The fields in their order: counts and seconds, generations, comparisons, the checkpoint report."""
 
 TELEMETRY_BYTES: Final = _FORMAT.size

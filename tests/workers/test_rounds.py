@@ -140,7 +140,7 @@ class Sum:
     def combine(self, plan: Plan) -> CommittedStep:
         self.before_commit(plan)
         summed = self.members.sum(Share(NUM_LEAVES, plan.nodes, self.members.slots.nodes), StepTelemetry())
-        self.members.slots.result = summed.slot
+        self.members.slots.results.append(summed.slot)
         assert self.members.slots.layout is not None
         return CommittedStep(self.members, 0, self.members.slots.layout, summed.digest)
 
@@ -184,7 +184,7 @@ def take_part(seat: Seat, why: str) -> None:
             pass
         if name != "b" and step == 0:
             seat.say("committed")
-        rounds.members.release_result()
+        rounds.members.release_results()
         if name == "c":
             break
     team.exchange.close()

@@ -4,7 +4,8 @@ There are two checks, at steps that all members choose alike:
 
 * **comparison**: every member sends a digest of everything that is tracked. The digests must be equal.
 * **rehearsal**: members compute, after their own micro-batches, the first micro-batch of the next rank as well.
-  The digests of the two gradients must be equal. The second gradient is not summed.
+  The digests of the two gradients must be equal. The second gradient is not summed. A worker that is alone computes its
+  own first micro-batch again, in the first steps only.
 
 A script that counts, remembers earlier micro-batches, draws from a generator of its own or reads the clock gives other
 gradients to the second worker, which has computed other micro-batches before. Most such scripts do so from the first
@@ -23,6 +24,8 @@ __all__ = ["Rehearsal", "is_compared", "is_rehearsed", "minority", "rehearsal"]
 
 FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
+FIRST_STEPS_ALONE = 2
+"""A run with one worker is rehearsed in so many steps, to find at once what would be refused on two workers."""
 COMPARE_EVERY = 100
 REHEARSE_EVERY = 1000
 
@@ -37,14 +40,19 @@ def is_compared(step: int, *, is_last: bool = False) -> bool:
     return is_last or step < FIRST_STEPS or step % COMPARE_EVERY == 0 or _is_power_of_two(step)
 
 
-def is_rehearsed(step: int, *, is_first_of_generation: bool = False, is_last: bool = False) -> bool:
+def is_rehearsed(
+    step: int, *, alone: bool = False, is_first_of_generation: bool = False, is_last: bool = False
+) -> bool:
     """Return whether each member computes a micro-batch of another one as well at this step.
 
     Args:
         step: steps of the run that are done.
+        alone: there is one member.
         is_first_of_generation: the members have changed since the step before.
         is_last: the step is the last one of its ``run.steps``.
     """
+    if alone:
+        return step < FIRST_STEPS_ALONE
     often = is_last or is_first_of_generation or step < FIRST_STEPS
     return often or step % REHEARSE_EVERY == 0 or _is_power_of_two(step)
 
@@ -56,7 +64,8 @@ class Rehearsal:
     own: int | None
     """The micro-batch of this member that another one computes as well; None: it has none."""
     other: int | None
-    """The micro-batch of another member that this one computes as well, after its own; None: there is none."""
+    """The micro-batch of another member (alone: of this one) that this one computes as well, after its own; None: there
+    is none."""
 
 
 def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
@@ -71,10 +80,12 @@ def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
         turn: counts rehearsals, e.g. the number of the step.
     """
     size = len(plan.ranges)
+    if size == 1:
+        return Rehearsal(plan.ranges[0][0], plan.ranges[0][0])
     following = (plan.ranges[(rank + distance) % size] for distance in range(1, size))
     is_left_out = turn % 4 == 1 and rank == turn // 4 % size
     other = None if is_left_out else next((leaves[0] for leaves in following if leaves), None)
-    own = plan.ranges[rank][0] if plan.ranges[rank] and size > 1 else None
+    own = plan.ranges[rank][0] if plan.ranges[rank] else None
     return Rehearsal(own, other)
 
 

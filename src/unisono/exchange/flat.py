@@ -6,8 +6,11 @@ buffers. A slot is cut into **rows** of 512 bytes; any range of rows can be sent
 itself, whatever lies in it. ::
 
     rows   0                                            tail_row       num_rows
-           | gradients, float32 | gradients, float64 ... | scalars | used | buffers |
+           | gradients, float32 | gradients, float64 ... | scalars | used | buffers | extras |
              last parameter first: backward finishes them in this order
+
+The **extras** are whatever else the micro-batches of a step add up: the sums of ``step.add``, and the rows that a
+micro-batch has written for later steps.
 
 Sums of bfloat16 and float16 gradients are kept in float32: adding M of them in 8 bits of mantissa would lose the
 differences between micro-batches. A parameter without a gradient in some leaf counts as +0.0 there, in every
@@ -20,6 +23,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from unisono.decisions.tree import Node, schedule
 __all__ = [
     "ROW_BYTES",
     "Entry",
+    "Extra",
     "FlatLayout",
     "Piece",
     "Rows",
@@ -81,10 +86,33 @@ class Piece:
     mean: bool
 
 
-class FlatLayout:
-    """Positions of all tensors in a slot. A pure function of names, shapes and dtypes: equal on all members."""
+class Extra(NamedTuple):
+    """One tensor that the micro-batches add up besides gradients and buffers."""
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]) -> None:
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    """int64 or float64."""
+
+
+class FlatLayout:
+    """Positions of all tensors in a slot. A pure function of its arguments: equal on all members.
+
+    Args:
+        parameters: (name, parameter), whose gradients are summed.
+        buffers: (name, buffer), whose changes are summed.
+        extras: what else is summed.
+        means: divide the gradients by the total weight.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        buffers: Sequence[tuple[str, Tensor]],
+        extras: Sequence[Extra] = (),
+        *,
+        means: bool = True,
+    ) -> None:
         self._pieces: list[Piece] = []
         self._row = 0
         gradients: dict[int, Entry] = {}
@@ -92,7 +120,7 @@ class FlatLayout:
         for sum_dtype in kinds:
             group = [i for i, (_, t) in enumerate(parameters) if SUM_DTYPE.get(t.dtype, t.dtype) == sum_dtype]
             group.reverse()
-            placed = self._append(sum_dtype, [parameters[i] for i in group], mean=True)
+            placed = self._append(sum_dtype, [parameters[i] for i in group], mean=means)
             gradients.update(zip(group, placed, strict=True))
         self.gradients = [gradients[index] for index in range(len(parameters))]
         self.tail_row = self._row
@@ -106,6 +134,13 @@ class FlatLayout:
                 placed = self._append(sum_dtype, [buffers[i] for i in group], mean=sum_dtype.is_floating_point)
                 by_index.update(zip(group, placed, strict=True))
         self.buffers = [by_index[index] for index in range(len(buffers))]
+        placed_extras: dict[int, Entry] = {}
+        for dtype in (torch.int64, torch.float64):
+            group = [i for i, extra in enumerate(extras) if extra.dtype == dtype]
+            if group:
+                named = [(extras[i].name, torch.empty(extras[i].shape, device="meta")) for i in group]
+                placed_extras.update(zip(group, self._append(dtype, named, mean=False), strict=True))
+        self.extras = [placed_extras[index] for index in range(len(extras))]
         self.num_rows = self._row
 
     def _append(self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool) -> list[Entry]:
@@ -130,7 +165,7 @@ class FlatLayout:
 
     @property
     def _entries(self) -> list[Entry]:
-        return [*self.gradients, self.scalars, self.used, *self.buffers]
+        return [*self.gradients, self.scalars, self.used, *self.buffers, *self.extras]
 
     @property
     def slot_bytes(self) -> int:
@@ -179,6 +214,7 @@ class Slot:
         self._typed: dict[torch.dtype, Tensor] = {}
         self.gradients = [self._view(entry) for entry in layout.gradients]
         self.buffers = [self._view(entry) for entry in layout.buffers]
+        self.extras = [self._view(entry) for entry in layout.extras]
         self.scalars = self._view(layout.scalars)
         self.used = self._view(layout.used)
         self.tail = [self.typed(p.dtype)[p.start : p.stop] for p in layout.pieces(layout.tail_row, layout.num_rows)]

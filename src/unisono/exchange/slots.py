@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Final
+
 from unisono.decisions.tree import Node
 from unisono.exchange import Exchange
 from unisono.exchange.flat import FlatLayout, Slot
 
 __all__ = ["Slots"]
 
+REFERENCES: Final = 3
+"""To a gradient that nobody holds, while it is looked at: the slot's list, the loop's variable, the argument."""
+
 
 class Slots:
-    """Slots of a worker that are in use: the nodes of the step under way, and the result that the script still reads.
+    """Slots of a worker that are in use: the nodes of the step under way, and the results that the script still reads.
 
     Attributes:
         layout: of the current sums; None before the first sum.
         nodes: the complete nodes of the step under way.
-        result: the sum of the last step, of which ``.grad`` is a view; None once the script no longer needs it.
+        results: the sums of which the script may still hold gradients, oldest first; ``.grad`` is a view of the last.
     """
 
     def __init__(self) -> None:
         self.layout: FlatLayout | None = None
         self.nodes: dict[Node, Slot] = {}
-        self.result: Slot | None = None
+        self.results: list[Slot] = []
 
     def bring(self, exchange: Exchange, layout: FlatLayout | None) -> None:
         """Prepare an exchange for a layout, and make the slots in use its own. Collective.
@@ -32,14 +38,25 @@ class Slots:
         if layout is None:
             return
         nodes = {node: slot for node, slot in self.nodes.items() if slot.layout == layout}
-        result = [self.result] if self.result is not None and self.result.layout == layout else []
-        brought = exchange.prepare(layout, [*nodes.values(), *result])
+        results = [slot for slot in self.results if slot.layout == layout]
+        brought = exchange.prepare(layout, [*nodes.values(), *results])
         self.nodes = {**self.nodes, **dict(zip(nodes, brought, strict=False))}
-        if result:
-            self.result = brought[-1]
+        now = {before.key: after for before, after in zip(results, brought[len(nodes) :], strict=True)}
+        self.results = [now.get(slot.key, slot) for slot in self.results]
 
-    def release_result(self, exchange: Exchange) -> None:
-        """Free the last result, which is not read any more."""
-        if self.result is not None:
-            exchange.release(self.result)
-            self.result = None
+    def release_results(self, exchange: Exchange, *, unless_held: bool = False) -> None:
+        """Free the results, which are not read any more.
+
+        Args:
+            unless_held: keep those of which somebody holds a gradient; no parameter has one as its ``.grad`` now.
+        """
+        kept = [slot for slot in self.results if unless_held and _is_held(slot)]
+        for slot in self.results:
+            if slot not in kept:
+                exchange.release(slot)
+        self.results = kept
+
+
+def _is_held(slot: Slot) -> bool:
+    """Return whether a gradient of the slot has references besides the slot's own."""
+    return any(sys.getrefcount(gradient) > REFERENCES for gradient in slot.gradients)

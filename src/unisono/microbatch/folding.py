@@ -8,8 +8,8 @@ dropped. So there is never more than one gradient beside the nodes, and there ar
 A leaf that is first in its chain has nothing to be added to. When its sibling comes next on this worker, its gradients
 are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own.
 
-The **tail** of a micro-batch (its weight, loss and changes of buffers) runs up the same chain when the micro-batch
-ends.
+The **tail** of a micro-batch (its weight, loss, changes of buffers and extras) runs up the same chain when the
+micro-batch ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
-from unisono.exchange.flat import Entry, FlatLayout, Rows, Slot, digest_rows
+from unisono.exchange.flat import Entry, Extra, FlatLayout, Rows, Slot, digest_rows
 from unisono.exchange.slots import Slots
 from unisono.microbatch.parameters import ParameterCheck
 from unisono.state.buffers import Buffers
@@ -34,6 +34,8 @@ __all__ = ["Fingerprint", "GradientFolder"]
 
 OnRows = Callable[[int], None]
 """Callback: so many rows of the current leaf's node are complete."""
+WriteExtras = Callable[[Sequence[Tensor]], None]
+"""Callback: write the extras of a leaf to these views, in the order of the layout."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -107,6 +109,8 @@ class GradientFolder:
         frozen: (name, parameter), those that need none.
         calls: known number of backward calls of a micro-batch; updated here.
         slots: the worker's slots in use; the nodes of the step are kept there.
+        extras: what else the micro-batches add up.
+        means: the gradients of a step are means over its total weight; False: sums.
     """
 
     def __init__(
@@ -116,9 +120,13 @@ class GradientFolder:
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
         calls: Calls | None = None,
         slots: Slots | None = None,
+        *,
+        extras: Sequence[Extra] = (),
+        means: bool = True,
     ) -> None:
         self.buffers = buffers
-        self.layout = FlatLayout(parameters, buffers.named())
+        self.layout = FlatLayout(parameters, buffers.named(), extras, means=means)
+        self._extras = list(extras)
         self.trained = list(parameters)
         """(name, parameter), those whose gradients are summed."""
         self._slots = slots if slots is not None else Slots()
@@ -132,8 +140,9 @@ class GradientFolder:
         # Only with one kind of sum do the rows become complete in the order of the parameters.
         self._in_order = len({entry.sum_dtype for entry in self.layout.gradients}) == 1
         self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
-        # By parameter, the parts of its gradient that one call gives; empty before this worker's first micro-batch.
-        self._parts_known: list[int] = []
+        # By pass over the global batch: by parameter, the parts of its gradient that one call gives.
+        self._parts_known: dict[int, list[int]] = {}
+        self._turn = 0
         self._leaf: _Leaf | None = None
         self._last: _Leaf | None = None
         self._on_rows: OnRows | None = None
@@ -142,12 +151,15 @@ class GradientFolder:
         ] = {}  # by parameter, the adopted gradient that belongs into the slot `_adopter`
         self._adopter: Slot | None = None
 
-    def is_for(self, parameters: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> bool:
-        """Return whether the folder sums exactly these parameters and buffers."""
+    def is_for(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], buffers: Buffers, extras: Sequence[Extra] = ()
+    ) -> bool:
+        """Return whether the folder sums exactly these parameters, buffers and extras."""
         return (
             len(parameters) == len(self._parameters)
             and all(one is own for (_, one), own in zip(parameters, self._parameters, strict=True))
             and buffers.owners == self.buffers.owners
+            and list(extras) == self._extras
         )
 
     @property
@@ -168,8 +180,14 @@ class GradientFolder:
 
     # -- a step --------------------------------------------------------------------------------------
 
-    def start_step(self, num_leaves: int) -> None:
+    def start_step(self, num_leaves: int, turn: int = 0) -> None:
+        """Begin to fold a pass over a global batch.
+
+        Args:
+            turn: number of the pass over this batch, from 0.
+        """
         self._num_leaves = num_leaves
+        self._turn = turn
         self._slots.nodes, self._adopted, self._adopter = {}, {}, None
         self._leaf = self._last = None
         self.buffers.start_step()
@@ -229,13 +247,13 @@ class GradientFolder:
         assert current is not None
         current.num_calls += 1
         current.parts = [0] * len(self._parameters)
-        is_last = bool(self._parts_known) and current.num_calls == self._calls.known
-        current.to_come = [*self._parts_known] if is_last else None
-        if self._parts_known and current.num_calls > self._calls.known:
+        parts, known = self._parts_known.get(self._turn), self._calls.known.get(self._turn, 0)
+        current.to_come = [*parts] if parts is not None and current.num_calls == known else None
+        if parts is not None and current.num_calls > known:
             raise StepError(
-                f"step.backward was called {current.num_calls} times for this micro-batch and {self._calls.known} "
-                "times for the first one; call it equally often for every micro-batch (at most as often as for the "
-                "first), or add up the losses and call it once"
+                f"step.backward was called {current.num_calls} times for this micro-batch and {known} times for the "
+                "first one; call it equally often for every micro-batch (at most as often as for the first), or add up "
+                "the losses and call it once"
             )
         current.in_backward = True
         try:
@@ -243,8 +261,11 @@ class GradientFolder:
         finally:
             current.in_backward = False
 
-    def finish_leaf(self, weight: float, weighted_loss: float) -> list[Slot]:
+    def finish_leaf(self, weight: float, weighted_loss: float, write_extras: WriteExtras | None = None) -> list[Slot]:
         """Finish the current leaf: add its tail, and keep the node that it completes.
+
+        Args:
+            write_extras: writes the extras of the leaf to views of zeros.
 
         Returns:
             Slots of nodes that were merged into a larger one: free for use.
@@ -256,10 +277,10 @@ class GradientFolder:
         for index in range(len(self._parameters)):
             if not current.folded[index]:
                 self._fold(current, index, current.pending.pop(index, None))
-        if not self._parts_known and current.num_calls:
-            self._calls.known = max(self._calls.known, current.num_calls)
-            self._parts_known = current.most_parts
-        self._add_tail(current, weight, weighted_loss)
+        if self._turn not in self._parts_known and current.num_calls:
+            self._calls.known[self._turn] = max(self._calls.known.get(self._turn, 0), current.num_calls)
+            self._parts_known[self._turn] = current.most_parts
+        self._add_tail(current, weight, weighted_loss, write_extras)
         if self._on_rows is not None:
             self._on_rows(self.layout.num_rows)
         self._leaf, self._last = None, current
@@ -276,7 +297,11 @@ class GradientFolder:
         slot = self._last.target[1]
         multipliers = self.layout.multipliers.to(slot.memory.device)
         names = [name for name, _ in self.trained]
-        named = [*zip(names, slot.gradients, strict=True), *zip(self.buffers.names, slot.buffers, strict=True)]
+        named = [
+            *zip(names, slot.gradients, strict=True),
+            *zip(self.buffers.names, slot.buffers, strict=True),
+            *((entry.name, extra) for entry, extra in zip(self.layout.extras, slot.extras, strict=True)),
+        ]
         return Fingerprint(
             leaf=index,
             digest=digest_rows(Rows(slot.memory, 0), multipliers, 0, self.layout.num_rows),
@@ -299,11 +324,15 @@ class GradientFolder:
         device = self._parameters[0].device
         return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=device))
 
-    def _add_tail(self, current: _Leaf, weight: float, weighted_loss: float) -> None:
+    def _add_tail(self, current: _Leaf, weight: float, weighted_loss: float, write_extras: WriteExtras | None) -> None:
         tail = self._tail
         tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
         tail.used.copy_(torch.tensor(current.used, dtype=torch.int32))
         self.buffers.take_changes(tail.buffers, weight)
+        for extra in tail.extras:
+            extra.zero_()
+        if write_extras is not None:
+            write_extras(tail.extras)
         value = tail.pieces
         if current.is_first_of_chain:
             _each(torch.Tensor.copy_, current.chain[0][1].tail, value)
@@ -413,6 +442,7 @@ class _Tail:
         self.scalars = view(layout.scalars)
         self.used = view(layout.used)
         self.buffers = [view(entry) for entry in layout.buffers]
+        self.extras = [view(entry) for entry in layout.extras]
 
 
 def _each(operation: Callable[[Tensor, Tensor], Tensor], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

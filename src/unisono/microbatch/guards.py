@@ -117,6 +117,7 @@ class Guards:
         self._settings: Settings = {}
         self._states: list[Tensor] = []
         self._versions: list[int] = []
+        self._rows: dict[str, int] = {}
 
     def start_step(self) -> None:
         """Remember the settings and states before the micro-batches of a step."""
@@ -124,6 +125,7 @@ class Guards:
         self._settings = self._current_settings()
         self._states = list(_optimizer_states(self._tracked))
         self._versions = [tensor._version for tensor in self._states]
+        self._rows = self._versions_of_rows()
 
     def finish_microbatch(self, where: str, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Check that a micro-batch has left no gradients for the next one, and put modes back.
@@ -158,6 +160,16 @@ class Guards:
                 "the state of an optimizer was changed within `for batch in step`, where each worker computes "
                 "different micro-batches. Change it after this loop"
             )
+
+        if (rows := self._versions_of_rows()) != self._rows:
+            changed = next(name for name in rows if rows[name] != self._rows.get(name))
+            raise StepError(
+                f"{changed}.rows was written within `for batch in step`, on this worker only. Write with "
+                f"{changed}[keys] = rows there, which counts on all workers after this pass"
+            )
+
+    def _versions_of_rows(self) -> dict[str, int]:
+        return {name: carried.rows._version for name, carried in self._tracked.carried.items()}
 
     def _current_settings(self) -> Settings:
         """Return the settings that the next step depends on: everything that is no tensor."""

@@ -38,7 +38,8 @@ USUAL_CAUSES = (
     "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
     "elsewhere: a counter, a running value in a plain attribute, a random generator of the script's own, a cache, the "
     "clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or Python's global "
-    "generator, or keep the state in a buffer. unisono.Run(deterministic=False) turns this check off"
+    "generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a sample goes into "
+    "a unisono.Carried. unisono.Run(deterministic=False) turns this check off"
 )
 
 
@@ -90,8 +91,8 @@ class Agreement:
         is_last = number == self._num_steps - 1
         is_team = self._members.size > 1
         is_first = self._members.balancing.is_first_of_generation
-        self._is_rehearsed = (
-            is_team and self._rehearses and is_rehearsed(total, is_first_of_generation=is_first, is_last=is_last)
+        self._is_rehearsed = self._rehearses and is_rehearsed(
+            total, alone=not is_team, is_first_of_generation=is_first, is_last=is_last
         )
         if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
             self._digest = self._digest_of_state()
@@ -108,11 +109,8 @@ class Agreement:
             total: its number in the run.
             plan: the probable plan of that step.
         """
-        if (
-            self._members.size < 2
-            or not self._rehearses
-            or not is_rehearsed(total, is_last=number == self._num_steps - 1)
-        ):
+        is_last = number == self._num_steps - 1
+        if not self._rehearses or not is_rehearsed(total, alone=self._members.size < 2, is_last=is_last):
             return None
         return rehearsal(plan, self._members.rank, total).other
 
@@ -144,6 +142,8 @@ class Agreement:
         Raises:
             DivergenceError: members of equal arithmetic have other bits.
         """
+        if self._members.size == 1:
+            self._check_alone()
         if self._digest is None:
             return
         compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
@@ -158,6 +158,16 @@ class Agreement:
                     self._leaves_differ(telemetry, owner, helper)
 
     # -- inside --------------------------------------------------------------------------------------
+
+    def _check_alone(self) -> None:
+        own, other = self._own, self._other
+        if own is not None and other is not None and own.digest != other.digest:
+            what = own.difference(other, "the first time", "the second")
+            raise DivergenceError(
+                f"micro-batch {own.leaf} of step {self._step} was computed twice, and its gradient is not the same: "
+                f"{what}. On several workers the result would depend on their number. Nothing was updated. "
+                f"{USUAL_CAUSES}"
+            )
 
     def _digest_of_state(self) -> int:
         return quick_digest(self._tracked.compared())

@@ -35,7 +35,7 @@ from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Gathered
 from unisono.state.buffers import Buffers
-from unisono.state.packing import digest_of_state, pack, quick_digest, unpack
+from unisono.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
 from unisono.state.tracked import Tracked
 
 __all__ = ["Evaluator", "Totals", "check_batches", "evaluate"]
@@ -60,6 +60,7 @@ class Evaluator:
         self._function = function
         self._seed = seed
         self._structure = Structure(tracked)
+        self._carried = tracked.carried
         self._buffers: Buffers = tracked.buffers()
         self._buffers.start_step()
 
@@ -75,9 +76,17 @@ class Evaluator:
         """
         data = self._fetcher.fetch(0, batch)
         seed_at(self._seed, "evaluate", batch)
+        for carried in self._carried.values():
+            carried.open()
         with torch.no_grad():
             totals = self._function(data)
             self._buffers.restore()
+        written = [name for name, carried in self._carried.items() if carried.discard()]
+        if written:
+            raise UsageError(
+                f"the function of run.evaluate has written rows of {written[0]!r} (a unisono.Carried), and another "
+                "worker may evaluate the next batch of the same key. It may only read them"
+            )
         self._structure.check(f"batch {batch} of run.evaluate")
         self._structure.restore_modes()
         if not isinstance(totals, Mapping):
@@ -264,27 +273,22 @@ def _check_rehearsal(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> 
 class _Part(msgspec.Struct, frozen=True):
     """Payload of one member: the totals of its batches, and digests of its tracked objects."""
 
-    skeleton: bytes
-    tensors: list[tuple[str, list[int], bytes]]
+    have: bytes
+    """The totals by batch, as `to_bytes` gives them."""
     digests: Digests
     twice: dict[int, str]
     """The digests of the totals of batches that other members evaluate."""
 
     @classmethod
     def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str]) -> _Part:
-        packed = pack(have)
-        tensors = [(str(t.dtype), list(t.shape), t.contiguous().numpy().tobytes()) for t in packed.tensors]
-        return cls(packed.skeleton, tensors, digests, twice)
+        return cls(to_bytes(have), digests, twice)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     def totals(self) -> dict[int, Totals]:
         """Return the totals by batch."""
-        tensors = [
-            _tensor(raw, getattr(torch, kind.removeprefix("torch."))).view(shape) for kind, shape, raw in self.tensors
-        ]
-        found: dict[int, Totals] = unpack(self.skeleton, tensors)
+        found: dict[int, Totals] = from_bytes(self.have)
         return found
 
 
@@ -301,7 +305,3 @@ def _total(value: Any, name: str) -> Any:
         raise UsageError(
             f"run.evaluate can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
         ) from None
-
-
-def _tensor(raw: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)

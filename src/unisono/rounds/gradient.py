@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+
+from torch import Tensor
 
 from unisono.decisions.checks import Rehearsal
 from unisono.decisions.cursor import Cursor, StepPosition
@@ -27,10 +29,13 @@ from unisono.rounds.balancing import Helping
 from unisono.rounds.clock import Clock
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Summed
+from unisono.rounds.sums import SumsRound
 from unisono.rounds.team import LOST
+from unisono.state.sums import Total, as_sum
+from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
 
-__all__ = ["CommittedStep", "GradientRound", "StepContext"]
+__all__ = ["CommittedStep", "GradientRound", "Pass", "StepContext"]
 
 
 @dataclass
@@ -52,6 +57,24 @@ class StepContext:
     guards: Guards
     agreement: Agreement
     clock: Clock
+    tracked: Tracked
+    takes_means: bool = True
+    """The losses are means over a micro-batch; False: sums."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the global batch of a step."""
+
+    number: int = 0
+    """From 0."""
+    reseed: bool = False
+    """Other random numbers than in the first pass."""
+
+    def seed(self, seed: int, place: str, *position: int) -> None:
+        """Set all generators for a position of this pass."""
+        own = ("pass", self.number) if self.number and (self.reseed or place == "update") else ()
+        seed_at(seed, place, *position, *own)
 
 
 @dataclass(frozen=True)
@@ -62,9 +85,11 @@ class CommittedStep:
     step: int
     layout: FlatLayout
     digest: int
+    new_sums: bool
 
     def stand_by(self, plan: Plan) -> None:
-        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
+        telemetry = StepTelemetry(new_sums=self.new_sums)
+        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), telemetry)
         self.members.release(summed.slot)
         if summed.digest != self.digest:
             raise DivergenceError(
@@ -76,19 +101,30 @@ class CommittedStep:
 
 
 class GradientRound:
-    """One step: each member's micro-batches go to the script, and their gradients are summed.
+    """One pass over a global batch: each member's micro-batches go to the script, and their gradients are summed.
 
     Attributes:
         microbatch: the one that is being loaded or computed; None outside of one.
         news: why the plan differs from that of the step before; "" where it does not.
         result: the means, once the round is over.
+        totals: of ``step.add``, by name, once the result is applied.
     """
 
     kind: Final = "step"
 
-    def __init__(self, context: StepContext, position: StepPosition, folder: GradientFolder) -> None:
+    def __init__(
+        self, context: StepContext, position: StepPosition, folder: GradientFolder, turn: Pass | None = None
+    ) -> None:
+        self.turn = turn if turn is not None else Pass()
         self.num_leaves = position.num_leaves
-        self.title = f"a step of {position.num_leaves} micro-batches"
+        nth = f"pass {self.turn.number + 1} over " if self.turn.number else ""
+        self.title = f"{nth}a step of {position.num_leaves} micro-batches"
+        self.totals: dict[str, Total] = {}
+        self._sums = context.tracked.sums
+        self._num_sums = len(self._sums.extras())
+        self._carried = list(context.tracked.carried.values())
+        self._values: dict[int, dict[str, Tensor]] = {}  # by leaf, what the script has added
+        self._new_sums = False
         self.microbatch: Microbatch | None = None
         self.news = ""
         self.result: Summed | None = None
@@ -100,7 +136,8 @@ class GradientRound:
         self._rehearsal: Rehearsal | None = None
         self._num_computed = 0
         self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
-        folder.start_step(position.num_leaves)
+        self._before = dict(context.clock.parts)
+        folder.start_step(position.num_leaves, self.turn.number)
         context.guards.start_step()
 
     @property
@@ -110,18 +147,52 @@ class GradientRound:
 
     @property
     def loss(self) -> float:
-        """The mean loss. After the round."""
+        """The mean loss; where losses are sums, their sum. After the round."""
         weight, weighted_loss = self._scalars
-        return weighted_loss / weight
+        return weighted_loss / weight if self._context.takes_means else weighted_loss
 
     @property
     def weight(self) -> float:
         """The sum of the weights of all micro-batches. After the round."""
         return self._scalars[0] * self.scale
 
-    def release(self) -> None:
-        """Free the slot of the gradients, which the script no longer needs."""
-        self._members.release_result()
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add numbers to the sums of the step; within a micro-batch."""
+        assert self.microbatch is not None
+        own = self._values.setdefault(self.microbatch.leaf, {})
+        for name, value in values.items():
+            given = as_sum(name, value)
+            own[name] = own[name] + given if name in own else given
+
+    def sums(self) -> SumsRound | None:
+        """Return the round that is to follow before the result is applied, if a sum's name is new."""
+        summed = self.result
+        assert summed is not None
+        if not _has_new_sums(summed):
+            return None
+        return SumsRound(self._members, self._sums, self.num_leaves, dict(self._values), self._compute_again)
+
+    def apply(self, totals: Mapping[str, Total] | None = None) -> None:
+        """Make the means the parameters' ``.grad``, and put buffers and carried rows in force.
+
+        Args:
+            totals: of the step's sums, if their round has given them.
+        """
+        slot = self._members.slots.results[-1]  # it may have moved since the commit
+        extras, own = slot.extras, self._num_sums
+        self.totals = dict(totals) if totals is not None else self._sums.read(extras[:own])
+        self._folder.show(slot)
+        for index, carried in enumerate(self._carried):
+            carried.apply(extras[own + 2 * index : own + 2 * index + 2])
+        self.turn.seed(self._context.seed, "update", self.number)
+
+    def release(self, *, unless_held: bool = False) -> None:
+        """Free the slots of the gradients, which the script no longer needs.
+
+        Args:
+            unless_held: keep a slot if the script holds one of its gradients, e.g. in a list of ``p.grad``.
+        """
+        self._members.release_results(unless_held=unless_held)
 
     # -- the round -----------------------------------------------------------------------------------
 
@@ -166,8 +237,10 @@ class GradientRound:
         nodes = self._members.slots.nodes
         telemetry = self._context.agreement.add_to(self._telemetry())
         self.result = summed = self._members.sum(Share(self.num_leaves, plan.nodes, nodes), telemetry)
-        self._members.slots.result = summed.slot
-        return CommittedStep(self._members, self._position.number, self._folder.layout, summed.digest)
+        self._members.slots.results.append(summed.slot)
+        return CommittedStep(
+            self._members, self._position.number, self._folder.layout, summed.digest, _has_new_sums(summed)
+        )
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
@@ -176,7 +249,6 @@ class GradientRound:
         return list(self._members.slots.nodes)
 
     def finish(self) -> None:
-        """Make the means the parameters' ``.grad``."""
         summed = self.result
         assert summed is not None
         point("committed")
@@ -188,10 +260,8 @@ class GradientRound:
             raise StepError(
                 f"all micro-batches of step {self._position.number} have weight 0: there is no mean gradient"
             )
-        self._folder.show(summed.slot)
         self._clock.switch("other")
         self._clock.move(summed.waiting_s, "exchange", "waiting")
-        seed_at(self._context.seed, "update", self.number)
 
     # -- one micro-batch -----------------------------------------------------------------------------
 
@@ -209,8 +279,10 @@ class GradientRound:
         self._folder.start_leaf(leaf, self._members.new_slot, following)
         if last_of is not None:
             self._offer_rows(last_of)
-        seed_at(self._context.seed, "microbatch", self.number, leaf)
+        self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
         yield batch
+        values = self._values.get(leaf, {})
+        self._new_sums = self._new_sums or not self._sums.fits(values)
         for slot in self._fold():
             self._members.release(slot)
         self._num_computed += 1
@@ -219,12 +291,25 @@ class GradientRound:
     def _rehearse(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
         self._clock.switch("other")  # this time must not count for the pace of this member
+        known = self._values.pop(leaf, None)
+        yield from self._compute_apart(leaf)
+        self._context.agreement.note_other(self._folder.fingerprint(leaf))
+        self._values.pop(leaf, None)
+        if known is not None:
+            self._values[leaf] = known
+
+    def _compute_apart(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch whose gradient is not summed."""
         batch = self._fetch(leaf)
         self._folder.start_leaf(leaf, self._members.new_slot, apart=True)
-        seed_at(self._context.seed, "microbatch", self.number, leaf)
+        self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
         yield batch
         self._fold()
-        self._context.agreement.note_other(self._folder.fingerprint(leaf))
+
+    def _compute_again(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch of a member that was lost after the commit, for its sums."""
+        self._clock.switch("other")
+        yield from self._compute_apart(leaf)
 
     def _help(self, helping: Helping) -> Iterator[Any]:
         """Yield micro-batches of members that are late, as long as there is room for their sums."""
@@ -247,6 +332,8 @@ class GradientRound:
             samples=samples,
             scale=self.scale,
         )
+        for carried in self._carried:
+            carried.open()
         return self._context.fetcher.fetch(self._position.number, leaf)
 
     def _fold(self) -> list[Any]:
@@ -254,9 +341,18 @@ class GradientRound:
         microbatch, self.microbatch = self.microbatch, None
         assert microbatch is not None
         microbatch.finish()
-        freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss)
+        write = partial(self._write_extras, microbatch)
+        freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss, write)
         self._context.guards.finish_microbatch(microbatch.where, self._folder.trained)
         return freed
+
+    def _write_extras(self, microbatch: Microbatch, views: Sequence[Tensor]) -> None:
+        own = self._num_sums
+        values = self._values.get(microbatch.leaf, {})
+        if self._sums.fits(values):
+            self._sums.write(values, views[:own])
+        for index, carried in enumerate(self._carried):
+            carried.close(views[own + 2 * index : own + 2 * index + 2], microbatch.leaf, microbatch.where)
 
     def _offer_rows(self, plan: Plan) -> None:
         """Let the exchange know, while the last backward runs, which rows of this member's nodes are complete."""
@@ -289,7 +385,15 @@ class GradientRound:
         team.at(phase=self._context.phase, step=self._position.number, microbatch=leaf, samples=samples)
 
     def _telemetry(self) -> StepTelemetry:
-        now, last = self._clock.parts, self._clock.last
+        now, before, last = self._clock.parts, self._before, self._clock.last
         return StepTelemetry(
-            leaves=self._num_computed, data_s=now["data"], compute_s=now["compute"], last=Seconds(**last)
+            leaves=self._num_computed,
+            data_s=now["data"] - before["data"],
+            compute_s=now["compute"] - before["compute"],
+            last=Seconds(**last),
+            new_sums=self._new_sums,
         )
+
+
+def _has_new_sums(summed: Summed) -> bool:
+    return any(each.new_sums for each in summed.telemetry.values())

@@ -132,9 +132,13 @@ class Members:
         """Give a slot back. Local."""
         self.team.exchange.release(slot)
 
-    def release_result(self) -> None:
-        """Give the result of the last sum back: the script no longer reads it. Local."""
-        self.slots.release_result(self.team.exchange)
+    def release_results(self, *, unless_held: bool = False) -> None:
+        """Give the results of the last sums back: the script no longer reads them. Local.
+
+        Args:
+            unless_held: keep those of which the script holds a gradient.
+        """
+        self.slots.release_results(self.team.exchange, unless_held=unless_held)
 
 
 class Gathered:

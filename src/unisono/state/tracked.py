@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.errors import StepError, UsageError
 from unisono.state.buffers import Buffers
+from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, is_same_state
+from unisono.state.sums import Sums
 
 __all__ = ["Calls", "OwnPart", "Tracked"]
 
@@ -35,7 +37,8 @@ class OwnPart(Protocol):
 class Calls:
     """Highest number of backward calls for one micro-batch. Part of the state, because a newcomer does not know it."""
 
-    known: int = 0
+    known: dict[int, int] = field(default_factory=dict)
+    """By pass over the global batch."""
     has_looked: bool = False
     """This worker has compared the parameters before and after a micro-batch, bit by bit."""
 
@@ -48,7 +51,8 @@ class Tracked:
         self._first: dict[tuple[int, str], Tensor] = {}
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
-        self._own: dict[str, OwnPart] = {}
+        self.sums = Sums()
+        self._own: dict[str, OwnPart] = {"sums": self.sums}
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
@@ -88,6 +92,11 @@ class Tracked:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {name: value for name, value in self._objects.items() if isinstance(value, torch.optim.Optimizer)}
+
+    @property
+    def carried(self) -> dict[str, Carried]:
+        """The rows that micro-batches carry from step to step."""
+        return {name: value for name, value in self._objects.items() if isinstance(value, Carried)}
 
     # -- parameters and buffers ----------------------------------------------------------------------
 
@@ -236,7 +245,7 @@ class Tracked:
             "objects": {name: value.state_dict() for name, value in self._objects.items()},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
-            "calls": self.calls.known,
+            "calls": dict(self.calls.known),
             "own": {name: part.state_dict() for name, part in self._own.items()},
         }
 
@@ -254,7 +263,7 @@ class Tracked:
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
             hidden[name].copy_(buffer)
-        self.calls.known = state.get("calls", 0)
+        self.calls.known = dict(state["calls"])
         for name, own in state.get("own", {}).items():
             self._own[name].load_state_dict(own)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):

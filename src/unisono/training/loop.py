@@ -9,6 +9,7 @@ import torch
 from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Cursor
 from unisono.errors import StepError
+from unisono.exchange.flat import Extra
 from unisono.faults import at_step, point
 from unisono.journal import Journal
 from unisono.microbatch.data import Fetcher
@@ -110,6 +111,7 @@ class TrainingLoop:
             guards=Guards(self._tracked),
             agreement=agreement,
             clock=self._clock,
+            tracked=self._tracked,
         )
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
@@ -176,8 +178,8 @@ class TrainingLoop:
 
     def _current_folder(self) -> GradientFolder:
         """Return the folder of the parameters that are trained now. Collective if these have changed."""
-        trained, buffers = self._tracked.trained(), self._tracked.buffers()
-        if self._folder is not None and self._folder.is_for(trained, buffers):
+        trained, buffers, extras = self._tracked.trained(), self._tracked.buffers(), self._extras()
+        if self._folder is not None and self._folder.is_for(trained, buffers, extras):
             return self._folder
         if self._folder is not None:
             self._folder.close()
@@ -186,9 +188,18 @@ class TrainingLoop:
             if not parameter.requires_grad:
                 parameter.grad = None  # from when the parameter was trained; an optimizer would apply it again
                 frozen.append((name, parameter))
-        self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.slots)
+        self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.slots, extras=extras)
         self._rounds.use_layout(self._folder.layout)
         return self._folder
+
+    def _extras(self) -> list[Extra]:
+        """Return what the micro-batches add up besides gradients and buffers."""
+        num_leaves, leaf_size = self.cursor.microbatches, self.cursor.batch_size // self.cursor.microbatches
+        carried = self._tracked.carried.items()
+        return [
+            *self._tracked.sums.extras(),
+            *(extra for name, one in carried for extra in one.extras(name, num_leaves, leaf_size)),
+        ]
 
     def _before_update(self, name: str) -> None:
         """Raise StepError if the script calls step() of an optimizer within the inner loop."""

@@ -35,6 +35,7 @@ from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rounds.together import together
+from unisono.state.sums import Total
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
@@ -242,6 +243,13 @@ class Run:
     def is_main(self) -> bool:
         """Whether this worker is the one that prints and writes."""
         return self.rank == 0
+
+    @property
+    def totals(self) -> dict[str, Total]:
+        """The sums of ``step.add`` over the steps of the newest epoch that are done, by name; exact, and equal on all
+        workers.
+        """
+        return dict(self._tracked.sums.totals)
 
     def track(self, **objects: Any) -> None:
         """Name the objects of the run: modules, optimizers, schedulers, and anything with ``state_dict`` and
@@ -456,7 +464,9 @@ class Run:
         rounds, team = self._in_rounds()
         if self._loop is not None and self._loop.is_open:
             raise UsageError(
-                "run.steps was called inside of another run.steps; finish the first, or train on both in one loop"
+                "run.steps was called inside of another run.steps, which is not finished. For another pass over the "
+                "same global batch: `for batch in step.again()`. For two data sets in one loop: one run.steps over a "
+                "data set that gives a sample of each, e.g. torch.utils.data.StackDataset(a, b)"
             )
         if self._loop is not None and self._loop.step is not None:
             self._loop.leave()

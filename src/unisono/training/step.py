@@ -6,14 +6,16 @@ import enum
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from unisono.decisions.cursor import StepPosition
+from unisono.decisions.cursor import StepPosition, seed_of
 from unisono.errors import StepError
 from unisono.events import StepResult
 from unisono.microbatch.guards import UnusedGradients
 from unisono.process import Process
-from unisono.rounds.gradient import GradientRound, StepContext
+from unisono.rounds.gradient import GradientRound, Pass, StepContext
+from unisono.state.sums import Total
 
 __all__ = ["State", "Step"]
 
@@ -31,9 +33,10 @@ class State(enum.Enum):
 class Step:
     """One optimizer update on one global batch. Made by ``run.steps``.
 
-    Iterate over it once, calling `backward` for every micro-batch; then ``.grad`` of every parameter is the mean
-    gradient of the global batch, equal on all workers, and `loss` the mean loss. Breaking out of the inner
-    loop leaves the step without a gradient and raises `StepError`.
+    Iterate over it once, calling ``loss.backward()`` or `backward` for every micro-batch; then ``.grad`` of every
+    parameter is the mean gradient of the global batch, equal on all workers, and `loss` the mean loss. `again` gives
+    further passes over the same global batch. Breaking out of the inner loop leaves the step without a gradient and
+    raises `StepError`.
     """
 
     def __init__(self, context: StepContext, number: int, *, unused: UnusedGradients, process: Process) -> None:
@@ -44,16 +47,22 @@ class Step:
         self.place = context.first_number + number
         """Of this step within the run, from 0: of all calls of ``run.steps``."""
         self.state = State.NEW
-        self._has_begun = False
         self._round: GradientRound | None = None
+        self._passes: list[GradientRound] = []  # complete ones
+        self._totals: dict[str, Total] = {}
         self._logs: dict[str, float] = {}
 
     # -- what the user reads -------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
-        """Of this step within ``run.steps``, from 0."""
+        """Of this step within ``run.steps``, from 0; it counts on in a worker that has joined later."""
         return self._position.number
+
+    @property
+    def index(self) -> int:
+        """Of this step within its epoch, from 0: what ``enumerate(loader)`` would give."""
+        return self.number % self._context.cursor.steps_per_epoch
 
     @property
     def epoch(self) -> int:
@@ -63,7 +72,7 @@ class Step:
     @property
     def is_last_of_epoch(self) -> bool:
         """Whether the next step begins another epoch."""
-        return (self.number + 1) % self._context.cursor.steps_per_epoch == 0
+        return self.index + 1 == self._context.cursor.steps_per_epoch
 
     @property
     def num_samples(self) -> int:
@@ -72,16 +81,38 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The mean loss of the global batch: sum of weight * loss over sum of weights. After the inner loop."""
+        """The mean loss of the global batch: sum of weight * loss over sum of weights. After the inner loop.
+
+        With ``run.steps(reduction="sum")``, the sum of the losses. After `again`, that of the newest pass.
+        """
         if not self.is_complete:
             raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
         return self.round.loss
+
+    @property
+    def totals(self) -> dict[str, Total]:
+        """The sums of `add` over the global batch, by name. After the inner loop.
+
+        Of a name that several passes have added, the sum of the newest one.
+        """
+        if not self.is_complete:
+            raise StepError(f"step.totals of step {self.number} are known after the inner loop `for ... in step`")
+        return dict(self._totals)
 
     @property
     def microbatch(self) -> int | None:
         """The micro-batch that is being loaded or computed; None outside of one."""
         current = self._round.microbatch if self._round is not None else None
         return current.leaf if current is not None else None
+
+    @property
+    def indices(self) -> Tensor:
+        """(n,) int64: the samples of the current micro-batch, by their index in the dataset. Within the inner loop."""
+        if self.microbatch is None:
+            raise StepError(
+                "step.indices names the samples of the current micro-batch: use it inside of `for ... in step`"
+            )
+        return torch.tensor(self.sample_indices(self.microbatch), dtype=torch.int64)
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """Return the samples of one of this step's micro-batches."""
@@ -96,7 +127,7 @@ class Step:
         if self.microbatch is not None:
             raise StepError(
                 "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
-                "it after that loop (step.loss is the mean loss then; run.evaluate gives exact totals)"
+                "it after that loop (step.loss is the mean loss then, and step.add gives exact sums)"
             )
         self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
 
@@ -105,22 +136,97 @@ class Step:
         """The numbers that `log` was given."""
         return dict(self._logs)
 
+    def __repr__(self) -> str:
+        return f"<step {self.number}: epoch {self.epoch}, {self.num_samples} samples, {self.state.value}>"
+
     # -- the inner loop ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of this worker; ends when the step's gradient is complete. Collective."""
         self._process.check("for batch in step")
         if self.state is not State.NEW:
-            raise StepError(f"step {self.number} was iterated before; `for ... in step` can be run once for each step")
-        return self._run()
+            raise StepError(
+                f"step {self.number} was iterated before; `for ... in step` can be run once for each step. For another "
+                "pass over the same global batch: `for ... in step.again()`"
+            )
+        return self._run(Pass())
 
-    def _run(self) -> Iterator[Any]:
-        self.state, self._has_begun = State.INSIDE, True
-        self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
-        self._round = GradientRound(self._context, self._position, self._context.folder())
-        yield from self._context.rounds.play(self._round)
+    def again(self, *, reseed: bool = False) -> Iterator[Any]:
+        """Yield the micro-batches of another pass over the same global batch. Collective.
+
+        The samples are the same, augmented in the same way, and so are the random numbers. The pass has its own
+        gradients, `loss` and `totals`, and begins from empty gradients; losses of workers are survived as in the first
+        pass. For two models with two optimizers (a GAN), for optimizers that evaluate the loss more than once (SAM,
+        LBFGS with its closure)::
+
+            for images, _ in step:
+                discriminator_loss(images).backward()
+            optimizer_d.step()
+            for images, _ in step.again():
+                generator_loss(images).backward()
+            optimizer_g.step()
+
+        If ``for ... in step`` has not run yet, this is the first pass.
+
+        Args:
+            reseed: draw other random numbers than in the first pass.
+
+        Raises:
+            StepError: called within the inner loop, or after the step.
+        """
+        self._process.check("step.again")
+        if self.state is State.NEW:
+            return self._run(Pass())
+        if self.state is not State.COMPLETE:
+            raise StepError(
+                f"step.again of step {self.number} begins another pass when the one before is complete, and "
+                f"{self.state.value}"
+            )
+        return self._run(Pass(len(self._passes), reseed))
+
+    def _run(self, turn: Pass) -> Iterator[Any]:
+        self.state = State.INSIDE
+        if turn.number == 0:
+            self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
+        context = self._context
+        self._round = current = GradientRound(context, self._position, context.folder(), turn)
+        if self._passes:
+            current.release(unless_held=True)
+        yield from context.rounds.play(current)
+        sums = current.sums()
+        if sums is not None:
+            yield from context.rounds.play(sums)
+        current.apply(sums.totals if sums is not None else None)
+        self._passes.append(current)
+        self._totals = {**context.tracked.sums.zeros(), **self._totals, **current.totals}
+        context.tracked.sums.note(current.totals, (context.phase, self.epoch))
         self._unused.finish_step(self.number)
         self.state = State.COMPLETE
+
+    def add(self, **values: float | Tensor) -> None:
+        """Add numbers of the current micro-batch to sums over the global batch.
+
+        ::
+
+            step.add(right=(logits.argmax(1) == labels).sum(), seen=len(labels))
+
+        After the inner loop `totals` has the sums, equal on all workers and at any number of them, also on a worker
+        that had no micro-batch; ``run.totals`` has them over the epoch. Integers and flags are summed as int64, other
+        numbers in float64. Several calls in a micro-batch add up.
+
+        Args:
+            values: numbers, or tensors of any shape; of one name always the same shape.
+
+        Raises:
+            StepError: called outside of the inner loop. UsageError: a value is no number.
+        """
+        current = self._round
+        if current is None or current.microbatch is None:
+            raise StepError(
+                f"step.add was called outside of the inner loop `for ... in step` of step {self.number}, where all "
+                "workers would add the same; what is known there needs no sum"
+            )
+        current.add(values)
 
     def backward(
         self, loss: Tensor, weight: float | Tensor | None = None, *, scaler: Any = None, retain_graph: bool = False
@@ -154,7 +260,7 @@ class Step:
     @property
     def has_begun(self) -> bool:
         """Whether its inner loop was entered."""
-        return self._has_begun
+        return self._round is not None
 
     @property
     def is_complete(self) -> bool:
@@ -163,21 +269,24 @@ class Step:
 
     @property
     def round(self) -> GradientRound:
-        """The round that has summed this step's gradient. After the inner loop."""
+        """The round of the newest pass. After the inner loop."""
         assert self._round is not None
         return self._round
 
     def result(self) -> StepResult:
         """Return what all members agree on about this step. After the inner loop."""
-        summed = self.round.result
-        assert summed is not None
+        digests, first = [_digest(each) for each in self._passes], self._passes[0]
         return StepResult(
             step=self.place,
             epoch=self.epoch,
-            loss=self.loss,
-            weight=self.round.weight,
+            loss=first.loss,
+            weight=first.weight,
             samples=self.num_samples,
-            digest=f"{summed.digest:016x}",
+            digest=f"{digests[0] if len(digests) == 1 else seed_of(0, *digests):016x}",
+            totals={
+                name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._totals.items()
+            },
+            losses=[each.loss for each in self._passes] if len(self._passes) > 1 else [],
         )
 
     def close(self) -> None:
@@ -198,3 +307,12 @@ class Step:
                 "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
             )
         self.round.release()
+
+
+def _plain(total: Total) -> Any:
+    return total.tolist() if isinstance(total, Tensor) else total
+
+
+def _digest(round_: GradientRound) -> int:
+    assert round_.result is not None
+    return round_.result.digest
