@@ -125,6 +125,8 @@ class TrainingLoop:
                     at_step(number)
                     self._move_to(number)
                     team.in_loop((phase, number))
+                    # A newcomer derives its layout from the state of this boundary; the members have the same by then.
+                    self._current_folder()
                     self._keeper.boundary(rounds)
                     seed_at(self._seed, "step", self._base + number)
                     self.step = Step(context, number, unused=self._unused, process=self._process)
