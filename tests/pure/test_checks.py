@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.checks import is_compared, is_rehearsed, minority, rehearsal
+from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
 from unisono.decisions.plan import Plan, plan
 
 
@@ -54,9 +54,9 @@ def test_a_member_without_micro_batches_computes_one_of_the_next() -> None:
     assert rehearsal(chosen, 1, 0).other == 0
 
 
-def test_one_member_computes_nothing_twice() -> None:
-    assert rehearsal(plan(1, 8), 0, 0).own is None
-    assert rehearsal(plan(1, 8), 0, 0).other is None
+def test_one_member_computes_its_own_first_micro_batch_again_in_the_first_steps() -> None:
+    assert rehearsal(plan(1, 8), 0, 1) == Rehearsal(own=0, other=0)
+    assert [step for step in range(1100) if is_rehearsed(step, alone=True)] == [0, 1]
 
 
 @pytest.mark.parametrize(

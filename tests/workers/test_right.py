@@ -320,7 +320,7 @@ def _penalised(known: int | None) -> list[list[float]]:
         model = Mlp()
         run.track(model=model)
         if known is not None:
-            run._tracked.calls.known = known
+            run._tracked.calls.known[0] = known
         found = []
         for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=3):
             for x, y in step:

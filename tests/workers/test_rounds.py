@@ -142,7 +142,7 @@ class Sum:
         summed = self.members.sum(Share(NUM_LEAVES, plan.nodes, self.members.slots.nodes), StepTelemetry())
         self.members.slots.results.append(summed.slot)
         assert self.members.slots.layout is not None
-        return CommittedStep(self.members, 0, self.members.slots.layout, summed.digest)
+        return CommittedStep(self.members, 0, self.members.slots.layout, summed.digest, new_sums=False)
 
     def interrupt(self) -> list[Node]:
         return list(self.members.slots.nodes)

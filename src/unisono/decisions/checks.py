@@ -4,8 +4,9 @@ There are two checks, at steps that all members choose alike:
 
 * **comparison**: every member sends a digest of everything that is tracked. The digests must be equal.
 * **rehearsal**: members compute, after their own micro-batches, the first micro-batch of the next rank as well.
-  The digests of the two gradients must be equal. The second gradient is not summed. A worker that is alone computes its
-  own first micro-batch again, in the first steps only.
+  The digests of the two gradients must be equal. The second gradient is not summed. A worker that is alone and trains a
+  recurrent model computes its own first micro-batch again, in the first steps only: a hidden state that the script
+  carries over by itself is wrong even there.
 
 A script that counts, remembers earlier micro-batches, draws from a generator of its own or reads the clock gives other
 gradients to the second worker, which has computed other micro-batches before. Most such scripts do so from the first
@@ -25,7 +26,7 @@ __all__ = ["Rehearsal", "is_compared", "is_rehearsed", "minority", "rehearsal"]
 FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
 FIRST_STEPS_ALONE = 2
-"""A run with one worker is rehearsed in so many steps, to find at once what would be refused on two workers."""
+"""A run with one worker that trains a recurrent model is rehearsed in so many steps."""
 COMPARE_EVERY = 100
 REHEARSE_EVERY = 1000
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from torch import nn
 
 from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
 from unisono.decisions.plan import Plan
@@ -71,6 +72,7 @@ class Agreement:
         self._members = members
         self._tracked = tracked
         self._rehearses = rehearses
+        self._rehearses_alone = rehearses and _is_recurrent(tracked)
         self._num_steps = num_steps
         self._step = -1
         self._digest: int | None = None
@@ -91,7 +93,8 @@ class Agreement:
         is_last = number == self._num_steps - 1
         is_team = self._members.size > 1
         is_first = self._members.balancing.is_first_of_generation
-        self._is_rehearsed = self._rehearses and is_rehearsed(
+        rehearses = self._rehearses if is_team else self._rehearses_alone
+        self._is_rehearsed = rehearses and is_rehearsed(
             total, alone=not is_team, is_first_of_generation=is_first, is_last=is_last
         )
         if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
@@ -109,8 +112,9 @@ class Agreement:
             total: its number in the run.
             plan: the probable plan of that step.
         """
-        is_last = number == self._num_steps - 1
-        if not self._rehearses or not is_rehearsed(total, alone=self._members.size < 2, is_last=is_last):
+        is_team, is_last = self._members.size > 1, number == self._num_steps - 1
+        rehearses = self._rehearses if is_team else self._rehearses_alone
+        if not rehearses or not is_rehearsed(total, alone=not is_team, is_last=is_last):
             return None
         return rehearsal(plan, self._members.rank, total).other
 
@@ -161,7 +165,7 @@ class Agreement:
 
     def _check_alone(self) -> None:
         own, other = self._own, self._other
-        if own is not None and other is not None and own.digest != other.digest:
+        if own is not None and other is not None and own.leaf == other.leaf and own.digest != other.digest:
             what = own.difference(other, "the first time", "the second")
             raise DivergenceError(
                 f"micro-batch {own.leaf} of step {self._step} was computed twice, and its gradient is not the same: "
@@ -219,6 +223,12 @@ class Agreement:
         except LOST:
             return []
         return [msgspec.msgpack.decode(payload, type=_Details) for payload in payloads]
+
+
+def _is_recurrent(tracked: Tracked) -> bool:
+    """Return whether a model has recurrent layers, whose hidden state a script may carry from batch to batch."""
+    kinds = (nn.RNNBase, nn.RNNCellBase)
+    return any(isinstance(part, kinds) for module in tracked.modules.values() for part in module.modules())
 
 
 _OTHER_ARITHMETIC = (

@@ -170,7 +170,7 @@ class GradientRound:
         assert summed is not None
         if not _has_new_sums(summed):
             return None
-        return SumsRound(self._members, self._sums, self.num_leaves, dict(self._values), self._compute_again)
+        return SumsRound(self._members, self._sums, self.num_leaves, self._values, self._compute_again)
 
     def apply(self, totals: Mapping[str, Total] | None = None) -> None:
         """Make the means the parameters' ``.grad``, and put buffers and carried rows in force.
@@ -281,7 +281,7 @@ class GradientRound:
             self._offer_rows(last_of)
         self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
         yield batch
-        values = self._values.get(leaf, {})
+        values = self._values.setdefault(leaf, {})
         self._new_sums = self._new_sums or not self._sums.fits(values)
         for slot in self._fold():
             self._members.release(slot)

@@ -7,7 +7,7 @@ gradients the members exchange these. The values of a member that is lost in bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from unisono.state.sums import Sums, Total
 
 __all__ = ["SumsRound"]
 
-Values = Mapping[str, Tensor]
+Values = dict[str, Tensor]
 
 
 class SumsRound:
