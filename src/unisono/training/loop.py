@@ -122,7 +122,7 @@ class TrainingLoop:
                 watched_schedulers(self._refuse_schedule),
             ):
                 for number in range(first, self.num_steps):
-                    at_step(number)
+                    at_step(self._base + number)
                     self._move_to(number)
                     team.in_loop((phase, number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
