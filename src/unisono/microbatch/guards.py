@@ -117,7 +117,7 @@ class Guards:
         self._settings: Settings = {}
         self._states: list[Tensor] = []
         self._versions: list[int] = []
-        self._rows: dict[str, int] = {}
+        self._rows: dict[str, tuple[int, ...]] = {}
 
     def start_step(self) -> None:
         """Remember the settings and states before the micro-batches of a step."""
@@ -168,8 +168,8 @@ class Guards:
                 f"{changed}[keys] = rows there, which counts on all workers after this pass"
             )
 
-    def _versions_of_rows(self) -> dict[str, int]:
-        return {name: carried.rows._version for name, carried in self._tracked.carried.items()}
+    def _versions_of_rows(self) -> dict[str, tuple[int, ...]]:
+        return {name: carried.versions for name, carried in self._tracked.carried.items()}
 
     def _current_settings(self) -> Settings:
         """Return the settings that the next step depends on: everything that is no tensor."""

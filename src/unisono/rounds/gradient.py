@@ -31,6 +31,7 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Summed
 from unisono.rounds.sums import SumsRound
 from unisono.rounds.team import LOST
+from unisono.state.carried import Carried
 from unisono.state.sums import Total, as_sum
 from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
@@ -179,11 +180,10 @@ class GradientRound:
             totals: of the step's sums, if their round has given them.
         """
         slot = self._members.slots.results[-1]  # it may have moved since the commit
-        extras, own = slot.extras, self._num_sums
-        self.totals = dict(totals) if totals is not None else self._sums.read(extras[:own])
+        self.totals = dict(totals) if totals is not None else self._sums.read(slot.extras[: self._num_sums])
         self._folder.show(slot)
-        for index, carried in enumerate(self._carried):
-            carried.apply(extras[own + 2 * index : own + 2 * index + 2])
+        for carried, views in self._with_views(slot.extras):
+            carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
 
     def release(self, *, unless_held: bool = False) -> None:
@@ -347,12 +347,18 @@ class GradientRound:
         return freed
 
     def _write_extras(self, microbatch: Microbatch, views: Sequence[Tensor]) -> None:
-        own = self._num_sums
         values = self._values.get(microbatch.leaf, {})
         if self._sums.fits(values):
-            self._sums.write(values, views[:own])
-        for index, carried in enumerate(self._carried):
-            carried.close(views[own + 2 * index : own + 2 * index + 2], microbatch.leaf, microbatch.where)
+            self._sums.write(values, views[: self._num_sums])
+        for carried, own in self._with_views(views):
+            carried.close(own, microbatch.leaf, microbatch.where)
+
+    def _with_views(self, extras: Sequence[Tensor]) -> Iterator[tuple[Carried, Sequence[Tensor]]]:
+        """Yield the tracked `Carried` with the extras of each."""
+        start = self._num_sums
+        for carried in self._carried:
+            yield carried, extras[start : start + carried.num_extras]
+            start += carried.num_extras
 
     def _offer_rows(self, plan: Plan) -> None:
         """Let the exchange know, while the last backward runs, which rows of this member's nodes are complete."""
@@ -378,6 +384,8 @@ class GradientRound:
     @property
     def scale(self) -> float:
         """Power of two that divides all weights, without rounding, so that gradients have the magnitude of a mean."""
+        if not self._context.takes_means:
+            return 1.0
         return float(2.0 ** math.floor(math.log2(self._position.microbatch_size)))
 
     def _note_progress(self, leaf: int, samples: Callable[[], Sequence[int]] | None = None) -> None:

@@ -45,13 +45,15 @@ def as_sum(name: str, value: Any) -> Tensor:
 
 
 class Sums:
-    """Known names of sums, and the totals over the epoch. Equal on all members between two steps."""
+    """Known names of sums, and the totals of each phase's newest epoch. Equal on all members between two steps.
+
+    The totals of phases that are over are kept: a worker that comes later skips them, and reads the totals in between.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, Extra] = {}
-        self._epoch = (-1, -1)
-        self.totals: dict[str, Total] = {}
-        """Over the steps of the newest epoch that are done."""
+        self._epoch = -1
+        self._totals: dict[int, dict[str, Total]] = {}
 
     # -- the layout ----------------------------------------------------------------------------------
 
@@ -119,27 +121,33 @@ class Sums:
         """Return a zero for each known name."""
         return {name: _total(torch.zeros(extra.shape, dtype=extra.dtype)) for name, extra in self._known.items()}
 
-    def note(self, totals: Mapping[str, Total], epoch: tuple[int, int]) -> None:
-        """Add the totals of one pass of a step of this epoch: (phase, epoch)."""
-        if epoch != self._epoch:
-            self._epoch, self.totals = epoch, {}
-        self.totals = {**self.zeros(), **self.totals}
+    def totals(self, phase: int) -> dict[str, Total]:
+        """Return the totals over the steps that are done, of the newest epoch of a phase."""
+        return dict(self._totals.get(phase, {}))
+
+    def note(self, totals: Mapping[str, Total], phase: int, epoch: int) -> None:
+        """Add the totals of one pass of a step."""
+        before = self._totals.get(phase, {}) if epoch == self._epoch else {}
+        self._epoch = epoch
+        now = {**self.zeros(), **before}
         for name, value in totals.items():
-            self.totals[name] = self.totals[name] + value
+            now[name] = now[name] + value
+        if now:
+            self._totals[phase] = now
 
     # -- a part of the state -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "known": [(name, list(extra.shape), extra.dtype) for name, extra in self._known.items()],
-            "epoch": list(self._epoch),
-            "totals": dict(self.totals),
+            "epoch": self._epoch,
+            "totals": {phase: dict(totals) for phase, totals in self._totals.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._known = {name: Extra(name, torch.Size(shape), dtype) for name, shape, dtype in state["known"]}
-        phase, epoch = state["epoch"]
-        self._epoch, self.totals = (phase, epoch), dict(state["totals"])
+        self._epoch = state["epoch"]
+        self._totals = {phase: dict(totals) for phase, totals in state["totals"].items()}
 
 
 def _total(value: Tensor) -> Total:

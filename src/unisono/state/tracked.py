@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,27 @@ class Calls:
     """This worker has compared the parameters before and after a micro-batch, bit by bit."""
 
 
+class _Values:
+    """Plain values of a script, in a dict or a ``types.SimpleNamespace``, as a tracked object."""
+
+    def __init__(self, holder: dict[str, Any] | SimpleNamespace) -> None:
+        self._holder = holder
+
+    def holds(self, holder: object) -> bool:
+        return holder is self._holder
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._values.clear()
+        self._values.update(state)
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return self._holder if isinstance(self._holder, dict) else vars(self._holder)
+
+
 class Tracked:
     """The tracked objects of a run, by name."""
 
@@ -60,13 +82,17 @@ class Tracked:
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
+            if isinstance(value, (dict, SimpleNamespace)):
+                before = self._objects.get(name)
+                value = before if isinstance(before, _Values) and before.holds(value) else _Values(value)
             if isinstance(value, type) or not all(
                 callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
             ):
                 raise UsageError(
                     f"run.track({name}=...) got a {type(value).__qualname__} without state_dict() and "
                     f"load_state_dict(); "
-                    "track modules, optimizers, schedulers, or give the object these two methods"
+                    "track modules, optimizers, schedulers, a dict or a types.SimpleNamespace of values, or give the "
+                    "object these two methods"
                 )
             if name in self._objects and self._objects[name] is not value:
                 raise UsageError(f"run.track({name}=...) was called before with another object; choose another name")
@@ -264,8 +290,7 @@ class Tracked:
         for name, buffer in state["hidden"].items():
             hidden[name].copy_(buffer)
         self.calls.known = dict(state["calls"])
-        for name, own in state.get("own", {}).items():
-            self._own[name].load_state_dict(own)
+        self._load_own(state)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(needed)
         for name, part in state["objects"].items():
@@ -278,12 +303,17 @@ class Tracked:
                     "everything that changes"
                 )
 
+    def _load_own(self, state: dict[str, Any]) -> None:
+        for name, own in state["own"].items():
+            self._own[name].load_state_dict(own)
+
     def load_models(self, state: dict[str, Any]) -> None:
         """Load the modules of a state of a later phase, as far as this script has made them already.
 
         A script may compute the data of its second training with the model of the first. On a worker that joins in the
         second, that code finds the model as the run has it now. `load` follows when the script reaches the later phase.
         """
+        self._load_own(state)  # what happened in the phases that this script skips
         for name, part in state["objects"].items():
             module = self._objects.get(name)
             if isinstance(module, nn.Module):

@@ -37,6 +37,7 @@ class TrainingLoop:
 
     Args:
         on_step: called once for every step that the script has finished.
+        takes_means: the script's losses are means over a micro-batch; False: sums.
         num_done: returns the steps of the run that are done.
 
     Attributes:
@@ -58,6 +59,7 @@ class TrainingLoop:
         rehearses: bool,
         num_done: Callable[[], int],
         on_step: OnStep,
+        takes_means: bool = True,
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
@@ -72,6 +74,7 @@ class TrainingLoop:
         self._rehearses = rehearses
         self._num_done = num_done
         self._on_step = on_step
+        self._takes_means = takes_means
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
@@ -112,6 +115,7 @@ class TrainingLoop:
             agreement=agreement,
             clock=self._clock,
             tracked=self._tracked,
+            takes_means=self._takes_means,
         )
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
@@ -190,7 +194,9 @@ class TrainingLoop:
             if not parameter.requires_grad:
                 parameter.grad = None  # from when the parameter was trained; an optimizer would apply it again
                 frozen.append((name, parameter))
-        self._folder = GradientFolder(trained, buffers, frozen, self._tracked.calls, self._rounds.slots, extras=extras)
+        self._folder = GradientFolder(
+            trained, buffers, frozen, self._tracked.calls, self._rounds.slots, extras=extras, means=self._takes_means
+        )
         self._rounds.use_layout(self._folder.layout)
         return self._folder
 

@@ -246,10 +246,12 @@ class Run:
 
     @property
     def totals(self) -> dict[str, Total]:
-        """The sums of ``step.add`` over the steps of the newest epoch that are done, by name; exact, and equal on all
-        workers.
+        """The sums of ``step.add`` over the steps that are done, of the newest epoch of the newest ``run.steps``.
+
+        By name; exact, and equal on all workers. Also on a worker that has skipped that ``run.steps`` because it came
+        later.
         """
-        return dict(self._tracked.sums.totals)
+        return self._tracked.sums.totals(self._phases - 1)
 
     def track(self, **objects: Any) -> None:
         """Name the objects of the run: modules, optimizers, schedulers, and anything with ``state_dict`` and

@@ -199,7 +199,7 @@ class Step:
         current.apply(sums.totals if sums is not None else None)
         self._passes.append(current)
         self._totals = {**context.tracked.sums.zeros(), **self._totals, **current.totals}
-        context.tracked.sums.note(current.totals, (context.phase, self.epoch))
+        context.tracked.sums.note(current.totals, context.phase, self.epoch)
         self._unused.finish_step(self.number)
         self.state = State.COMPLETE
 
