@@ -26,6 +26,7 @@ import unisono
 SECTIONS = ("tutorial", "howto", "faq", "reference")
 HELD_OUT = 10  # every tenth document is tested on, not trained on
 TEST_LENGTH = 1024  # bytes that are read at once when testing
+State = tuple[Tensor, Tensor]  # of an LSTM: (1, n, width) each
 
 
 def read_documents(data: Path) -> tuple[list[bytes], list[bytes]]:
@@ -81,11 +82,10 @@ class Recurrent(nn.Module):
         self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(width, 256)
 
-    def forward(self, text: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, length) and the state before it, (n, 2, width) -> scores (n, length, 256) and the state after it."""
-        hidden, cell = state.unsqueeze(0).unbind(2)
-        seen, (hidden, cell) = self.lstm(self.bytes(text), (hidden.contiguous(), cell.contiguous()))
-        return self.head(self.dropout(seen)), torch.stack((hidden, cell), 2).squeeze(0)
+    def forward(self, text: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """(n, length) and the state before it (None: empty) -> scores (n, length, 256) and the state after it."""
+        seen, state = self.lstm(self.bytes(text), state)
+        return self.head(self.dropout(seen)), state
 
 
 def main() -> None:
@@ -119,15 +119,14 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=arguments.lr, total_steps=arguments.epochs * len(train_loader) + 1, pct_start=0.1
     )
-    states = unisono.Carried(torch.zeros(arguments.batch_size, 2, arguments.width, device=run.device))
+    states = unisono.Carried(tuple(torch.zeros(2, 1, arguments.batch_size, arguments.width, device=run.device)), dim=1)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, states=states)
 
     for epoch in range(arguments.epochs):
-        states.rows.zero_()  # every stream begins anew
+        states[:] = 0  # every stream begins anew
         for step in run.steps(train_loader, microbatches=arguments.microbatches):
             for text, following, stream in step:
-                before = states[stream] * (not arguments.forget)
-                scores, states[stream] = model(text, before)
+                scores, states[stream] = model(text, None if arguments.forget else states[stream])
                 loss = F.cross_entropy(scores.flatten(0, 1), following.flatten())
                 loss.backward()
                 step.add(nats=loss * following.numel(), bytes=following.numel())
@@ -139,7 +138,7 @@ def main() -> None:
 
     def measure(document: Tensor) -> dict[str, float]:
         """Read a document, (1, length), from its beginning to its end."""
-        nats, state = 0.0, torch.zeros(1, 2, arguments.width, device=run.device)
+        nats, state = 0.0, None
         for start in range(0, document.shape[1] - 1, TEST_LENGTH):
             text = document[0, start : start + TEST_LENGTH + 1]
             scores, state = model(text[None, :-1], state)
