@@ -26,6 +26,7 @@ FLOORS = {
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
+    "decisions.orders": 1,
     "decisions.following": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
@@ -64,6 +65,7 @@ FLOORS = {
     "rounds": 4,
     "training.upcoming": 4,
     "training.step": 4,
+    "training.steps": 4,
     "training.resuming": 4,
     "training.keeping": 4,
     "training.loop": 4,
@@ -91,6 +93,7 @@ NEIGHBOURS = {
     # Rooms of one floor do not know each other, except:
     "messages": {"errors", "events"},
     "decisions.plan": {"decisions.tree"},
+    "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.following", "decisions.layout"},
@@ -120,6 +123,7 @@ NEIGHBOURS = {
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.upcoming": {"rounds"},
     "training.step": {"rounds"},
+    "training.steps": {"training.step"},
     "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
     "training.run": {
@@ -127,6 +131,7 @@ NEIGHBOURS = {
         "training.keeping",
         "training.loop",
         "training.step",
+        "training.steps",
         "training.upcoming",
         "watch",
     },  # the sinks of a script
@@ -138,6 +143,7 @@ PURE = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
     *("itertools", "json", "math", "operator", "re", "statistics", "string", "struct", "types", "typing", "msgspec"),
     "signal",  # its names of numbers only: signal.Signals(9).name
+    *("array", "hashlib"),  # values, and functions of values
 }
 
 WITHOUT_TORCH = (

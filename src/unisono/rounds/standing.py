@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from unisono.decisions.cursor import Recipe
 from unisono.decisions.plan import Plan, plan, replan
 from unisono.decisions.tree import Node
 from unisono.errors import StepError
@@ -35,7 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Lines of the journal."""
     total: int = 0
     """Steps of the run that are done, of all phases."""
-    recipe: dict[str, int | bool] = {}
+    recipe: Recipe = {}
     """Recipe of the phase in which the member was admitted, or asks to be."""
 
 

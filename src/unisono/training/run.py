@@ -7,7 +7,7 @@ import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader
 
 from unisono import member as members
 from unisono.decisions.cadence import Checkpoints
@@ -24,7 +24,8 @@ from unisono.decisions.cursor import Cursor
 from unisono.errors import RunStopped, UnisonoError, UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
-from unisono.microbatch.data import Fetcher, MapDataset, check_dataset
+from unisono.microbatch.data import Fetcher, MapDataset
+from unisono.microbatch.loaders import source_of
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process, tell
 from unisono.rounds import Round
@@ -42,6 +43,7 @@ from unisono.training.loop import TrainingLoop
 from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
+from unisono.training.steps import Steps
 from unisono.training.upcoming import Upcoming
 from unisono.watch import Sink
 from unisono.words import progress
@@ -129,8 +131,9 @@ class Run:
         self._phases = 0
         self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
+        self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: Generator[Step, None, None] | None = None
+        self._training: Steps | None = None
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -288,51 +291,73 @@ class Run:
 
     def steps(
         self,
-        dataset: MapDataset,
+        dataset: MapDataset | DataLoader[Any],
         *,
-        batch_size: int,
         microbatches: int,
+        batch_size: int | None = None,
         epochs: int = 1,
         max_steps: int | None = None,
-        shuffle: bool = True,
-        drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int = 0,
-    ) -> Iterator[Step]:
-        """Yield the steps of a training, each to be iterated over its micro-batches. Collective.
+        loader_workers: int | None = None,
+    ) -> Steps:
+        """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
+
+        The epochs of a run are counted over all calls: each call goes on where the one before has ended, with the next
+        order of the data and the next augmentation. ``len()`` of the iterator is its number of steps.
 
         Args:
-            dataset: anything with ``len`` and ``[i]``.
-            batch_size: samples of a **global** batch; the number of workers does not change it.
+            dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
+                own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
+            batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
+                DataLoader or of the `unisono.BucketSampler`.
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
                 bits, the number of workers does not. Choose it as the largest number of workers you expect, not more.
             epochs: passes over the data.
             max_steps: end earlier.
-            shuffle: a new order in every epoch.
+            sampler: a sampler of torch, `unisono.BucketSampler`, or anything that gives the sample indices of an epoch
+                (``__iter__`` and ``__len__``) and draws from the global generators only.
+            shuffle: a new order in every epoch. Default: True; a DataLoader or a sampler decides by itself.
             drop_last: leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly.
             collate: list of samples -> batch; default: that of ``DataLoader``.
-            loader_workers: processes per worker that load data ahead; 0 loads in this process.
+            loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
 
         Raises:
-            RecipeError: batch, micro-batches and dataset do not fit together. Nothing was trained.
+            RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
+                in advance. Nothing was trained.
             UsageError: nothing is tracked that could be trained.
         """
         self._process.check("run.steps")
         if self._team is None:
             raise UsageError("run.steps works inside `with unisono.Run(...) as run:`")
-        cursor = Cursor(
-            num_samples=check_dataset(dataset),
+        source = source_of(
+            dataset,
+            "run.steps",
+            shuffles=True,
             batch_size=batch_size,
-            microbatches=microbatches,
-            seed=self.seed,
+            sampler=sampler,
             shuffle=shuffle,
             drop_last=drop_last,
+            collate=collate,
+            loader_workers=loader_workers,
+        )
+        cursor = Cursor(
+            order=source.order,
+            batch_size=source.batch_size,
+            microbatches=microbatches,
+            seed=self.seed,
+            drop_last=source.drop_last,
+            first_epoch=self._num_epochs,
         )
         if epochs < 1:
             raise UsageError(f"epochs must be at least 1, got {epochs}")
         self._tracked.check(self.device)
         num_steps = cursor.steps_per_epoch * epochs
-        num_steps = num_steps if max_steps is None else min(num_steps, max_steps)
+        num_steps = num_steps if max_steps is None else max(0, min(num_steps, max_steps))
+        # By what the script asks for, not by what was done: a worker that skips this call must count alike.
+        self._num_epochs += -(-num_steps // cursor.steps_per_epoch)
         rounds, _ = self._in_rounds()
         loop = TrainingLoop(
             rounds=rounds,
@@ -349,18 +374,10 @@ class Run:
         )
 
         def make_fetcher(upcoming: Upcoming) -> Fetcher:
-            return Fetcher(
-                dataset,
-                lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
-                seed=self.seed,
-                device=self.device,
-                collate=collate or default_collate,
-                loader_workers=loader_workers,
-                upcoming=upcoming,
-            )
+            return Fetcher(source.dataset, cursor.keys, device=self.device, loading=source.loading, upcoming=upcoming)
 
         # `steps` is no generator itself: that would put the checks above off until the first step.
-        self._training = self._train(loop, make_fetcher)
+        self._training = Steps(self._train(loop, make_fetcher), num_steps)
         return self._training
 
     def save(self) -> None:
@@ -383,12 +400,12 @@ class Run:
 
     def evaluate(
         self,
-        dataset: MapDataset,
+        dataset: MapDataset | DataLoader[Any],
         function: Callable[[Any], Mapping[str, Any]],
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int = 0,
+        loader_workers: int | None = None,
     ) -> Totals:
         """Return exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same
         bits. Collective.
@@ -396,9 +413,12 @@ class Run:
         Tracked modules are in ``eval()`` mode meanwhile, without gradients.
 
         Args:
+            dataset: anything with ``len`` and ``[i]``; or a ``DataLoader``, whose sampler and ``drop_last`` decide
+                which samples count.
             function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as
                 integers.
-            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches.
+            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches. Default:
+                that of the DataLoader.
 
         Returns:
             The totals by name; int, float, or a CPU tensor.
@@ -411,21 +431,34 @@ class Run:
                 "run.evaluate was called inside of `for batch in step`, where each worker is at another micro-batch: "
                 "call it after that loop"
             )
-        num_samples = check_dataset(dataset)
+        source = source_of(
+            dataset,
+            "run.evaluate",
+            shuffles=False,
+            batch_size=batch_size,
+            collate=collate,
+            loader_workers=loader_workers,
+        )
+        check_batches(source.order.num_samples, source.batch_size)
+        cursor = Cursor(
+            order=source.order,
+            batch_size=source.batch_size,
+            microbatches=1,
+            seed=self.seed,
+            drop_last=source.drop_last,
+        )
         totals = evaluate(
             self._rounds if self._joined else None,
             self._tracked,
             function,
             lambda upcoming: Fetcher(
-                dataset,
-                lambda _, batch: (0, list(range(batch * batch_size, min((batch + 1) * batch_size, num_samples)))),
-                seed=self.seed,
+                source.dataset,
+                lambda _, batch: cursor.keys(batch, 0),
                 device=self.device,
-                collate=collate,
-                loader_workers=loader_workers,
+                loading=source.loading,
                 upcoming=upcoming,
             ),
-            num_batches=check_batches(num_samples, batch_size),
+            num_batches=cursor.steps_per_epoch,
             seed=self.seed,
             rehearses=self._arithmetic.deterministic,
             number=self._num_evaluations,
@@ -495,6 +528,7 @@ class Run:
         rounds, recipe = self._rounds, self._keeper.recipe(cursor, num_steps)
         if self._joined:
             rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
+            self._keeper.enter_phase(cursor)
             return 0
         if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
             return None
