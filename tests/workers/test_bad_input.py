@@ -260,12 +260,15 @@ def test_changes_of_buffers_that_have_no_mean(
         Loop(run, Buffered(start, change)).train()
 
 
-def test_a_run_that_is_not_entered() -> None:
+def test_a_run_that_has_ended() -> None:
     run = AloneRun()
-    with pytest.raises(UsageError, match=says("run.steps works inside", "with unisono.Run(...) as run:")):
+    run.close()
+    with pytest.raises(UsageError, match=says("run.steps was called after the end of the run", "run.close()")):
         run.steps(vectors(), batch_size=24, microbatches=4)
-    with pytest.raises(UsageError, match=says("run.evaluate works inside")):
+    with pytest.raises(UsageError, match=says("run.evaluate was called after the end of the run")):
         run.evaluate(vectors(), lambda batch: {}, batch_size=4)
+    with pytest.raises(UsageError, match=says("with run was called after the end of the run")), run:
+        pass
 
 
 @pytest.mark.parametrize("threads", [0, -2])
@@ -622,7 +625,7 @@ def test_a_directory_that_holds_another_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "notes.txt").write_text("mine")
     told = says(f"{tmp_path}/run", "holds another run", "overwrite=True", "--overwrite")
     with pytest.raises(RunDirectoryError, match=told):
-        AloneRun(tmp_path / "run").__enter__()
+        AloneRun(tmp_path / "run")
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == kept
 
     with AloneRun(tmp_path / "run", overwrite=True) as run:
@@ -634,10 +637,10 @@ def test_a_directory_that_holds_another_run(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=says(f"{tmp_path}/file/run", "cannot be made", "Not a directory")):
-        AloneRun(tmp_path / "file" / "run").__enter__()
+        AloneRun(tmp_path / "file" / "run")
     (tmp_path / "run" / ".run.json.new").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=says(f"{tmp_path}/run", "cannot be written", "Is a directory")):
-        AloneRun(tmp_path / "run").__enter__()
+        AloneRun(tmp_path / "run")
 
 
 # -- evaluation --------------------------------------------------------------------------------------

@@ -144,6 +144,11 @@ class Keeper:
     # -- questions -----------------------------------------------------------------------------------
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the run was asked by a signal to stop after the current step, and to be resumed later."""
+        return self._leaving
+
+    @property
     def reaches(self) -> bool:
         """Whether this member sees the run's directory."""
         return self._directory.is_seen

@@ -164,6 +164,10 @@ class TrainingLoop:
             # A loop that was left by `break` has not reached its end, where it would have set this position.
             self._move_to(step.number + (1 if step.has_begun else 0))
 
+    def has_gradient(self) -> bool:
+        """Whether the script has got through the inner loop of its newest step."""
+        return self.step is not None and self.step.is_complete
+
     def is_in_microbatch(self) -> bool:
         """Whether the script is within the inner loop."""
         return self.step is not None and self.step.microbatch is not None

@@ -8,6 +8,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from unisono import member as members
 from unisono.decisions.cadence import Checkpoints
 from unisono.decisions.cursor import Cursor
-from unisono.errors import RunStopped, UnisonoError, UsageError
+from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
 from unisono.microbatch.data import Fetcher, MapDataset
@@ -30,16 +31,17 @@ from unisono.microbatch.randomness import seed_at
 from unisono.process import Process, tell
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
-from unisono.rounds.agreement import Digests, check_digests
 from unisono.rounds.connect import build_exchange
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
-from unisono.rounds.together import together
 from unisono.state.sums import Total
 from unisono.state.tracked import Tracked
+from unisono.training import life
+from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
+from unisono.training.notes import Beginning
 from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
@@ -52,19 +54,25 @@ __all__ = ["Run"]
 
 
 class Run:
-    """One training job. Use it as a context manager around the whole script::
+    """One training job, which begins here and ends with the script::
 
-        with unisono.Run("runs/digits", seed=7) as run:
-            model = Net().to(run.device)
-            optimizer = torch.optim.AdamW(model.parameters())
-            run.track(model=model, optimizer=optimizer)
-            for step in run.steps(train_set, batch_size=256, microbatches=8, epochs=10):
-                for images, labels in step:
-                    step.backward(F.cross_entropy(model(images), labels))
-                optimizer.step()
+        run = unisono.Run("runs/digits", seed=7)
+        model = Net().to(run.device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(train_set, batch_size=256, microbatches=8, epochs=10):
+            for images, labels in step:
+                F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
 
     Started by ``python train.py`` it runs alone, in this process; started by ``unisono run train.py --workers 4`` this
     process is one of four workers. The result is the same, to the bit.
+
+    The run ends at the end of the script (or of the function given to `unisono.launch`), or earlier: at the end of a
+    block ``with unisono.Run(...) as run:``, or by `close`. An exception that ends the script ends the run as failed.
+
+    Alone, another ``unisono.Run`` ends the one before it, unless that one is in a ``with`` block: so the cell of a
+    notebook may be run twice. At a prompt an exception does not end the run.
 
     Args:
         directory: where the journal and the checkpoints go; None writes nothing. ``--run-dir`` wins over it.
@@ -79,7 +87,7 @@ class Run:
             that run or checkpoint, which may lie elsewhere. ``--resume`` wins over it.
         resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. It changes the
             bits.
-        overwrite: replace another run that the directory holds.
+        overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
         sinks: objects with ``emit(event)`` and ``close()`` (`unisono.watch.Sink`) that get the run's events. One worker
             at a time gives events to its sinks: the one that writes the journal. A sink that raises is dropped.
 
@@ -137,82 +145,58 @@ class Run:
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
+        self._beginning: Beginning | None = None
         self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._begin(members.current())
 
     # -- life ----------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Run:
-        self._process = Process()
-        member = members.current()
+    def _begin(self, member: members.Member | None) -> None:
         if member is not None:
             member.begin_run()
+        else:
+            life.end_forgotten()
         self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
-        self._keeper.enter(self._run_id, alone=member is None)
-        self._arithmetic.enter()
-        self._team = self._make_team(member)
-        self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
-        self._admission = Admission(self._rounds)
-        self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
-        seed_at(self.seed, "start")
+        with ExitStack() as begun:  # what the end takes back, or an error on the way
+            self._arithmetic.enter()
+            begun.callback(self._arithmetic.leave)
+            self._keeper.enter(self._run_id, alone=member is None)
+            begun.callback(self._keeper.close)
+            self._team = self._make_team(member)
+            begun.callback(self._team.close)
+            begun.callback(self._recorder.close)
+            self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+            self._admission = Admission(self._rounds)
+            self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+            seed_at(self.seed, "start")
+            self._ending = Ending(
+                self._rounds,
+                self._keeper,
+                self._recorder,
+                self._process,
+                role=self._role,
+                reached=lambda: Reached(self._loop, self._training, self._joined, self._num_steps, self._beginning),
+                begun=begun.pop_all(),
+                is_alone=member is None,
+            )
+        life.begun(self._ending, is_alone=member is None)
+
+    def __enter__(self) -> Run:
+        self._process.check("with run")
+        life.in_block(self._ending)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._process.is_this:
-            self._process.keep(self)
-            return
-        try:
-            if error is None:
-                assert self._rounds is not None
-                try:
-                    if self._training is not None:
-                        self._training.close()
-                    if self._loop is not None:
-                        self._loop.leave()
-                    digests = self._tracked.digests()
-                    if self._joined:
-                        self._end_together(self._rounds, digests)
-                except UnisonoError as failure:
-                    self._append_failure(failure)
-                    raise
-                self._recorder.run_ended(self._role(), ok=True, digests=digests)
-            else:
-                is_tried_again = self._note_microbatch(error) and self._team is not None and self._team.size > 1
-                loop = self._loop
-                is_well = isinstance(error, SystemExit) and error.code in (None, 0)
-                if is_well and loop is not None and loop.step is not None and loop.step.is_complete:
-                    loop.leave()
-                # Asked to leave, or tried again by another worker: the run does not end with this worker.
-                goes_on = isinstance(error, (SystemExit, RunStopped)) or is_tried_again
-                if self._joined and not goes_on:
-                    self._append_failure(error)
-        finally:
-            if self._training is not None:
-                self._training.close()
-            assert self._team is not None
-            self._recorder.close()
-            self._team.close()
-            self._keeper.close()
-            self._arithmetic.leave()
+        self._ending.end(error, "its `with` block is over")
 
-    def _end_together(self, rounds: Rounds, digests: dict[str, str]) -> None:
-        """Write the last checkpoint, and compare the final digests of the members. Collective.
+    def close(self) -> None:
+        """End the run, as the end of the script would: the last checkpoint and the journal's last line are written.
 
-        All members are at the end of the run, and have left the training loop at the same step.
-
-        Raises:
-            DivergenceError: the members do not end with the same bits.
+        Collective. Does nothing if the run has ended.
         """
-        assert self._team is not None
-        self._team.leaving(rounds.position.phase, rounds.position.step)
-        own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
-        payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
-        received = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
-        check_digests(dict(zip(self._team.worker_ids, received, strict=False)))  # before the last checkpoint is kept
-        self._keeper.save_together(rounds)
-        self._recorder.tell_again(self._role())
-        self._team.in_loop(None)
+        self._ending.end(None, "run.close() was called")
 
     def _make_team(self, member: members.Member | None) -> Team:
         if member is None:
@@ -282,10 +266,10 @@ class Run:
         member = members.current()
         if member is None or member.worker_id == "w0":  # once for all workers
             warnings.warn(
-                f"{name!r} was made before `with unisono.Run(...)` began, so neither the seed of the run nor its "
-                "number of threads was in force: its initial values may be others on one worker than on several. Make "
-                "models, optimizers and random data inside of the `with` (a model whose weights come from a file is "
-                "the same wherever it is made)",
+                f"{name!r} was made before `unisono.Run(...)`, so neither the seed of the run nor its number of "
+                "threads was in force: its initial values may be others on one worker than on several. Make models, "
+                "optimizers and random data after `unisono.Run(...)` (a model whose weights come from a file is the "
+                "same wherever it is made)",
                 stacklevel=3,
             )
 
@@ -330,8 +314,6 @@ class Run:
             UsageError: nothing is tracked that could be trained.
         """
         self._process.check("run.steps")
-        if self._team is None:
-            raise UsageError("run.steps works inside `with unisono.Run(...) as run:`")
         source = source_of(
             dataset,
             "run.steps",
@@ -424,13 +406,12 @@ class Run:
             The totals by name; int, float, or a CPU tensor.
         """
         self._process.check("run.evaluate")
-        if self._team is None or self._rounds is None:
-            raise UsageError("run.evaluate works inside `with unisono.Run(...) as run:`")
         if self._loop is not None and self._loop.is_in_microbatch():
             raise UsageError(
                 "run.evaluate was called inside of `for batch in step`, where each worker is at another micro-batch: "
                 "call it after that loop"
             )
+        rounds, _ = self._in_rounds()
         source = source_of(
             dataset,
             "run.evaluate",
@@ -448,7 +429,7 @@ class Run:
             drop_last=source.drop_last,
         )
         totals = evaluate(
-            self._rounds if self._joined else None,
+            rounds if self._joined else None,
             self._tracked,
             function,
             lambda upcoming: Fetcher(
@@ -533,7 +514,8 @@ class Run:
         if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
             return None
         self._joined = True
-        self._num_steps = rounds.position.total
+        self._num_steps = total = rounds.position.total
+        self._beginning = Beginning(total, is_newcomer=rounds.number > 0) if total > 0 else None
         self._keeper.joined(cursor, rounds, self._admission.lines)
         # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
         if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
@@ -585,21 +567,3 @@ class Run:
             worker_ids=team.worker_ids,
             is_writer=writes and not team.is_evicted(),
         )
-
-    def _append_failure(self, error: BaseException) -> None:
-        self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
-
-    def _note_microbatch(self, error: BaseException) -> bool:
-        """Add to an error of the script the micro-batch that it comes from; returns False if it comes from none."""
-        step = self._loop.step if self._loop is not None else None
-        if step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
-            return False
-        index = step.microbatch
-        if index is None:
-            return False
-        samples = step.sample_indices(index)
-        shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
-        error.add_note(f"(in step {step.number}, micro-batch {index}, samples {shown})")
-        if (member := members.current()) is not None:
-            member.raised_in(error, step=step.place, microbatch=index, samples=samples)
-        return True
