@@ -25,9 +25,11 @@ __all__ = [
     "digest_of_state",
     "digest_of_tensor",
     "digest_of_tensors",
+    "from_bytes",
     "is_same_state",
     "pack",
     "quick_digest",
+    "to_bytes",
     "unpack",
 ]
 
@@ -67,6 +69,41 @@ def unpack(skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
     return _unpack(msgspec.msgpack.decode(skeleton), tensors)
 
 
+class _Parcel(msgspec.Struct, frozen=True):
+    """A state as one piece: its skeleton, and (dtype, shape, content) of its tensors."""
+
+    skeleton: bytes
+    tensors: list[tuple[str, list[int], bytes]]
+
+
+def to_bytes(state: Any, name: str = "state") -> bytes:
+    """Return a small state as bytes, with its tensors.
+
+    Raises:
+        UsageError: a value is neither plain data nor a tensor; the message has its path, which begins with ``name``.
+    """
+    packed = pack(state, name)
+    tensors = [(str(one.dtype), list(one.shape), _content(one)) for one in packed.tensors]
+    return msgspec.msgpack.encode(_Parcel(packed.skeleton, tensors))
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the state that `to_bytes` was given; its tensors are on the CPU."""
+    parcel = msgspec.msgpack.decode(data, type=_Parcel)
+    return unpack(parcel.skeleton, [_from_content(kind, shape, raw) for kind, shape, raw in parcel.tensors])
+
+
+def _content(tensor: Tensor) -> bytes:
+    flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    return bytes(flat.numpy().tobytes())
+
+
+def _from_content(kind: str, shape: Sequence[int], raw: bytes) -> Tensor:
+    dtype = _DTYPES[kind]
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(list(shape))
+
+
 def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
     # Containers become [tag, content], so that no value of the user can be mistaken for a tag.
     if isinstance(value, Tensor):
@@ -104,8 +141,8 @@ def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
 
 def _refusal(path: str, kind: str) -> UsageError:
     return UsageError(
-        f"{path} is a {kind}; a tracked object's state_dict() may hold tensors (strided, with data), numbers, "
-        "strings, bytes, None, numpy arrays, and dicts, lists, tuples and sets of them"
+        f"{path} is a {kind}; a value for other workers and a tracked object's state_dict() may hold tensors (strided, "
+        "with data), numbers, strings, bytes, None, numpy arrays, and dicts, lists, tuples and sets of them"
     )
 
 

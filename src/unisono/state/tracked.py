@@ -49,10 +49,17 @@ class Tracked:
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
         self._own: dict[str, OwnPart] = {}
+        self._early: set[str] = set()
 
-    def own(self, name: str, part: OwnPart) -> None:
-        """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
+    def own(self, name: str, part: OwnPart, *, early: bool = False) -> None:
+        """Add a part of Unisono's own to the state that newcomers and checkpoints get.
+
+        Args:
+            early: `load_models` loads the part as well: the code before the state's phase needs it.
+        """
         self._own[name] = part
+        if early:
+            self._early.add(name)
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
@@ -284,6 +291,8 @@ class Tracked:
                 )
                 if same:  # otherwise the script changes the module before the later phase
                     module.load_state_dict(part)
+        for name in self._early & state.get("own", {}).keys():
+            self._own[name].load_state_dict(state["own"][name])
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
             if name in hidden and hidden[name].shape == buffer.shape:
