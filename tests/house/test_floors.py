@@ -65,6 +65,7 @@ FLOORS = {
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
     "training.upcoming": 4,
+    "training.talking": 4,
     "training.step": 4,
     "training.steps": 4,
     "training.resuming": 4,
@@ -125,6 +126,7 @@ NEIGHBOURS = {
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
+    "training.talking": {"rounds"},
     "training.upcoming": {"rounds"},
     "training.step": {"rounds"},
     "training.steps": {"training.step"},
@@ -140,6 +142,7 @@ NEIGHBOURS = {
         "training.notes",
         "training.step",
         "training.steps",
+        "training.talking",
         "training.upcoming",
         "watch",
     },  # the sinks of a script

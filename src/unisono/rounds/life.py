@@ -15,7 +15,7 @@ between two rounds only (`unisono.rounds.admission`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Recipe
@@ -80,7 +80,7 @@ class Rounds:
 
     # -- a round -------------------------------------------------------------------------------------
 
-    def play(self, round_: Round) -> Iterator[object]:
+    def play(self, round_: Round) -> Generator[object, None, None]:
         """Take part in a round, from its plan to its commit. Collective.
 
         Yields what the round yields while this member computes its leaves.

@@ -8,7 +8,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -31,7 +32,7 @@ from unisono.microbatch.randomness import seed_at
 from unisono.process import Process, tell
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
-from unisono.rounds.connect import build_exchange
+from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
@@ -46,6 +47,7 @@ from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.steps import Steps
+from unisono.training.talking import Place, Talk
 from unisono.training.upcoming import Upcoming
 from unisono.watch import Sink
 from unisono.words import progress
@@ -135,6 +137,7 @@ class Run:
         )
         self._journal = self._keeper.journal
         self._process = Process()
+        self._talk = Talk(self._tracked, seed)
         self._recorder = Recorder(self._journal, sinks, members.current())
         self._phases = 0
         self._num_evaluations = 0
@@ -212,6 +215,7 @@ class Run:
                 wanted=spec.exchange,
                 timeout_s=spec.timeout_s,
             ),
+            partial(open_wire, member=member, device=self.device, timeout_s=spec.timeout_s),
         )
 
     # -- what the script asks ------------------------------------------------------------------------
@@ -405,13 +409,7 @@ class Run:
         Returns:
             The totals by name; int, float, or a CPU tensor.
         """
-        self._process.check("run.evaluate")
-        if self._loop is not None and self._loop.is_in_microbatch():
-            raise UsageError(
-                "run.evaluate was called inside of `for batch in step`, where each worker is at another micro-batch: "
-                "call it after that loop"
-            )
-        rounds, _ = self._in_rounds()
+        place = self._place("run.evaluate")
         source = source_of(
             dataset,
             "run.evaluate",
@@ -428,7 +426,9 @@ class Run:
             seed=self.seed,
             drop_last=source.drop_last,
         )
-        totals = evaluate(
+        rounds, _ = self._in_rounds()
+        make_totals = partial(
+            evaluate,
             rounds if self._joined else None,
             self._tracked,
             function,
@@ -444,12 +444,103 @@ class Run:
             rehearses=self._arithmetic.deterministic,
             number=self._num_evaluations,
         )
+        # With the number of lines after it, which a worker that skips this part of the run does not know.
+        totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
         self._num_evaluations += 1
-        shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
-        self._recorder.evaluation_finished(self._num_steps, shown, self._role())
+        if not place.is_skipped:
+            shown = {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in totals.items()}
+            self._recorder.evaluation_finished(self._num_steps, shown, self._role())
         # Every member has evaluated other batches, and the code that follows may draw random numbers.
-        seed_at(self.seed, "after", self._journal.number)
+        seed_at(self.seed, "after", lines)
         return totals
+
+    # -- talking -------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until all workers have come to this call. Collective.
+
+        A worker that is lost is not waited for, and one that comes later passes at once.
+
+        Raises:
+            UsageError: called within the inner loop. StepError: the workers are at different calls.
+        """
+        self._talk.barrier(self._place("run.barrier"))
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the main worker's value on all workers, also on those that come to this call later. Collective.
+
+        Args:
+            value: numbers, strings, bytes, None, tensors (they arrive on the CPU), numpy arrays, and lists, tuples,
+                sets and dicts of them. Only that of the main worker counts; the others may give None. Before the first
+                step of the run all workers count as main, until the first of them is lost: give the value on each.
+
+        Raises:
+            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
+                different calls.
+        """
+        return self._talk.broadcast(self._place("run.broadcast"), value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by rank, on all workers. Collective.
+
+        The list is as long as there were workers. **A script whose training depends on it has other bits with another
+        number of workers**; use `evaluate` or ``step.add`` for sums that have not.
+
+        Args:
+            value: as of `broadcast`.
+
+        Raises:
+            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
+                different calls.
+        """
+        return self._talk.gather(self._place("run.gather"), value)
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Return a context whose block the main worker runs before all others, e.g. to download data. Collective.
+
+        ::
+
+            with run.main_first():
+                dataset = MNIST("data", download=True)
+
+        If that worker is lost in the block, the next one runs it first. Each worker runs the block once. No other
+        collective call may be in it. After it the generators have the same state on all workers, whatever it has drawn.
+
+        Raises:
+            UsageError: used within the inner loop. StepError: the workers are at different calls.
+        """
+        return self._talk.main_first(partial(self._place, "run.main_first"))
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Return a group of ``torch.distributed`` that connects the members of the current generation. Collective.
+
+        For experts. What is exchanged through it is the script's own: the bits may depend on the number of workers, and
+        no loss is repaired. Ask for it at every step: as long as the members are the same, that costs one small
+        exchange and gives the same group. When the members have changed it gives a new group, and when a member is
+        lost, collectives of the old one raise ``RuntimeError``.
+
+        Raises:
+            UsageError: called outside of ``run.steps``, where members may not have joined yet, or in the inner loop.
+        """
+        return self._talk.process_group(self._place("run.process_group"))
+
+    def _place(self, what: str) -> Place:
+        """Return the place of a call in which all workers take part, in the script."""
+        self._process.check(what)
+        if self._rounds is None:
+            raise UsageError(f"{what} works inside `with unisono.Run(...) as run:`")
+        loop = self._loop
+        if loop is not None and loop.is_in_microbatch():
+            raise UsageError(
+                f"{what} was called inside of `for batch in step`, where each worker is at another micro-batch: "
+                "call it after that loop"
+            )
+        return Place(
+            rounds=self._rounds,
+            phases=self._phases,
+            step=self._rounds.position.total if loop is not None and loop.is_open else None,
+            has_joined=self._joined,
+        )
 
     def play(self, make: Callable[[Rounds], Round]) -> Round:
         """Take part in a round of a kind of one's own, between two steps. Collective.
