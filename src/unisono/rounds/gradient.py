@@ -52,9 +52,8 @@ class StepContext:
     phase: int
     first_number: int
     """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
-    note_plan: Callable[[int, Plan, int | None], None]
-    """Callback: (step, its plan, micro-batch of another member that this one computes as well), for loader processes.
-    """
+    note_plan: Callable[[int, Plan, int | None, int], None]
+    """Callback: (step, its plan, micro-batch that is computed as well to compare it, pass), for loader processes."""
     guards: Guards
     agreement: Agreement
     clock: Clock
@@ -209,7 +208,7 @@ class GradientRound:
         """Yield this member's micro-batches to the script, and fold the gradients."""
         rehearsal = self._rehearsal
         other = rehearsal.other if rehearsal is not None else None
-        self._context.note_plan(self._position.number, plan, other)
+        self._context.note_plan(self._position.number, plan, other, self.turn.number)
         todo = plan.ranges[self._members.rank]
         helping = self._members.balancing.helping(plan)
         for index, leaf in enumerate(todo):
@@ -221,7 +220,7 @@ class GradientRound:
             yield from self._compute_leaf(leaf, following, plan if is_last else None)
             if is_rehearsed:
                 self._context.agreement.note_own(self._folder.fingerprint(leaf))
-        if other is not None and self._context.fetcher.comes(self._position.number, other):
+        if other is not None and self._context.fetcher.comes(self._position.number, other, self.turn.number):
             yield from self._rehearse(other)
         if helping is not None:
             yield from self._help(helping)
@@ -334,7 +333,7 @@ class GradientRound:
         )
         for carried in self._carried:
             carried.open()
-        return self._context.fetcher.fetch(self._position.number, leaf)
+        return self._context.fetcher.fetch(self._position.number, leaf, self.turn.number)
 
     def _fold(self) -> list[Any]:
         """Fold the gradients of the micro-batch that the script has computed; returns slots that are free again."""

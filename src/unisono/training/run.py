@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -290,6 +290,7 @@ class Run:
         drop_last: bool | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
     ) -> Steps:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -311,6 +312,8 @@ class Run:
             drop_last: leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly.
             collate: list of samples -> batch; default: that of ``DataLoader``.
             loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
+            reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
+                step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -339,6 +342,8 @@ class Run:
         )
         if epochs < 1:
             raise UsageError(f"epochs must be at least 1, got {epochs}")
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
         self._tracked.check(self.device)
         num_steps = cursor.steps_per_epoch * epochs
         num_steps = num_steps if max_steps is None else max(0, min(num_steps, max_steps))
@@ -357,6 +362,7 @@ class Run:
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
+            takes_means=reduction == "mean",
         )
 
         def make_fetcher(upcoming: Upcoming) -> Fetcher:
