@@ -216,16 +216,19 @@ class _Ahead:
 
     def take(self, wanted: Request) -> Any:
         step, turn, leaf = wanted
+        now = (step, turn, 0)
         while not self._kept[wanted]:
-            # The sampler sends out the next request during this wait, so look at the sent requests each time.
-            if wanted not in self._sent or self._batches is None:
+            # The sampler sends out the next request during this wait, so look at the sent requests each time. Batches
+            # that nobody needs any more are taken as well: as long as they stand in the way, no request is sent out.
+            is_useful = wanted in self._sent or (self._sent and self._sent[0] < now)
+            if self._batches is None or not is_useful:
                 return self._fetcher.fetch_here(step, leaf)
             batch = next(self._batches)
             arrived = self._sent.popleft()
-            if arrived >= (step, turn, 0):
+            if arrived >= now:
                 self._kept[arrived].append(batch)
         batch = self._kept[wanted].pop()
-        for request in [request for request in self._kept if request < (step, turn, 0)]:
+        for request in [request for request in self._kept if request < now]:
             del self._kept[request]
         return batch
 
