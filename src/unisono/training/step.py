@@ -12,6 +12,7 @@ from unisono.decisions.cursor import StepPosition
 from unisono.errors import StepError
 from unisono.events import StepResult
 from unisono.microbatch.guards import UnusedGradients
+from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, StepContext
 
@@ -45,6 +46,7 @@ class Step:
         """Of this step within the run, from 0: of all calls of ``run.steps``."""
         self.state = State.NEW
         self._has_begun = False
+        self._is_left = False
         self._round: GradientRound | None = None
         self._logs: dict[str, float] = {}
 
@@ -73,6 +75,7 @@ class Step:
     @property
     def loss(self) -> float:
         """The mean loss of the global batch: sum of weight * loss over sum of weights. After the inner loop."""
+        self.check_not_left()
         if not self.is_complete:
             raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
         return self.round.loss
@@ -80,8 +83,12 @@ class Step:
     @property
     def microbatch(self) -> int | None:
         """The micro-batch that is being loaded or computed; None outside of one."""
-        current = self._round.microbatch if self._round is not None else None
-        return current.leaf if current is not None else None
+        return self.current.leaf if self.current is not None else None
+
+    @property
+    def current(self) -> Microbatch | None:
+        """The micro-batch that is being loaded or computed, or in which the inner loop was left."""
+        return self._round.microbatch if self._round is not None else None
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """Return the samples of one of this step's micro-batches."""
@@ -93,6 +100,7 @@ class Step:
         Raises:
             StepError: called within the inner loop.
         """
+        self.check_not_left()
         if self.microbatch is not None:
             raise StepError(
                 "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
@@ -118,7 +126,11 @@ class Step:
         self.state, self._has_begun = State.INSIDE, True
         self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
         self._round = GradientRound(self._context, self._position, self._context.folder())
-        yield from self._context.rounds.play(self._round)
+        try:
+            yield from self._context.rounds.play(self._round)
+        except GeneratorExit:
+            self._is_left = True
+            raise
         self._unused.finish_step(self.number)
         self.state = State.COMPLETE
 
@@ -142,8 +154,7 @@ class Step:
             StepError: called outside of the inner loop.
         """
         self._process.check("step.backward")
-        current = self._round.microbatch if self._round is not None else None
-        if current is None:
+        if (current := self.current) is None:
             raise StepError(
                 f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}"
             )
@@ -166,6 +177,22 @@ class Step:
         """The round that has summed this step's gradient. After the inner loop."""
         assert self._round is not None
         return self._round
+
+    def check_not_left(self) -> None:
+        """Check that the script has not left the inner loop before its end.
+
+        Raises:
+            StepError: the script has, and goes on as if the step had its gradient.
+        """
+        if self._is_left:
+            raise self._left_error()
+
+    def _left_error(self) -> StepError:
+        return StepError(
+            f"the inner loop of step {self.number} was left before its end (break, return or an exception): "
+            f"the step has no gradient. "
+            "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
+        )
 
     def result(self) -> StepResult:
         """Return what all members agree on about this step. After the inner loop."""
@@ -192,9 +219,5 @@ class Step:
                 f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it"
             )
         if state is State.INSIDE:
-            raise StepError(
-                f"the inner loop of step {self.number} was left before its end (break, return or an exception): "
-                f"the step has no gradient. "
-                "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
-            )
+            raise self._left_error()
         self.round.release()
