@@ -433,13 +433,6 @@ def test_backward_outside_of_the_loop(loop: Loop) -> None:
             step.backward(loop.loss(batch))
 
 
-def test_torchs_own_backward_inside_of_the_loop(loop: Loop) -> None:
-    """It would add this worker's gradients to nobody's."""
-    with pytest.raises(StepError, match=says("computed by loss.backward()", "call step.backward(loss) instead")):
-        loop.train(lambda step, batch: loop.loss(batch).backward())
-    assert loop.untouched
-
-
 def _write(parameter: nn.Parameter) -> None:
     with torch.no_grad():
         parameter.mul_(0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 import threading
@@ -14,6 +15,7 @@ import torch
 
 from tests.workers.conftest import Command, Unisono
 from tests.workers.static_team import AloneRun
+from unisono import Checkpoints
 from unisono.checkpoint import files
 from unisono.errors import RunDirectoryError, UsageError
 from unisono.journal import compare, read, summary
@@ -251,6 +253,17 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path) -> None:
         torch.set_num_threads(1)
 
 
+def test_a_directory_whose_run_has_crashed_in_its_first_step_is_taken_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(AttributeError), AloneRun(tmp_path) as run:
+            train(run, spoil=lambda step: step.no_such_name)
+        assert [line["kind"] for line in read(tmp_path)] == ["end"]
+    with AloneRun(tmp_path) as run:
+        train(run)
+    with pytest.raises(RunDirectoryError, match="holds another run"):
+        AloneRun(tmp_path)
+
+
 # -- on workers --------------------------------------------------------------------------------------
 
 ON_WORKERS = """
@@ -323,3 +336,42 @@ def test_a_function_of_launch_ends_its_run_when_it_has_returned(
         command.end()
     assert command.out[-1].startswith("loss ")
     assert summary(tmp_path / "run")["state"] == "finished"
+
+
+FORGETS = """
+    import torch, unisono
+
+    run = unisono.Run(seed=1)
+    model = torch.nn.Linear(2, 1)
+    run.track(model=model)
+    for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=10**9):
+        if step.number == 0:
+            best = 0.0
+        for batch in step:
+            step.backward(model(batch).mean())
+        best = max(best, step.loss)
+    """
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_replacement_that_lacks_a_variable_of_the_steps_before_says_so(script: Script, tmp_path: Path) -> None:
+    name = tmp_path / script(FORGETS)
+    faults = Faults().kill("w1", at="after_backward", step=2)
+    outcome = run_workers(name, 2, directory=tmp_path / "run", faults=faults)
+    assert outcome.exit_code == 1
+    assert "NameError: name 'best' is not defined" in outcome.output
+    assert re.search(r"\(this worker joined the run and began at step \d+: variables that the script", outcome.output)
+
+
+def test_a_run_that_is_resumed_and_lacks_a_variable_says_so(tmp_path: Path) -> None:
+    def go(resume: str | None) -> None:
+        with AloneRun(tmp_path, resume=resume, checkpoint=Checkpoints(every_steps=1)) as run:
+            train(run, 2 if resume is None else 4, lambda step: None if step.number < 2 else {}[step.number])
+
+    go(None)
+    with pytest.raises(KeyError) as caught:
+        go("auto")
+    assert caught.value.__notes__ == [
+        "(the run was resumed from a checkpoint and began at step 2: variables that the script sets in earlier steps "
+        "do not exist here, and its own counters begin again. step.index and step.number count from the beginning)"
+    ]

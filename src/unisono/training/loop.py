@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Cursor
@@ -15,6 +17,8 @@ from unisono.journal import Journal
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
+from unisono.microbatch.losses import Microbatch
+from unisono.microbatch.plain import taken_backward
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
@@ -124,6 +128,7 @@ class TrainingLoop:
                 warn_of_clipping(self.is_in_microbatch),
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
+                taken_backward(self._microbatch, self._trained, self._take_backward),
             ):
                 for number in range(first, self.num_steps):
                     at_step(self._base + number)
@@ -169,7 +174,13 @@ class TrainingLoop:
         return self.step is not None and self.step.is_complete
 
     def is_in_microbatch(self) -> bool:
-        """Whether the script is within the inner loop."""
+        """Whether the script is within the inner loop.
+
+        Raises:
+            StepError: the script has left the inner loop before its end.
+        """
+        if self.step is not None:
+            self.step.check_not_left()
         return self.step is not None and self.step.microbatch is not None
 
     # -- inside --------------------------------------------------------------------------------------
@@ -213,9 +224,20 @@ class TrainingLoop:
             *(extra for name, one in carried for extra in one.extras(name, num_leaves, leaf_size)),
         ]
 
+    def _microbatch(self) -> Microbatch | None:
+        return self.step.current if self.step is not None else None
+
+    def _trained(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        return self._folder.trained if self._folder is not None else ()
+
+    def _take_backward(self, loss: Tensor, scaler: Any, *, retain_graph: bool) -> None:
+        """Do for ``loss.backward()`` what ``step.backward(loss)`` does."""
+        assert self.step is not None
+        self.step.backward(loss, scaler=scaler, retain_graph=retain_graph)
+
     def _before_update(self, name: str) -> None:
         """Raise StepError if the script calls step() of an optimizer within the inner loop."""
-        if self.step is not None and self.step.microbatch is not None:
+        if self.step is not None and self.is_in_microbatch():
             raise StepError(
                 f"{name}.step() was called inside of `for batch in step` (micro-batch {self.step.microbatch}), where "
                 "parameters have no gradient yet: call it after that loop"
