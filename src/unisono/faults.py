@@ -55,7 +55,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's id: ``w0``, ``w1`` ... in the order of their start; "" means every worker."""
     at: str
     step: int = -1
-    """-1: the first step that comes to this point."""
+    """Counted over the whole run, as in the journal. -1: the first step that comes to this point."""
     microbatch: int = -1
     seconds: float = 0.0
 
@@ -86,7 +86,7 @@ def arm(text: str, worker: str, agent: int) -> None:
 
 
 def at_step(step: int) -> None:
-    """Note that the points that follow belong to this step."""
+    """Note that the points that follow belong to this step of the run."""
     global _step
     _step = step
 

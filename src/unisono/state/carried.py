@@ -106,7 +106,8 @@ class Carried:
             UsageError: a key is out of range, or the rows have another shape.
         """
         index = self._index(keys)
-        given = [values] if self._kind is None else list(values)
+        is_number = isinstance(values, (int, float))
+        given = [values] * len(self._stacks) if is_number or self._kind is None else list(values)
         if len(given) != len(self._stacks):
             raise UsageError(
                 f"a unisono.Carried of {len(self._stacks)} tensors was given {len(given)} values: write them together"

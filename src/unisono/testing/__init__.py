@@ -38,7 +38,8 @@ class Faults:
     """What shall happen to which worker, at which point. Each call adds one fault and returns a new `Faults`.
 
     Workers are named by their id: ``w0``, ``w1`` ... in the order of their start (at first also their rank); a
-    replacement has an id of its own. A fault happens once in a worker's life.
+    replacement has an id of its own. A step is counted over the whole run, as in the journal, however often the script
+    calls ``run.steps``. A fault happens once in a worker's life.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:

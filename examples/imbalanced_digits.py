@@ -1,0 +1,110 @@
+"""An image classifier that learns from 140 zeros and 3 nines, by drawing rare digits more often.
+
+    python examples/imbalanced_digits.py                        # alone
+    unisono run examples/imbalanced_digits.py --workers 4       # on four workers: the same bits
+
+The loader is one of PyTorch's, with its `WeightedRandomSampler`: what it draws is a function of the seed and the epoch.
+With --uniform, every picture is drawn once in an epoch instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import unisono
+
+MOST = 140  # pictures of the digit 0 to learn from
+FALL = 0.65  # of each digit so many times as many as of the one before
+
+
+def load() -> tuple[TensorDataset, TensorDataset, Tensor]:
+    """Some of four fifths of the pictures to train on, one fifth to test on, and how many there are of each digit."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # (n, 1, 8, 8) in [0, 1]
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
+    train = torch.cat([train[labels[train] == digit][: round(MOST * FALL**digit)] for digit in range(10)])
+    sizes = labels[train].bincount()
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test]), sizes
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(64 * 4 * 4, 10),
+    )
+
+
+def count_right(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """How many pictures of each digit there are, and how many of them are right: (10,) each."""
+    right = labels[scores.argmax(1) == labels]
+    return {"right": right.bincount(minlength=10), "seen": labels.bincount(minlength=10)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=8, help="cuts of a batch: the most workers that make sense")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--uniform", action="store_true", help="draw every picture once in an epoch, for comparison")
+    parser.add_argument("--run-dir", default="runs/imbalanced_digits")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in this directory")
+    parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
+    arguments = parser.parse_args()
+    train_set, test_set, sizes = load()
+    weights = (1 / sizes)[train_set.tensors[1]]
+    sampler = None if arguments.uniform else WeightedRandomSampler(weights.tolist(), num_samples=len(train_set))
+    train_loader = DataLoader(train_set, arguments.batch_size, sampler=sampler, shuffle=arguments.uniform)
+    test_loader = DataLoader(test_set, batch_size=120)
+
+    run = unisono.Run(
+        arguments.run_dir,
+        seed=arguments.seed,
+        overwrite=arguments.overwrite,
+        checkpoint=unisono.Checkpoints(every_steps=arguments.checkpoint_every),
+    )
+    model = network().to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    run.track(model=model, optimizer=optimizer)
+
+    for epoch in range(arguments.epochs):
+        for step in run.steps(train_loader, microbatches=arguments.microbatches):
+            for images, labels in step:
+                scores = model(images)
+                loss = F.cross_entropy(scores, labels)
+                loss.backward()
+                step.add(**count_right(scores, labels))
+            optimizer.step()
+        if run.is_main:
+            right, seen = run.totals["right"], run.totals["seen"]
+            print(f"epoch {epoch}: {right.sum() / seen.sum():.2%} right, from {seen.min()} to {seen.max()} of a digit")
+
+    def count(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        images, labels = batch
+        return count_right(model(images), labels)
+
+    totals = run.evaluate(test_loader, count)
+    if run.is_main:
+        shares = totals["right"] / totals["seen"]
+        print("learned from: ", *(f"{size:5}" for size in sizes))
+        print("right in test:", *(f"{share:5.0%}" for share in shares))
+        print(f"test accuracy {shares.mean():.2%} (mean over the digits; {totals['seen'].sum():.0f} pictures)")
+
+
+if __name__ == "__main__":
+    main()
