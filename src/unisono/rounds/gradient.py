@@ -22,7 +22,7 @@ from unisono.faults import point
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards
-from unisono.microbatch.losses import Microbatch
+from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.balancing import Helping
@@ -58,8 +58,8 @@ class StepContext:
     agreement: Agreement
     clock: Clock
     tracked: Tracked
-    takes_means: bool = True
-    """The losses are means over a micro-batch; False: sums."""
+    reduction: Reduction = "mean"
+    """What the losses are, over the samples of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class GradientRound:
     def loss(self) -> float:
         """The mean loss; where losses are sums, their sum. After the round."""
         weight, weighted_loss = self._scalars
-        return weighted_loss / weight if self._context.takes_means else weighted_loss
+        return weighted_loss / weight if self._context.reduction == "mean" else weighted_loss
 
     @property
     def weight(self) -> float:
@@ -330,6 +330,7 @@ class GradientRound:
             num_samples=len(self._position.leaf(leaf)),
             samples=samples,
             scale=self.scale,
+            reduction=self._context.reduction,
         )
         for carried in self._carried:
             carried.open()
@@ -383,7 +384,7 @@ class GradientRound:
     @property
     def scale(self) -> float:
         """Power of two that divides all weights, without rounding, so that gradients have the magnitude of a mean."""
-        if not self._context.takes_means:
+        if self._context.reduction == "sum":
             return 1.0
         return float(2.0 ** math.floor(math.log2(self._position.microbatch_size)))
 

@@ -17,7 +17,7 @@ from unisono.journal import Journal
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
-from unisono.microbatch.losses import Microbatch
+from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.plain import taken_backward
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
@@ -41,7 +41,7 @@ class TrainingLoop:
 
     Args:
         on_step: called once for every step that the script has finished.
-        takes_means: the script's losses are means over a micro-batch; False: sums.
+        reduction: what the script's losses are, over the samples of a micro-batch.
         num_done: returns the steps of the run that are done.
 
     Attributes:
@@ -63,7 +63,7 @@ class TrainingLoop:
         rehearses: bool,
         num_done: Callable[[], int],
         on_step: OnStep,
-        takes_means: bool = True,
+        reduction: Reduction = "mean",
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
@@ -78,7 +78,7 @@ class TrainingLoop:
         self._rehearses = rehearses
         self._num_done = num_done
         self._on_step = on_step
-        self._takes_means = takes_means
+        self._reduction = reduction
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
@@ -119,7 +119,7 @@ class TrainingLoop:
             agreement=agreement,
             clock=self._clock,
             tracked=self._tracked,
-            takes_means=self._takes_means,
+            reduction=self._reduction,
         )
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
@@ -210,7 +210,13 @@ class TrainingLoop:
                 parameter.grad = None  # from when the parameter was trained; an optimizer would apply it again
                 frozen.append((name, parameter))
         self._folder = GradientFolder(
-            trained, buffers, frozen, self._tracked.calls, self._rounds.slots, extras=extras, means=self._takes_means
+            trained,
+            buffers,
+            frozen,
+            self._tracked.calls,
+            self._rounds.slots,
+            extras=extras,
+            means=self._reduction == "mean",
         )
         self._rounds.use_layout(self._folder.layout)
         return self._folder

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +28,7 @@ from unisono.events import RunStarted
 from unisono.messages import RunDirectory
 from unisono.microbatch.data import Fetcher, MapDataset
 from unisono.microbatch.loaders import source_of
+from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process, tell
 from unisono.rounds import Round
@@ -222,7 +223,13 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This worker's position among the members right now. It can change: for printing, never for deciding."""
+        """This worker's position among the members right now. It can change: for printing, never for deciding.
+
+        Before the first step, the number of the worker.
+        """
+        member = members.current()
+        if not self._joined and member is not None:
+            return int(member.worker_id.removeprefix("w"))
         return self._team.rank if self._team is not None else 0
 
     @property
@@ -290,7 +297,7 @@ class Run:
         drop_last: bool | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: Reduction = "mean",
     ) -> Steps:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -362,7 +369,7 @@ class Run:
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
-            takes_means=reduction == "mean",
+            reduction=reduction,
         )
 
         def make_fetcher(upcoming: Upcoming) -> Fetcher:
