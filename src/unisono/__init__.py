@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from unisono.checkpoint.loading import load_model as load_model
     from unisono.decisions.cadence import Checkpoints as Checkpoints
     from unisono.launcher import launch as launch
+    from unisono.microbatch.loaders import BucketSampler as BucketSampler
     from unisono.state.carried import Carried as Carried
     from unisono.training.run import Run as Run
     from unisono.training.step import Step as Step
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BucketSampler",
     "Carried",
     "CheckpointError",
     "Checkpoints",
@@ -60,6 +62,7 @@ __all__ = [
 # The command line and the head import this package too, and have no use for torch.
 _LATER = {
     "Carried": "unisono.state.carried",
+    "BucketSampler": "unisono.microbatch.loaders",
     "Checkpoints": "unisono.decisions.cadence",
     "Run": "unisono.training.run",
     "Step": "unisono.training.step",

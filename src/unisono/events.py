@@ -72,7 +72,7 @@ class RunStarted(_Event, tag="start"):
     """Empty where the run keeps nothing on a disk."""
     step: int
     """Steps of the run that are done already."""
-    recipe: dict[str, int | bool]
+    recipe: dict[str, int | bool | str]
     """Everything in the script that the bits depend on: batch size, micro-batches, seed ..."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import sys
@@ -85,6 +86,7 @@ def _file_of(module: str) -> str:
     return (spec.origin or "") if spec is not None else ""
 
 
+@functools.cache
 def _processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -3,7 +3,7 @@
 The thread sends heartbeats, receives notices, and wakes the threads that wait for one. When the connection breaks, the
 thread tries to connect again for `RunSpec.head_away_s`, while training goes on in the current generation. The head may
 have missed messages meanwhile, so the thread repeats the last `Ready`, `Holding`, `StepDone`, `Leaving` and
-`Finished`, the last event of each kind, and a `Suspect` that has no answer yet.
+`Finished`, the last event of each kind, and a `Suspect` or a `TalkCall` that has no answer yet.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ from unisono.messages import (
     StepDone,
     StoreAnswer,
     Suspect,
+    TalkAnswer,
+    TalkCall,
+    TalkDone,
     Welcome,
     WorkerLate,
     decode,
@@ -117,6 +120,7 @@ class Member:
         self._outbox: deque[bytes] = deque()
         self._repeated: dict[str, Message] = {}  # the last one of each kind that a new connection repeats
         self._store_calls = StoreCalls(self.send)
+        self._talk_answer: TalkAnswer | None = None
         self._num_received = 0
         self._generation = 0
         self._term = 0
@@ -178,6 +182,26 @@ class Member:
             _current = None
 
     # -- messages to the head ------------------------------------------------------------------------
+
+    def call_others(self, number: int, kind: str, value: bytes = b"") -> TalkAnswer:
+        """Make one of the calls before the training (`unisono.messages.TalkCall`). Blocks until it is decided.
+
+        Raises:
+            RunStopped: the run is over.
+        """
+        self._send_repeatedly(TalkCall(number=number, kind=kind, value=value))
+        with self._changed:
+            while self._stopped is None and (self._talk_answer is None or self._talk_answer.number != number):
+                self._changed.wait(1.0)
+            if self._stopped is not None:
+                raise self._stopped
+            assert self._talk_answer is not None
+            answer, self._talk_answer = self._talk_answer, None
+            return answer
+
+    def was_first(self, number: int, *, ok: bool) -> None:
+        """Report the end of a block of ``run.main_first`` that this worker was to run before the others."""
+        self._send_repeatedly(TalkDone(number=number, ok=ok))
 
     def begin_run(self) -> None:
         """Note that the script makes its `Run`. Nothing is sent.
@@ -484,6 +508,8 @@ class Member:
                 self._notify(message)
             case StoreAnswer():
                 self._store_calls.take_answer(message)
+            case TalkAnswer():
+                self._take_talk_answer(message)
             case Welcome():
                 self._term = learn_term(self._term, message.term)
                 with self._changed:
@@ -510,6 +536,15 @@ class Member:
         self._store_calls.take_notice(notice)
         for callback in list(self._callbacks):
             callback(notice)
+
+    def _take_talk_answer(self, answer: TalkAnswer) -> None:
+        with self._changed:
+            asked = self._repeated.get(TalkCall.__name__)
+            if not isinstance(asked, TalkCall) or asked.number != answer.number:
+                return  # the repetition of an answer
+            del self._repeated[TalkCall.__name__]
+            self._talk_answer = answer
+            self._changed.notify_all()
 
     def _stop(self, error: RunStopped) -> None:
         with self._changed:

@@ -10,6 +10,8 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
                                     Snapshot ------------------>  held for a head that may follow
                                           <-------------------  Kept
               <-------------------  Notice (a generation, with its reason)
+      TalkCall  ----------------->  before `Ready`: "I am at this run.barrier, run.gather ..."
+              <-------------------  TalkAnswer (its result)
       Holding ------------------->  "I have the run's state"
       Beat    ------------------->  every heartbeat_s, with progress
       StepDone (rank 0) --------->
@@ -60,6 +62,9 @@ __all__ = [
     "StoreAnswer",
     "StoreCall",
     "Suspect",
+    "TalkAnswer",
+    "TalkCall",
+    "TalkDone",
     "Welcome",
     "WorkerExit",
     "WorkerLate",
@@ -68,7 +73,7 @@ __all__ = [
     "is_refusal",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 def is_refusal(status: int) -> bool:
@@ -240,6 +245,24 @@ class StoreCall(Message):
     """The generation that needs the keys: they are deleted when it is over. 0: they stay."""
 
 
+class TalkCall(Message):
+    """The script has come to a call of ``run.barrier``, ``run.gather`` ... before its first ``run.steps``."""
+
+    number: int
+    """Of the call, on this worker, from 0."""
+    kind: str
+    """"run.barrier", "run.broadcast", "run.gather" or "run.main_first"."""
+    value: bytes = b""
+
+
+class TalkDone(Message):
+    """The block of ``run.main_first`` of this number is over on the worker that was to run it first."""
+
+    number: int
+    ok: bool = True
+    """False: the block has raised an error, so another worker has to run it."""
+
+
 # -- head to worker ----------------------------------------------------------------------------------
 
 
@@ -271,6 +294,18 @@ class Notice(Message):
     reason: str = ""
     warnings: list[str] = []
     """One for each new member that may compute differently; the journal records them."""
+
+
+class TalkAnswer(Message):
+    """The answer to a `TalkCall`."""
+
+    number: int
+    values: list[bytes] = []
+    """The result: the values of all workers, or the one of a broadcast."""
+    is_first: bool = False
+    """There is no result yet: this worker runs the block of ``run.main_first`` before the others."""
+    error: str = ""
+    """Why there is no result, and never will be."""
 
 
 class StoreAnswer(Message):
@@ -398,7 +433,7 @@ class Lost(Message):
 
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
-    | StoreCall | Welcome | Notice | StoreAnswer | Ended
+    | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot | Kept
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

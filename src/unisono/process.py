@@ -20,17 +20,24 @@ class Process:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._ended = ""
 
     @property
     def is_this(self) -> bool:
         return os.getpid() == self._pid
 
+    def end(self, how: str) -> None:
+        """Refuse what follows in this process as well: the run has ended, in this way."""
+        self._ended = how
+
     def check(self, what: str) -> None:
-        """Check that this is the process of the run.
+        """Check that this is the process of the run, and that the run has not ended.
 
         Raises:
-            UsageError: this is a fork of that process.
+            UsageError: this is a fork of that process, or the run has ended.
         """
+        if self._ended and self.is_this:
+            raise UsageError(f"{what} was called after the end of the run: {self._ended}")
         if not self.is_this:
             raise UsageError(
                 f"{what} was called in process {os.getpid()}, a fork of process {self._pid}, which made the run: a "

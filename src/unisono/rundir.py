@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import RunDirectoryError
-from unisono.journal import JOURNAL
+from unisono.journal import JOURNAL, read
 
 __all__ = [
     "ADDRESS_FILE",
@@ -27,6 +27,7 @@ __all__ = [
     "forget_head",
     "going",
     "holder",
+    "is_blank",
     "is_taken",
     "make",
     "read_facts",
@@ -40,7 +41,8 @@ LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05
 LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
-_OURS = (RUN_FILE, JOURNAL, "checkpoints")
+CHECKPOINTS = "checkpoints"
+_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS)
 
 
 class Lock:
@@ -51,6 +53,13 @@ class Lock:
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
+        self._has_locks = True
+        """The file system of the directory has locks."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no process of another run holds the directory: this one does."""
+        return self._descriptor is not None and self._has_locks
 
     def take(self, directory: Path, run_id: str) -> None:
         """Lock ``directory`` for a run; does nothing if this process holds a lock already.
@@ -112,6 +121,7 @@ class Lock:
             pass
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                self._has_locks = False
                 return True
             raise
         try:
@@ -141,15 +151,19 @@ class RunDirectory:
         self._look_at = 0.0
 
     def claim(self, run_id: str, *, overwrite: bool, resume: bool) -> None:
-        """Claim the directory for run ``run_id`` and lock it; see `claim` and `Lock.take`."""
+        """Claim the directory for run ``run_id`` and lock it; see `claim` and `Lock.take`.
+
+        Another run that has ended before its first step (`is_blank`) is replaced in any case.
+        """
         if self.path is None:
             return
         self._run_id = run_id
         make(self.path)
-        if overwrite or resume or holder(self.path) in (None, run_id):
+        if overwrite or resume or holder(self.path) in (None, run_id) or is_blank(self.path):
             self._lock.take(self.path, run_id)
         try:
-            claim(self.path, run_id, overwrite=overwrite, resume=resume)
+            is_free = self._lock.is_certain and is_blank(self.path)  # under the lock nobody does a first step
+            claim(self.path, run_id, overwrite=overwrite or is_free, resume=resume)
         except BaseException:
             self._lock.release()
             raise
@@ -265,6 +279,16 @@ def holder(directory: Path) -> str | None:
         return str(json.loads(file.read_text(encoding="utf-8"))["run_id"])
     except (ValueError, KeyError, TypeError):
         return f"unreadable {RUN_FILE}"
+
+
+def is_blank(directory: Path) -> bool:
+    """Return whether a directory holds a run without a step, an evaluation or a checkpoint: nothing would be lost."""
+    if "run_id" not in read_facts(directory) or any((directory / CHECKPOINTS).glob("*")):
+        return False
+    try:
+        return not (directory / JOURNAL).exists() or all(line["kind"] == "end" for line in read(directory / JOURNAL))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

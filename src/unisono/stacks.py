@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import sys
 import traceback as tracebacks
 from pathlib import Path
 from types import TracebackType
 
 from unisono.errors import DivergenceError, UsageError
 
-__all__ = ["in_one_line", "show_stacks", "trimmed_traceback"]
+__all__ = ["in_one_line", "level_outside", "show_stacks", "trimmed_traceback"]
 
 
 def show_stacks(worker_id: str) -> None:
@@ -19,6 +20,14 @@ def show_stacks(worker_id: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"{worker_id} is stuck here:\n".encode())
         faulthandler.dump_traceback(2, all_threads=True)
+
+
+def level_outside() -> int:
+    """Return the ``stacklevel`` with which the caller's warning is about the line of the script."""
+    own, level, frame = Path(__file__).parent, 1, sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename, own):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def in_one_line(error: BaseException) -> str:

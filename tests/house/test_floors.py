@@ -26,6 +26,7 @@ FLOORS = {
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
+    "decisions.orders": 1,
     "decisions.following": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
@@ -50,6 +51,7 @@ FLOORS = {
     "fingerprint": 2,
     "lifetime": 2,
     "training.settings": 2,
+    "training.life": 2,
     "process": 2,
     "state.packing": 2,
     # 3, strategies: what a step means.
@@ -63,9 +65,13 @@ FLOORS = {
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
     "training.upcoming": 4,
+    "training.talking": 4,
     "training.step": 4,
+    "training.steps": 4,
     "training.resuming": 4,
     "training.keeping": 4,
+    "training.notes": 4,
+    "training.ending": 4,
     "training.loop": 4,
     "training.run": 4,
     "machine.worker": 4,
@@ -91,6 +97,7 @@ NEIGHBOURS = {
     # Rooms of one floor do not know each other, except:
     "messages": {"errors", "events"},
     "decisions.plan": {"decisions.tree"},
+    "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.following", "decisions.layout"},
@@ -99,6 +106,7 @@ NEIGHBOURS = {
     "member": {"lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"lifetime"},
     "store": {"member"},
+    "training.life": {"process", "stacks"},
     "rundir": {"journal"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
@@ -118,15 +126,23 @@ NEIGHBOURS = {
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
+    "training.talking": {"rounds"},
     "training.upcoming": {"rounds"},
     "training.step": {"rounds"},
+    "training.steps": {"training.step"},
     "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
+    "training.notes": {"training.step"},
+    "training.ending": {"rounds", "training.keeping", "training.loop", "training.notes", "training.steps"},
     "training.run": {
         "rounds",
+        "training.ending",
         "training.keeping",
         "training.loop",
+        "training.notes",
         "training.step",
+        "training.steps",
+        "training.talking",
         "training.upcoming",
         "watch",
     },  # the sinks of a script
@@ -138,6 +154,7 @@ PURE = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
     *("itertools", "json", "math", "operator", "re", "statistics", "string", "struct", "types", "typing", "msgspec"),
     "signal",  # its names of numbers only: signal.Signals(9).name
+    *("array", "hashlib"),  # values, and functions of values
 }
 
 WITHOUT_TORCH = (

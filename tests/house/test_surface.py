@@ -13,6 +13,7 @@ from tests.house.rooms import ROOT, modules
 from tests.waiting import WAIT_S
 
 PUBLIC = [
+    "BucketSampler",
     "Carried",
     "CheckpointError",
     "Checkpoints",

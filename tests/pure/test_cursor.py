@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.decisions.cursor import Cursor, Permutation, mix, seed_of
+from unisono.decisions.orders import Sequential, Shuffled
 from unisono.errors import RecipeError, UsageError
 
 
@@ -23,17 +24,21 @@ def cursors(draw: st.DrawFn) -> Cursor:
     drop_last = draw(st.booleans())
     num_samples = draw(st.integers(batch_size if drop_last else 1, 400))
     return Cursor(
-        num_samples=num_samples,
+        order=Shuffled.of(num_samples) if draw(st.booleans()) else Sequential(num_samples),
         batch_size=batch_size,
         microbatches=microbatches,
         seed=draw(st.integers(0, 2**64 - 1)),
-        shuffle=draw(st.booleans()),
         drop_last=drop_last,
     )
 
 
 def steps_of(cursor: Cursor, epoch: int) -> range:
     return range(epoch * cursor.steps_per_epoch, (epoch + 1) * cursor.steps_per_epoch)
+
+
+def order_of(cursor: Cursor, epoch: int) -> list[int]:
+    places = cursor.order.epoch(cursor.seed, epoch)
+    return [places[position] for position in range(len(places))]
 
 
 def samples_of(cursor: Cursor, epoch: int) -> Iterator[int]:
@@ -75,7 +80,7 @@ def test_a_position_is_computed_from_the_number_alone(cursor: Cursor, step: int)
 
 @given(cursors(), st.integers(0, 50))
 def test_without_shuffling_the_order_is_that_of_the_dataset(cursor: Cursor, epoch: int) -> None:
-    if not cursor.shuffle:
+    if isinstance(cursor.order, Sequential):
         assert list(samples_of(cursor, epoch)) == list(range(len(list(samples_of(cursor, epoch)))))
 
 
@@ -122,8 +127,8 @@ def test_each_sample_stands_at_each_place_about_equally_often() -> None:
 
 
 def test_orders_of_different_seeds_and_epochs_differ() -> None:
-    cursor = Cursor(num_samples=50, batch_size=10, microbatches=2, seed=7)
-    orders = {tuple(cursor.order(epoch)) for epoch in range(100)}
+    cursor = Cursor(order=Shuffled.of(50), batch_size=10, microbatches=2, seed=7)
+    orders = {tuple(order_of(cursor, epoch)) for epoch in range(100)}
     others = {tuple(Permutation(50, seed)) for seed in range(100)}
     assert len(orders) == len(others) == 100
     assert not orders & others
@@ -131,8 +136,8 @@ def test_orders_of_different_seeds_and_epochs_differ() -> None:
 
 def test_two_epochs_share_places_no_more_than_chance_has_it() -> None:
     """Two random orders agree at one place on average; 200 pairs agree at 200, give or take 6 times 14."""
-    cursor = Cursor(num_samples=500, batch_size=10, microbatches=2, seed=7)
-    orders = [tuple(cursor.order(epoch)) for epoch in range(201)]
+    cursor = Cursor(order=Shuffled.of(500), batch_size=10, microbatches=2, seed=7)
+    orders = [tuple(order_of(cursor, epoch)) for epoch in range(201)]
     agreements = sum(a == b for first, second in itertools.pairwise(orders) for a, b in zip(first, second, strict=True))
     assert 200 - 6 * 14 < agreements < 200 + 6 * 14
 
@@ -167,10 +172,10 @@ def test_the_arithmetic_of_seeds_and_orders_is_frozen() -> None:
     assert list(Permutation(10, seed=7)) == [1, 6, 3, 8, 9, 2, 5, 7, 0, 4]
 
 
-def refuse(match: str, **recipe: int | bool) -> None:
-    defaults: dict[str, int | bool] = {"num_samples": 1000, "batch_size": 96, "microbatches": 8, "seed": 7}
+def refuse(match: str, num_samples: int = 1000, **recipe: int | bool) -> None:
+    defaults: dict[str, int | bool] = {"batch_size": 96, "microbatches": 8, "seed": 7}
     with pytest.raises(RecipeError, match=match):
-        Cursor(**(defaults | recipe))  # type: ignore[arg-type]
+        Cursor(order=Shuffled.of(num_samples), **(defaults | recipe))  # type: ignore[arg-type]
 
 
 def test_a_batch_that_cannot_be_cut_is_refused_with_the_numbers_and_a_way_out() -> None:
@@ -183,11 +188,15 @@ def test_the_ways_out_that_an_error_names_work(batch_size: int, microbatches: in
     if batch_size % microbatches == 0:
         return
     with pytest.raises(RecipeError) as caught:
-        Cursor(num_samples=1000, batch_size=batch_size, microbatches=microbatches, seed=7)
+        Cursor(order=Shuffled.of(1000), batch_size=batch_size, microbatches=microbatches, seed=7)
     choices, _, other_size = str(caught.value).partition("microbatches=")[2].rpartition(" or batch_size=")
     for choice in map(int, re.findall(r"\d+", choices)):
-        assert Cursor(num_samples=1000, batch_size=batch_size, microbatches=choice, seed=7).microbatches == choice
-    assert Cursor(num_samples=1000, batch_size=int(other_size), microbatches=microbatches, seed=7).steps_per_epoch
+        assert (
+            Cursor(order=Shuffled.of(1000), batch_size=batch_size, microbatches=choice, seed=7).microbatches == choice
+        )
+    assert Cursor(
+        order=Shuffled.of(1000), batch_size=int(other_size), microbatches=microbatches, seed=7
+    ).steps_per_epoch
 
 
 def test_an_empty_dataset_is_refused() -> None:

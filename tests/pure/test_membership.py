@@ -52,6 +52,8 @@ from unisono.messages import (
     StepDone,
     Stop,
     Suspect,
+    TalkCall,
+    TalkDone,
     WorkerExit,
     WorkerLate,
 )
@@ -2149,6 +2151,8 @@ SAID: Sequence[Message] = (
     Finished(),
     Left(),
     Beat(generation=1, phase=0, step=0, microbatch=0, progress=1, waiting=False),
+    TalkCall(number=0, kind="run.barrier"),
+    TalkDone(number=0),
 )
 
 
@@ -2204,7 +2208,7 @@ def test_another_version_is_refused(hello: Message) -> None:
     story = Story(1)
     story.agent(1)
     before = story.state
-    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 2; install the same version"):
+    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 3; install the same version"):
         story.says("agent1" if isinstance(hello, AgentHello) else "w0", hello)
     assert story.state is before
 

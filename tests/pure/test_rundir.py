@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from unisono import rundir
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL
-from unisono.rundir import RUN_FILE, Lock, claim, describe, forget_head, holder
+from unisono.rundir import RUN_FILE, Lock, RunDirectory, claim, describe, forget_head, holder
 
 
 def test_a_directory_is_made_and_claimed(tmp_path: Path) -> None:
@@ -146,3 +148,57 @@ def test_who_holds_a_directory_knows_whether_it_is_still_there(tmp_path: Path) -
         assert lock.is_in(here, "r1")
     finally:
         lock.release()
+
+
+def test_a_run_that_has_ended_before_its_first_step_is_replaced(tmp_path: Path) -> None:
+    """It crashed in its first micro-batch, say: the next attempt needs no --overwrite."""
+    claim(tmp_path, "r0", overwrite=False)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "journal.jsonl").write_text('{"line": 0, "kind": "end", "ok": false, "reason": "x"}\n')
+    directory = RunDirectory(tmp_path)
+    directory.claim("r1", overwrite=False, resume=False)
+    assert holder(tmp_path) == "r1"
+    assert not (tmp_path / "journal.jsonl").exists()
+    directory.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("journal.jsonl", '{"line": 0, "kind": "step", "step": 0}\n'),
+        ("journal.jsonl", '{"line": 0, "kind": "evaluation", "step": 0}\n'),
+        ("journal.jsonl", "not a journal\n"),
+        ("checkpoints/step-0000000000/manifest.json", "{}"),
+        ("run.json", "{"),
+    ],
+    ids=["step", "evaluation", "broken journal", "checkpoint", "broken description"],
+)
+def test_a_run_that_has_something_to_lose_is_kept(name: str, text: str, tmp_path: Path) -> None:
+    claim(tmp_path, "r0", overwrite=False)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RunDirectoryError, match="holds another run"):
+        RunDirectory(tmp_path).claim("r1", overwrite=False, resume=False)
+    assert (tmp_path / name).read_text() == text
+
+
+def test_a_run_that_is_at_its_first_step_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "LOCK_PATIENCE_S", 0.0)
+    first = RunDirectory(tmp_path)
+    first.claim("r0", overwrite=False, resume=False)
+    with pytest.raises(RunDirectoryError, match="a run is going in"):
+        RunDirectory(tmp_path).claim("r1", overwrite=False, resume=False)
+    assert holder(tmp_path) == "r0"
+    first.release()
+
+
+def test_without_locks_only_the_user_can_say_that_a_run_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    claim(tmp_path, "r0", overwrite=False)
+    with pytest.raises(RunDirectoryError, match="holds another run"):
+        RunDirectory(tmp_path).claim("r1", overwrite=False, resume=False)

@@ -63,8 +63,8 @@ class StaticRun(Run):
     """A run with the members of ``exchange``."""
 
     def __init__(self, exchange: Exchange, directory: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self._exchange = exchange  # before the run begins
         super().__init__(directory, device="cpu", **options)
-        self._exchange = exchange
 
     def _make_team(self, member: Member | None) -> RunTeam:
         return StaticTeam(self._exchange)

@@ -42,6 +42,7 @@ from tests.workers.processes import when_blocked_in
 from unisono.checkpoint import files, saving, snapshot, writer
 from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Cursor
+from unisono.decisions.orders import Shuffled
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import JOURNAL, Journal, compare, read
@@ -494,7 +495,7 @@ def test_a_run_that_has_lost_all_its_workers_does_not_begin_again_after_a_step(k
         )
         keeper.enter("r1", alone=False)
         try:
-            return keeper.begin(0, Cursor(num_samples=8, batch_size=4, microbatches=2, seed=0))
+            return keeper.begin(0, Cursor(order=Shuffled.of(8), batch_size=4, microbatches=2, seed=0))
         finally:
             keeper.close()
 

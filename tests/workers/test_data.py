@@ -28,7 +28,7 @@ from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import StepError
-from unisono.microbatch.data import Fetcher
+from unisono.microbatch.data import Fetcher, Loading, Request
 
 CPU = torch.device("cpu")
 
@@ -346,12 +346,10 @@ def test_a_loader_process_computes_as_the_worker_does() -> None:
     torch.set_num_threads(2)
     fetcher = Fetcher(
         Sums(),
-        lambda _, leaf: (0, [leaf]),
-        seed=1,
+        lambda _, leaf: [(leaf, leaf)],
         device=CPU,
-        collate=None,
-        loader_workers=1,
-        upcoming=lambda: iter([(0, leaf) for leaf in range(4)]),
+        loading=Loading(processes=1),
+        upcoming=lambda: iter([(0, 0, leaf) for leaf in range(4)]),
     )
     try:
         loaded = [fetcher.fetch(0, leaf) for leaf in range(4)]
@@ -377,16 +375,14 @@ def test_a_plan_that_changes_while_data_are_on_their_way() -> None:
     plan = {step: [0, 1] for step in range(30)}
     position = (-1, 0)
 
-    def upcoming() -> Iterator[tuple[int, int]]:
-        return ((step, leaf) for step in sorted(plan) for leaf in plan[step] if (step, leaf) > position)
+    def upcoming() -> Iterator[Request]:
+        return ((step, 0, leaf) for step in sorted(plan) for leaf in plan[step] if (step, leaf) > position)
 
     fetcher = Fetcher(
         Marks(),
-        lambda step, leaf: (0, [3 * step + leaf]),
-        seed=1,
+        lambda step, leaf: [(3 * step + leaf, 1)],
         device=CPU,
-        collate=lambda samples: samples[0],
-        loader_workers=2,
+        loading=Loading(collate=lambda samples: samples[0], processes=2),
         upcoming=upcoming,
     )
     try:

@@ -409,7 +409,7 @@ def test_an_evaluation_may_not_make_parameters() -> None:
 def test_a_model_that_was_made_before_the_run_is_warned_of() -> None:
     """Neither the seed nor the number of threads of the run was in force then."""
     early = Mlp()
-    with pytest.warns(UserWarning, match=r"'model' was made before `with unisono\.Run"), AloneRun(seed=1) as run:
+    with pytest.warns(UserWarning, match=r"'model' was made before `unisono\.Run"), AloneRun(seed=1) as run:
         run.track(model=early)
 
 

@@ -19,6 +19,7 @@ from tests.workers.models import Cnn, Images, Mlp, Rare, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.decisions.cursor import Cursor
+from unisono.decisions.orders import Shuffled
 from unisono.errors import StepError
 from unisono.exchange.alone import Alone
 from unisono.journal import read
@@ -41,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 def global_batches(num_samples: int, batch_size: int, microbatches: int, epochs: int) -> Iterator[list[list[int]]]:
     """The samples of each step, by micro-batch: the order of the run, not its arithmetic."""
-    cursor = Cursor(num_samples=num_samples, batch_size=batch_size, microbatches=microbatches, seed=SEED)
+    cursor = Cursor(order=Shuffled.of(num_samples), batch_size=batch_size, microbatches=microbatches, seed=SEED)
     for step in range(cursor.steps_per_epoch * epochs):
         yield [cursor.indices(step, leaf) for leaf in range(cursor.position(step).num_leaves)]
 

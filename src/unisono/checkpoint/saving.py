@@ -107,17 +107,17 @@ class Saver:
         assert self._directory.path is not None
         return self._directory.path / files.FOLDER
 
-    def join(
-        self, worker_id: str, recipe: dict[str, Any], fingerprint: dict[str, str], *, is_newcomer: bool = False
-    ) -> None:
+    def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
+        """Set the recipe and the fingerprint that go into the manifests from now on."""
+        self._camera.describe(recipe, fingerprint)
+
+    def join(self, worker_id: str, *, is_newcomer: bool = False) -> None:
         """Note that this member is in the run, and that the directory is claimed.
 
         Args:
-            recipe: of the run, for the manifests.
             is_newcomer: this member does not know which members see the directory until it has their reports.
         """
         self._worker_id = worker_id
-        self._camera.describe(recipe, fingerprint)
         if is_newcomer:
             self.reaching = frozenset()
         if self._directory.is_seen and (found := files.complete(self.folder)):

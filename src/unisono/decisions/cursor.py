@@ -1,7 +1,8 @@
 """The samples of a step: a pure function of the recipe and the step's number.
 
-The order of an epoch is a permutation of ``(seed, epoch)`` that can be evaluated at any position
-without storing it, so a position in the data is a step number and nothing else.
+The order of an epoch is a pure function of ``(seed, epoch)``, so a position in the data is a step number and nothing
+else. The usual order, a permutation, can be evaluated at any position without storing it; `unisono.decisions.orders`
+has the others.
 
 The permutation is a Feistel network over pairs ``(left, right)`` with ``left < a`` and ``right < b``,
 ``a * b >= n``: each round adds a keyed hash of one half to the other, modulo its size, which is
@@ -15,10 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from unisono.errors import RecipeError
 
-__all__ = ["Cursor", "Permutation", "StepPosition", "mix", "seed_of"]
+__all__ = ["Cursor", "Order", "Permutation", "Places", "Recipe", "StepPosition", "mix", "seed_of"]
+
+Recipe = dict[str, int | bool | str]
+"""The parts of a recipe by name."""
 
 MASK = (1 << 64) - 1
 ROUNDS = 8
@@ -74,12 +79,44 @@ class Permutation:
                 return position
 
 
+class Places(Protocol):
+    """The order of one epoch: position -> sample index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int, /) -> int: ...
+
+
+class Order(Protocol):
+    """A rule for the order of the samples: a pure function of (seed, epoch)."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, the same in each."""
+
+    @property
+    def num_indices(self) -> int:
+        """All sample indices are below this number."""
+
+    @property
+    def name(self) -> str:
+        """The order in words, for the recipe. Orders that differ in anything have other names."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a sample may come more than once in an epoch."""
+
+    def epoch(self, seed: int, epoch: int) -> Places:
+        """Return the order of an epoch."""
+
+
 @dataclass(frozen=True)
 class StepPosition:
     """Position of a step in the data: a function of the recipe and ``number`` alone."""
 
     number: int
     epoch: int
+    """Counted over the whole run."""
     first: int
     num_samples: int
     microbatch_size: int
@@ -99,16 +136,16 @@ class StepPosition:
 class Cursor:
     """The data part of a recipe: from a step number to sample indices."""
 
-    num_samples: int
-    """Length of the dataset."""
+    order: Order
     batch_size: int
     """Samples of one global batch."""
     microbatches: int
     """M: equal cuts of a global batch; part of the recipe, never derived from the worker count."""
     seed: int
-    shuffle: bool = True
     drop_last: bool = False
     """Leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly."""
+    first_epoch: int = 0
+    """Epochs of the run before step 0."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -131,6 +168,24 @@ class Cursor:
             )
 
     @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.order.num_samples
+
+    @property
+    def recipe(self) -> Recipe:
+        """Everything that the data of a step depend on, by name, in words."""
+        return {
+            "num_samples": self.num_samples,
+            "batch_size": self.batch_size,
+            "microbatches": self.microbatches,
+            "seed": self.seed,
+            "order": self.order.name,
+            "drop_last": self.drop_last,
+            "first_epoch": self.first_epoch,
+        }
+
+    @property
     def steps_per_epoch(self) -> int:
         full, rest = divmod(self.num_samples, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
@@ -141,23 +196,30 @@ class Cursor:
         first = within * self.batch_size
         return StepPosition(
             number=step,
-            epoch=epoch,
+            epoch=self.first_epoch + epoch,
             first=first,
             num_samples=min(self.batch_size, self.num_samples - first),
             microbatch_size=self.batch_size // self.microbatches,
         )
 
-    def order(self, epoch: int) -> Permutation | range:
-        """Return the order of an epoch: position -> sample index."""
-        if not self.shuffle:
-            return range(self.num_samples)
-        return Permutation(self.num_samples, seed_of(self.seed, "order", epoch))
-
     def indices(self, step: int, leaf: int) -> list[int]:
         """Return the sample indices of one micro-batch."""
         position = self.position(step)
-        order = self.order(position.epoch)
-        return [order[index] for index in position.leaf(leaf)]
+        places = self.order.epoch(self.seed, position.epoch)
+        return [places[index] for index in position.leaf(leaf)]
+
+    def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
+        """Return (sample index, seed of its augmentation) of each sample of a micro-batch.
+
+        The seed is that of (seed, epoch, sample index); where a sample may come more than once in an epoch, each of
+        its places has another one.
+        """
+        position = self.position(step)
+        epoch_seed = seed_of(self.seed, "sample", position.epoch)
+        places = zip(position.leaf(leaf), self.indices(step, leaf), strict=True)
+        if self.order.repeats:
+            return [(index, seed_of(epoch_seed, index, place)) for place, index in places]
+        return [(index, seed_of(epoch_seed, index)) for _, index in places]
 
 
 def _choices(cursor: Cursor) -> str:

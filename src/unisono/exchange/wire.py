@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.words import listed
 
-__all__ = ["Collective", "Wire", "release_abandoned"]
+__all__ = ["Collective", "Wire", "release_abandoned", "wire_of_one"]
 
 SLICE_S = 0.2  # a wait checks its condition this often even if a notification was missed
 DIGEST_BYTES = 8
@@ -74,7 +74,9 @@ class Wire:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._pending: list[Any] = []
+        self._store = store
         self._group: Any = None
+        self._wrapped: dist.ProcessGroup | None = None
         self._failure: Exception | None = None
         self._missing: list[str] = []
         self._all_here_at: float | None = None
@@ -146,6 +148,17 @@ class Wire:
         options.rootTensor = 0
         self._start(lambda group: group.broadcast([tensor], options), tensor).wait()
 
+    def process_group(self) -> dist.ProcessGroup:
+        """Return this group for functions of ``torch.distributed``, when it is formed."""
+        backend = self._connected()
+        if self._wrapped is None:
+            name = "NCCL" if self.device.type == "cuda" else "GLOO"
+            kind = getattr(dist.ProcessGroup.BackendType, name)
+            self._wrapped = dist.ProcessGroup(self._store, self.rank, self.size)
+            self._wrapped._set_default_backend(kind)
+            self._wrapped._register_backend(self.device, kind, backend)
+        return self._wrapped
+
     def interrupt(self, error: Exception) -> None:
         with self._changed:
             self._error = error
@@ -155,7 +168,7 @@ class Wire:
         with self._changed:
             self._closed = True
             self._error = PeerLost(f"this member has left its group of {self.size} members")
-            group, self._group = self._group, None
+            group, self._group, self._wrapped = self._group, None, None
         pending, self._pending = self._pending, []
         if self.device.type == "cuda":
             # abort() takes long if a peer is gone, and ends the pending collectives.
@@ -251,6 +264,12 @@ class Collective:
         """
         self._wire._finish(self._work)
         self._tensors = ()
+
+
+def wire_of_one(device: torch.device) -> Wire:
+    """Return the wire of a worker that is alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return Wire(dist.HashStore(), 0, 1, device=device, backend=backend, address="127.0.0.1", timeout_s=CONNECT_S)
 
 
 def release_abandoned() -> bool:

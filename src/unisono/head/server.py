@@ -60,6 +60,7 @@ from unisono.messages import (
     StepDone,
     Stop,
     StoreCall,
+    TalkCall,
     Welcome,
     WorkerExit,
     WorkerLate,
@@ -75,6 +76,9 @@ MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
+"""Messages that a worker sends again to a head that follows: one without a consequence need not be remembered at once.
+"""
 LAST_WORDS_S = 1.0  # at its end the head waits so long for its last messages to go out
 
 
@@ -354,7 +358,7 @@ class Head:
             self._reason = reason
         # The first step is sent to the heirs at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
-        if actions or is_first_step or not isinstance(message, Beat | StepDone | Hello | Ready | Holding):
+        if actions or is_first_step or not isinstance(message, _REPORTED_AGAIN):
             self._remember()
         elif not isinstance(message, Beat | StepDone):
             self._remember_soon()

@@ -90,7 +90,7 @@ def _does(line: Line) -> str:
 
 
 _SAME: Final = {
-    "step": ("step", "epoch", "samples", "digest", "loss", "weight"),
+    "step": ("step", "epoch", "samples", "digest", "loss", "weight", "totals", "losses"),
     "evaluation": ("step", "totals"),
     "end": ("ok", "digests"),
 }

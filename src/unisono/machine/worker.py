@@ -27,6 +27,7 @@ from unisono.member import Member
 from unisono.messages import MemberInfo
 from unisono.spec import WORKER, WorkerSpec
 from unisono.stacks import trimmed_traceback
+from unisono.training import life
 
 __all__ = ["STACK_SIGNAL", "main"]
 
@@ -136,7 +137,7 @@ def _run_and_report(member: Member, arguments: list[str]) -> int:
         error = raised
     if os.getpid() != own:
         return _end_of_fork(error)
-    return _report(member, error)
+    return _report(member, life.end_all(error))
 
 
 def _end_of_fork(error: BaseException | None) -> int:
@@ -221,6 +222,8 @@ def _call(function: Path, result: Path) -> None:
 
     sys.path.insert(0, os.getcwd())
     value = cloudpickle.loads(function.read_bytes())()
+    if (failure := life.end_all(None)) is not None:
+        raise failure
     member = members.current()
     notice = member.latest() if member is not None else None
     first = notice.members[0].worker_id if notice is not None and notice.members else "w0"

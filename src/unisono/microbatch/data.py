@@ -7,17 +7,22 @@ process that loads the sample.
 Loader processes (torch's `DataLoader`) fetch the micro-batches of the plan ahead. The sampler reads the plan when it
 sends out a request. When the plan changes, requested batches that are still useful are kept, the others are dropped,
 and batches that were not requested are fetched in this process.
+
+A request is (step, turn, leaf); turn counts the passes over the same global batch from 0. Each pass gets a batch of its
+own, with the same samples and the same augmentation: the script may change a batch in place.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import multiprocessing
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from typing import Any, Protocol
@@ -26,13 +31,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from unisono.decisions.cursor import seed_of
 from unisono.errors import RecipeError
 from unisono.lifetime import PARENT, bind_to_parent
 from unisono.microbatch.randomness import seed_everything
 from unisono.process import Process
 
-__all__ = ["Fetcher", "MapDataset", "check_dataset", "to_device"]
+__all__ = ["Fetcher", "Loading", "MapDataset", "Request", "check_dataset", "to_device"]
 
 
 class MapDataset(Protocol):
@@ -43,8 +47,26 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-Samples = Callable[[int, int], tuple[int, list[int]]]
-"""(step, leaf) -> the epoch, and the sample indices of that micro-batch."""
+Collate = Callable[[list[Any]], Any]
+"""A list of samples -> a batch."""
+Keys = Callable[[int, int], Sequence[tuple[int, int]]]
+"""(step, leaf) -> (sample index, seed of its augmentation) of each sample of that micro-batch."""
+Request = tuple[int, int, int]
+"""A batch that is needed: (step, turn, leaf)."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How samples are loaded; what torch's ``DataLoader`` calls the same has the same meaning."""
+
+    collate: Collate = default_collate
+    processes: int = 0
+    """Loader processes of each worker; 0 loads in the worker itself."""
+    prefetch_factor: int | None = None
+    timeout: float = 0.0
+    worker_init_fn: Callable[[int], None] | None = None
+    context: Any = None
+    """Of module multiprocessing: how the processes are started; None: the default."""
 
 
 def check_dataset(dataset: Any) -> int:
@@ -53,11 +75,6 @@ def check_dataset(dataset: Any) -> int:
     Raises:
         RecipeError: ``dataset`` is no map-style dataset.
     """
-    if isinstance(dataset, DataLoader):
-        raise RecipeError(
-            "run.steps needs the dataset itself, got a DataLoader, whose batches cannot be divided among the workers; "
-            "pass loader.dataset, and batch_size=, collate= and loader_workers= as arguments of run.steps"
-        )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise RecipeError(
             f"the dataset is a {type(dataset).__qualname__}, which can only be iterated, and Unisono finds samples by "
@@ -73,46 +90,46 @@ class Fetcher:
     """Fetches micro-batches.
 
     Args:
-        samples: the cursor's view of the data.
-        seed: of the run; augmentation is seeded from it.
-        upcoming: the requests (step, leaf) that this worker will probably make next; read when a fetch ahead is sent
-            out. Used with loader processes only.
+        keys: the cursor's view of the data.
+        upcoming: the requests that this worker will probably make next; read when a fetch ahead is sent out. A request
+            may stand there more than once. Used with loader processes only.
     """
 
     def __init__(
         self,
         dataset: MapDataset,
-        samples: Samples,
+        keys: Keys,
         *,
-        seed: int,
         device: torch.device,
-        collate: Callable[[list[Any]], Any] | None,
-        loader_workers: int,
-        upcoming: Callable[[], Iterator[tuple[int, int]]] | None = None,
+        loading: Loading = Loading(),
+        upcoming: Callable[[], Iterator[Request]] | None = None,
     ) -> None:
         self._dataset = dataset
-        self._samples = samples
-        self._seed = seed
+        self._keys = keys
         self._device = device
-        self._collate = collate or default_collate
+        self._collate = loading.collate
         # Nothing random happens in a TensorDataset: whole batches can be indexed.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and self._collate is default_collate else None
         self._ahead: _Ahead | None = None
-        if loader_workers > 0 and self._tensors is None:
+        if loading.processes > 0 and self._tensors is None:
             assert upcoming is not None
-            self._ahead = _Ahead(self, upcoming, loader_workers, pin=device.type == "cuda")
+            self._ahead = _Ahead(self, dataset, loading, upcoming, pin=device.type == "cuda")
 
-    def fetch(self, step: int, leaf: int) -> Any:
-        """Return the batch of one micro-batch, on the device."""
-        batch = self._ahead.take(step, leaf) if self._ahead is not None else self._fetch_here(step, leaf)
+    def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
+        """Return the batch of one micro-batch, on the device.
+
+        Args:
+            turn: counts the passes over the same global batch.
+        """
+        batch = self._ahead.take((step, turn, leaf)) if self._ahead is not None else self.fetch_here(step, leaf)
         return to_device(batch, self._device)
 
-    def comes(self, step: int, leaf: int) -> bool:
+    def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
         """Return whether `fetch` takes this batch from a loader process, if there are any.
 
         A dataset that opens its files where it is first read must not be read in two processes that share them.
         """
-        return self._ahead is None or self._ahead.comes(step, leaf)
+        return self._ahead is None or self._ahead.comes((step, turn, leaf))
 
     def close(self) -> None:
         """End the loader processes."""
@@ -122,18 +139,17 @@ class Fetcher:
 
     def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
         """Return (sample index, seed for its augmentation) of each sample."""
-        epoch, indices = self._samples(step, leaf)
-        epoch_seed = seed_of(self._seed, "sample", epoch)
-        return [(index, seed_of(epoch_seed, index)) for index in indices]
+        return list(self._keys(step, leaf))
 
-    def _fetch_here(self, step: int, leaf: int) -> Any:
+    def fetch_here(self, step: int, leaf: int) -> Any:
+        """Return the batch of one micro-batch, made in this process."""
+        keys = self._keys(step, leaf)
         if self._tensors is not None:
-            _, indices = self._samples(step, leaf)
-            index = torch.tensor(indices)
+            index = torch.tensor([index for index, _ in keys])
             return [tensor[index] for tensor in self._tensors]
         seeded = _Seeded(self._dataset)
         with _one_thread():
-            return self._collate([seeded[key] for key in self.keys(step, leaf)])
+            return self._collate([seeded[key] for key in keys])
 
 
 @contextlib.contextmanager
@@ -168,36 +184,52 @@ class _Ahead:
     """Loader processes that work ahead of the plan."""
 
     def __init__(
-        self, fetcher: Fetcher, upcoming: Callable[[], Iterator[tuple[int, int]]], num_processes: int, *, pin: bool
+        self,
+        fetcher: Fetcher,
+        dataset: MapDataset,
+        loading: Loading,
+        upcoming: Callable[[], Iterator[Request]],
+        *,
+        pin: bool,
     ) -> None:
         self._process = Process()
         self._fetcher = fetcher
         self._upcoming = upcoming
-        self._sent: collections.deque[tuple[int, int]] = collections.deque()
-        self._kept: dict[tuple[int, int], Any] = {}
+        self._sent: collections.deque[Request] = collections.deque()
+        self._kept: collections.defaultdict[Request, list[Any]] = collections.defaultdict(list)
+        method = (loading.context or multiprocessing).get_start_method()
+        # A process that comes from the fork server has that one as its parent, and ends with it.
+        parent = os.getpid() if method != "forkserver" else None
         loader: DataLoader[Any] = DataLoader(
-            _Seeded(fetcher._dataset),  # type: ignore[arg-type]
+            _Seeded(dataset),  # type: ignore[arg-type]
             batch_sampler=_Sampler(self._requests),
-            num_workers=num_processes,
-            collate_fn=fetcher._collate,
+            num_workers=loading.processes,
+            collate_fn=loading.collate,
             pin_memory=pin,
-            worker_init_fn=partial(_start_loader_process, os.getpid()),
+            prefetch_factor=loading.prefetch_factor,
+            timeout=loading.timeout,
+            multiprocessing_context=loading.context,
+            worker_init_fn=partial(_start_loader_process, parent, loading.worker_init_fn),
             generator=torch.Generator(),
         )
         self._batches: Iterator[Any] | None = iter(loader)
 
-    def take(self, step: int, leaf: int) -> Any:
-        wanted = (step, leaf)
-        while wanted not in self._kept:
-            # The sampler sends out the next request during this wait, so look at the sent requests each time.
-            if wanted not in self._sent or self._batches is None:
-                return self._fetcher._fetch_here(step, leaf)
+    def take(self, wanted: Request) -> Any:
+        step, turn, leaf = wanted
+        now = (step, turn, 0)
+        while not self._kept[wanted]:
+            # The sampler sends out the next request during this wait, so look at the sent requests each time. Batches
+            # that nobody needs any more are taken as well: as long as they stand in the way, no request is sent out.
+            is_useful = wanted in self._sent or (self._sent and self._sent[0] < now)
+            if self._batches is None or not is_useful:
+                return self._fetcher.fetch_here(step, leaf)
             batch = next(self._batches)
             arrived = self._sent.popleft()
-            if arrived >= (step, 0):
-                self._kept[arrived] = batch
-        batch = self._kept.pop(wanted)
-        self._kept = {request: kept for request, kept in self._kept.items() if request[0] >= step}
+            if arrived >= now:
+                self._kept[arrived].append(batch)
+        batch = self._kept[wanted].pop()
+        for request in [request for request in self._kept if request < now]:
+            del self._kept[request]
         return batch
 
     def close(self) -> None:
@@ -209,18 +241,28 @@ class _Ahead:
         if shutdown is not None:
             shutdown()
 
-    def comes(self, step: int, leaf: int) -> bool:
-        return (step, leaf) in self._kept or (self._batches is not None and (step, leaf) in self._sent)
+    def comes(self, request: Request) -> bool:
+        return bool(self._kept[request]) or (self._batches is not None and request in self._sent)
 
     def _requests(self) -> Iterator[list[tuple[int, int]]]:
-        known: set[tuple[int, int]] = set()
-        while True:
-            request = next((r for r in self._upcoming() if r not in known), None)
-            if request is None:
-                return
-            known = {r for r in known if r >= (request[0] - 1, 0)} | {request}
+        sent: collections.Counter[Request] = collections.Counter()
+        while (request := self._next_request(sent)) is not None:
+            sent[request] += 1
             self._sent.append(request)
-            yield self._fetcher.keys(*request)
+            step, _, leaf = request
+            yield self._fetcher.keys(step, leaf)
+
+    def _next_request(self, sent: collections.Counter[Request]) -> Request | None:
+        """Return the first upcoming request that was not sent as often as it stands there; forget those of the past."""
+        seen: collections.Counter[Request] = collections.Counter()
+        for request in self._upcoming():
+            if not seen:
+                for past in [past for past in sent if past[0] < request[0]]:
+                    del sent[past]
+            seen[request] += 1
+            if seen[request] > sent[request]:
+                return request
+        return None
 
 
 class _Sampler:
@@ -233,13 +275,16 @@ class _Sampler:
         return self._requests()
 
 
-def _start_loader_process(parent: int, _: int) -> None:
-    os.environ[PARENT] = str(parent)
-    bind_to_parent(signal.SIGKILL)
+def _start_loader_process(parent: int | None, then: Callable[[int], None] | None, number: int) -> None:
+    if parent is not None:
+        os.environ[PARENT] = str(parent)
+        bind_to_parent(signal.SIGKILL)
     if sys.platform == "linux":
         # Tensors are handed over through a socket. A name in the file system would stay when this process is killed.
         # A process that connects has to prove that it knows the key of the parent.
         setattr(connection, "arbitrary_address", partial(_nameless_address, connection.arbitrary_address))  # type: ignore[attr-defined]  # noqa: B010
+    if then is not None:
+        then(number)
 
 
 def _nameless_address(original: Callable[[str], Any], family: str) -> Any:
@@ -247,7 +292,9 @@ def _nameless_address(original: Callable[[str], Any], family: str) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with all of its tensors on ``device``; tuples, lists and dicts are searched."""
+    """Return the batch with all of its tensors on ``device``: what has a method ``to`` is asked (a batch of graphs, a
+    packed sequence); tuples, lists and dicts are searched.
+    """
     if device.type == "cpu":
         return batch
     return _move(batch, device)
@@ -256,12 +303,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
+    if hasattr(value, "to") and callable(value.to):
+        return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_move(item, device) for item in value))
     if isinstance(value, (list, tuple)):
         return type(value)(_move(item, device) for item in value)
     if isinstance(value, dict):
         return type(value)((key, _move(item, device)) for key, item in value.items())
-    if hasattr(value, "to") and callable(value.to):
-        return value.to(device)
     return value

@@ -163,6 +163,11 @@ class GradientFolder:
         )
 
     @property
+    def is_new(self) -> bool:
+        """Whether this worker has not finished a micro-batch of the run yet."""
+        return not self._calls.has_looked
+
+    @property
     def nodes(self) -> dict[Node, Slot]:
         """The nodes of the step that are complete; call `copy_adopted` before they are read."""
         return self._slots.nodes
@@ -348,8 +353,10 @@ class GradientFolder:
         name = self.trained[index][0]
         if not current.in_backward:
             raise StepError(
-                f"the gradient of {name!r} was computed by loss.backward(); "
-                "inside `for ... in step` call step.backward(loss) instead"
+                f"the gradient of {name!r} was computed by a call that cannot be taken as step.backward(loss): "
+                "torch.autograd.backward, or backward() of a tensor with more than one element, with gradient=, "
+                "inputs= or create_graph=, or in another thread. Inside of `for ... in step` call loss.backward() or "
+                "step.backward(loss); for other gradients use torch.autograd.grad"
             )
         gradient = parameter.grad
         if gradient is None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from unisono import member as members
 from unisono.errors import LossError, StepError
 from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.graphs import divided_by, is_sum
+from unisono.stacks import level_outside
 
-__all__ = ["Microbatch"]
+__all__ = ["Microbatch", "Reduction"]
+
+Reduction = Literal["mean", "sum"]
+"""What the losses are, over the samples of a micro-batch."""
 
 
 class Microbatch:
@@ -23,10 +30,12 @@ class Microbatch:
         num_samples: the weight of a loss that gives none.
         samples: returns the indices of its samples, for errors.
         scale: a power of two that all weights are divided by.
+        reduction: "sum": the gradients are those of the losses as they are, and a weight is for buffers only.
 
     Attributes:
         weight: of all its losses, scaled; 0 if it does not count.
-        weighted_loss: sum of weight * loss over its losses.
+        weighted_loss: sum of weight * loss over its losses; of the losses, where they are sums.
+        is_in_backward: whether gradients are being computed.
     """
 
     def __init__(
@@ -38,10 +47,13 @@ class Microbatch:
         num_samples: int,
         samples: Callable[[], Sequence[int]],
         scale: float,
+        reduction: Reduction = "mean",
     ) -> None:
         self.leaf = leaf
         self.where = f"step {step}, micro-batch {leaf}"
         self.weight = self.weighted_loss = 0.0
+        self.is_in_backward = False
+        self._reduction = reduction
         self._folder = folder
         self._step = step
         self._num_samples = num_samples
@@ -69,17 +81,43 @@ class Microbatch:
                 f"the loss of {self.where} is {value} (samples {self._samples()}); nothing was updated. "
                 "torch.autograd.set_detect_anomaly(True) names the operation"
             )
+        self._look(loss)
         # The weight as the loss's own dtype can express it, so that sum and total agree.
-        rounded = float(torch.tensor(share, dtype=loss.dtype))
+        rounded = float(torch.tensor(share, dtype=loss.dtype)) if self._reduction == "mean" else share
         if not math.isfinite(rounded):
             raise LossError(
                 f"{self.where}: the weight {share * self._scale:g} is too large for a loss of {loss.dtype}; "
                 "give the loss in float32: step.backward(loss.float(), ...)"
             )
+        factor = rounded if self._reduction == "mean" else 1.0
         self.weight = rounded
-        self.weighted_loss += rounded * value
+        self.weighted_loss += factor * value
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        self._folder.backward(loss, rounded * scale, retain_graph=retain_graph)
+        self.is_in_backward = True
+        try:
+            self._folder.backward(loss, factor * scale, retain_graph=retain_graph)
+        finally:
+            self.is_in_backward = False
+
+    def _look(self, loss: Tensor) -> None:
+        """Warn of a loss that is probably not what the step takes it for. Looks at a run's first micro-batch only."""
+        member = members.current()
+        if not self._folder.is_new or (member is not None and member.worker_id != "w0"):  # once for all workers
+            return
+        if (number := divided_by(loss)) is not None:
+            warnings.warn(
+                f"the loss of {self.where} is a mean divided by {number}. If the division is for gradient "
+                "accumulation, remove it: a step takes the mean over its micro-batches itself, and the gradients are "
+                f"{number} times too small",
+                stacklevel=level_outside(),
+            )
+        elif self._reduction == "mean" and is_sum(loss, self._num_samples):
+            warnings.warn(
+                f"the loss of {self.where} is a sum over its {self._num_samples} samples, and is taken for their mean: "
+                "the gradients are then the mean of the sums of all micro-batches. Add reduction='sum' to run.steps "
+                "for their sum, or call step.backward(loss / n) with the mean over the n samples of the micro-batch",
+                stacklevel=level_outside(),
+            )
 
     def finish(self) -> None:
         """Check that the script has called backward.

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from unisono.decisions.cadence import Position, differences, table
+from unisono.decisions.cursor import Recipe
 from unisono.errors import RecipeError
 from unisono.rounds.life import Rounds
 from unisono.rounds.standing import Report
@@ -57,7 +58,7 @@ class Admission:
         self._state: _Fresh | _BeginsLater | _Arrived = _Fresh()
         self.lines: list[str] = []
 
-    def join(self, phase: int, recipe: dict[str, int | bool], begin: Begin) -> bool:
+    def join(self, phase: int, recipe: Recipe, begin: Begin) -> bool:
         """Get into the run, with its state. Collective for the members of the generation that admits this one.
 
         Args:
@@ -94,9 +95,7 @@ class Admission:
             return self._team.meet(own)
         return self._team.join(phase, own)
 
-    def _begin_together(
-        self, reports: list[Report], phase: int, recipe: dict[str, int | bool], begin: Begin
-    ) -> Position | None:
+    def _begin_together(self, reports: list[Report], phase: int, recipe: Recipe, begin: Begin) -> Position | None:
         """Begin a run that no member has the state of. Collective.
 
         Returns:
@@ -133,7 +132,7 @@ class Admission:
         self.lines = state.pop("lines")
         self._state = _Arrived(now[self._team.rank], state)
 
-    def _arrive(self, arrived: _Arrived, phase: int, recipe: dict[str, int | bool]) -> bool:
+    def _arrive(self, arrived: _Arrived, phase: int, recipe: Recipe) -> bool:
         """Load the received state if the script has reached its phase, else only the models.
 
         The code before the next phase may compute data with the models. Objects of that phase may not exist yet.
@@ -149,7 +148,7 @@ class Admission:
         self._rounds.start_at(source.round, position, is_newcomer=True)
         return True
 
-    def _check_recipe(self, other: Report, phase: int, recipe: dict[str, int | bool]) -> None:
+    def _check_recipe(self, other: Report, phase: int, recipe: Recipe) -> None:
         """Raise RecipeError if this worker's recipe differs. Unchecked, it would silently contribute other leaves."""
         if other.phase == phase and (rows := differences(other.recipe, recipe)):
             raise RecipeError(

@@ -12,11 +12,12 @@ from unisono.errors import UsageError
 from unisono.exchange import Exchange, network, shared, two_level
 from unisono.exchange.alone import Alone
 from unisono.exchange.context import Builder, Context
+from unisono.exchange.wire import Wire
 from unisono.member import Member
 from unisono.messages import Notice
 from unisono.store import HeadStore
 
-__all__ = ["AUTO", "EXCHANGES", "build_exchange", "choose_kind", "hosts_of"]
+__all__ = ["AUTO", "EXCHANGES", "build_exchange", "choose_kind", "hosts_of", "open_wire"]
 
 AUTO = "auto"
 """The name of the fastest exchange for the members at hand."""
@@ -74,7 +75,17 @@ def build_exchange(
     """
     if len(notice.members) == 1 and device.type != "cpu":
         return Alone(device)
-    context = Context(
+    context = _context(notice, rank, member, device, timeout_s)
+    return EXCHANGES[choose_kind(notice, wanted, device)](context)
+
+
+def open_wire(notice: Notice, rank: int, *, member: Member, device: torch.device, timeout_s: float) -> Wire:
+    """Begin to connect this worker with the others of a generation for the script's own collectives; does not wait."""
+    return _context(notice, rank, member, device, timeout_s).open_wire("script", range(len(notice.members)))
+
+
+def _context(notice: Notice, rank: int, member: Member, device: torch.device, timeout_s: float) -> Context:
+    return Context(
         generation=notice.generation,
         rank=rank,
         hosts=tuple(hosts_of(notice)),
@@ -86,7 +97,6 @@ def build_exchange(
         page=member.page,
         pages=[info.page for info in notice.members],
     )
-    return EXCHANGES[choose_kind(notice, wanted, device)](context)
 
 
 def _store(member: Member, generation: int, timeout_s: float, name: str) -> HeadStore:

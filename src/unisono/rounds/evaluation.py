@@ -14,7 +14,6 @@ keeps state gives other totals.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
 from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
-from unisono.microbatch.data import Fetcher
+from unisono.microbatch.data import Fetcher, Request
 from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests
@@ -165,7 +164,7 @@ class EvaluationRound:
         return self._evaluator.totals(batch)
 
 
-MakeFetcher = Callable[[Callable[[], Iterator[tuple[int, int]]]], Fetcher]
+MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Fetcher]
 """Makes the fetcher of an evaluation, whose batches are (0, batch); gets those that this worker will need."""
 
 
@@ -196,7 +195,7 @@ def evaluate(
     shares = even_plan(size, num_batches)
     other = rehearsal(shares, rank, number).other if rehearses else None
     mine = [*shares.ranges[rank], *([other] if other is not None else [])]
-    fetcher = make_fetcher(lambda: ((0, batch) for batch in mine))
+    fetcher = make_fetcher(lambda: ((0, 0, batch) for batch in mine))
     before = Structure(tracked)
     for module in tracked.modules.values():
         module.eval()
@@ -221,8 +220,8 @@ def _evaluate_alone(evaluator: Evaluator, num_batches: int) -> Totals:
     return _add_up(have)
 
 
-def check_batches(num_samples: int, batch_size: int) -> int:
-    """Return how many batches an evaluation has.
+def check_batches(num_samples: int, batch_size: int) -> None:
+    """Check that an evaluation has batches.
 
     Raises:
         RecipeError: the dataset is empty, or the batch size is below 1.
@@ -231,7 +230,6 @@ def check_batches(num_samples: int, batch_size: int) -> int:
         raise RecipeError("run.evaluate got an empty dataset (length 0)")
     if batch_size < 1:
         raise RecipeError(f"batch_size must be at least 1, got {batch_size}")
-    return math.ceil(num_samples / batch_size)
 
 
 def _add_up(have: Mapping[int, Totals]) -> Totals:

@@ -22,7 +22,7 @@ from unisono.faults import point
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards
-from unisono.microbatch.losses import Microbatch
+from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.balancing import Helping
@@ -52,15 +52,14 @@ class StepContext:
     phase: int
     first_number: int
     """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
-    note_plan: Callable[[int, Plan, int | None], None]
-    """Callback: (step, its plan, micro-batch of another member that this one computes as well), for loader processes.
-    """
+    note_plan: Callable[[int, Plan, int | None, int], None]
+    """Callback: (step, its plan, micro-batch that is computed as well to compare it, pass), for loader processes."""
     guards: Guards
     agreement: Agreement
     clock: Clock
     tracked: Tracked
-    takes_means: bool = True
-    """The losses are means over a micro-batch; False: sums."""
+    reduction: Reduction = "mean"
+    """What the losses are, over the samples of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class GradientRound:
     def loss(self) -> float:
         """The mean loss; where losses are sums, their sum. After the round."""
         weight, weighted_loss = self._scalars
-        return weighted_loss / weight if self._context.takes_means else weighted_loss
+        return weighted_loss / weight if self._context.reduction == "mean" else weighted_loss
 
     @property
     def weight(self) -> float:
@@ -209,7 +208,7 @@ class GradientRound:
         """Yield this member's micro-batches to the script, and fold the gradients."""
         rehearsal = self._rehearsal
         other = rehearsal.other if rehearsal is not None else None
-        self._context.note_plan(self._position.number, plan, other)
+        self._context.note_plan(self._position.number, plan, other, self.turn.number)
         todo = plan.ranges[self._members.rank]
         helping = self._members.balancing.helping(plan)
         for index, leaf in enumerate(todo):
@@ -221,7 +220,7 @@ class GradientRound:
             yield from self._compute_leaf(leaf, following, plan if is_last else None)
             if is_rehearsed:
                 self._context.agreement.note_own(self._folder.fingerprint(leaf))
-        if other is not None and self._context.fetcher.comes(self._position.number, other):
+        if other is not None and self._context.fetcher.comes(self._position.number, other, self.turn.number):
             yield from self._rehearse(other)
         if helping is not None:
             yield from self._help(helping)
@@ -331,10 +330,11 @@ class GradientRound:
             num_samples=len(self._position.leaf(leaf)),
             samples=samples,
             scale=self.scale,
+            reduction=self._context.reduction,
         )
         for carried in self._carried:
             carried.open()
-        return self._context.fetcher.fetch(self._position.number, leaf)
+        return self._context.fetcher.fetch(self._position.number, leaf, self.turn.number)
 
     def _fold(self) -> list[Any]:
         """Fold the gradients of the micro-batch that the script has computed; returns slots that are free again."""
@@ -384,7 +384,7 @@ class GradientRound:
     @property
     def scale(self) -> float:
         """Power of two that divides all weights, without rounding, so that gradients have the magnitude of a mean."""
-        if not self._context.takes_means:
+        if self._context.reduction == "sum":
             return 1.0
         return float(2.0 ** math.floor(math.log2(self._position.microbatch_size)))
 

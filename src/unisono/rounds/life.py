@@ -15,9 +15,10 @@ between two rounds only (`unisono.rounds.admission`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from unisono.decisions.cadence import Position
+from unisono.decisions.cursor import Recipe
 from unisono.decisions.layout import StateLayout, replicated
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
@@ -66,7 +67,7 @@ class Rounds:
         self.members = Members(team, self.reporter, balance=balance, layout=layout)
         self.position = Position(phase=0, step=0, total=0, lines=0)
         self.number = 0
-        self._recipe: dict[str, int | bool] = {}
+        self._recipe: Recipe = {}
         self._round: Round | None = None
         self._finished: Finished = Nothing()
         self._standing: Standing = Level()
@@ -79,7 +80,7 @@ class Rounds:
 
     # -- a round -------------------------------------------------------------------------------------
 
-    def play(self, round_: Round) -> Iterator[object]:
+    def play(self, round_: Round) -> Generator[object, None, None]:
         """Take part in a round, from its plan to its commit. Collective.
 
         Yields what the round yields while this member computes its leaves.
@@ -188,7 +189,7 @@ class Rounds:
 
     # -- between two rounds --------------------------------------------------------------------------
 
-    def enter_phase(self, recipe: dict[str, int | bool], position: Position) -> None:
+    def enter_phase(self, recipe: Recipe, position: Position) -> None:
         """Note that a phase of the script begins, with its own recipe. Local."""
         self._recipe, self.position = recipe, position
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from unisono.decisions.cursor import Recipe
 from unisono.decisions.plan import Plan, plan, replan
 from unisono.decisions.tree import Node
 from unisono.errors import StepError
 
-__all__ = ["Behind", "Level", "Met", "Report", "Standing", "check_alike", "plan_of_missing"]
+__all__ = ["Behind", "Level", "Met", "Report", "Standing", "check_alike", "check_titles", "plan_of_missing"]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Lines of the journal."""
     total: int = 0
     """Steps of the run that are done, of all phases."""
-    recipe: dict[str, int | bool] = {}
+    recipe: Recipe = {}
     """Recipe of the phase in which the member was admitted, or asks to be."""
 
 
@@ -90,11 +91,16 @@ def check_alike(reports: Mapping[str, Report], step: int) -> None:
     Raises:
         StepError: members have begun rounds of different kinds, and would wait for each other for ever.
     """
-    begun = {worker: report.title for worker, report in reports.items() if report.kind}
+    check_titles({worker: report.title for worker, report in reports.items() if report.kind}, step)
+
+
+def check_titles(begun: Mapping[str, str], step: int) -> None:
+    """Compare the descriptions of the rounds that members, by worker id, have begun; raises as `check_alike`."""
     if len(set(begun.values())) > 1:
         raise StepError(
             f"the workers do different things at step {step}: "
             f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
             "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
-            "all workers must call run.steps, run.evaluate and run.save alike"
+            "all workers must call run.steps, run.evaluate, run.save, run.barrier, run.broadcast, run.gather and "
+            "run.main_first alike"
         )

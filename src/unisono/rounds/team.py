@@ -14,10 +14,12 @@ from typing import Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from unisono.errors import DeadlineExceeded, PeerLost, RunStopped
 from unisono.exchange import Exchange
 from unisono.exchange.alone import Alone
+from unisono.exchange.wire import Wire, wire_of_one
 from unisono.faults import point
 from unisono.member import Member
 from unisono.messages import Notice
@@ -107,6 +109,13 @@ class Team(Protocol):
     def take_warnings(self) -> list[str]:
         """Return, once, the warnings about members that were admitted and may compute differently."""
 
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the group of ``torch.distributed`` of the current generation; makes it at the first call. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost.
+        """
+
     def close(self) -> None: ...
 
 
@@ -118,9 +127,11 @@ class AloneTeam:
     generation = 1
     worker_ids: tuple[str, ...] = ("w0",)
     arithmetic = 0
+    _wire: Wire | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.exchange: Exchange = Alone(device)
+        self._device = device
 
     def join(self, phase: int, report: Report) -> list[Report]:
         return [report]
@@ -175,8 +186,15 @@ class AloneTeam:
     def take_warnings(self) -> list[str]:
         return []
 
+    def process_group(self) -> dist.ProcessGroup:
+        if self._wire is None:
+            self._wire = wire_of_one(self._device)
+        return self._wire.process_group()
+
     def close(self) -> None:
         self.exchange.close()
+        if self._wire is not None:
+            self._wire.close()
 
 
 class HeadTeam:
@@ -186,11 +204,16 @@ class HeadTeam:
         member: this worker's connection to the head.
         build: makes the exchange of a generation (`unisono.rounds.connect.build_exchange`), without waiting for the
             others.
+        connect: makes the wire of a generation for the script's own collectives; does not wait either.
     """
 
-    def __init__(self, member: Member, build: Callable[[Notice, int], Exchange]) -> None:
+    def __init__(
+        self, member: Member, build: Callable[[Notice, int], Exchange], connect: Callable[[Notice, int], Wire]
+    ) -> None:
         self._member = member
         self._build = build
+        self._connect = connect
+        self._wire: Wire | None = None
         self._notices: dict[int, Notice] = {}
         self._alarm: Exception | None = None
         self._changed = threading.Condition()
@@ -223,8 +246,10 @@ class HeadTeam:
                 self._notices[notice.generation] = notice
                 if notice.immediate and notice.generation > self.generation and not isinstance(self._alarm, RunStopped):
                     self._alarm = PeerLost(notice.reason)
-            if self._alarm is not None and self._exchange is not None:
-                self._exchange.interrupt(self._alarm)
+            if self._alarm is not None:
+                for connected in (self._exchange, self._wire):
+                    if connected is not None:
+                        connected.interrupt(self._alarm)
             self._changed.notify_all()
 
     # -- the main thread -----------------------------------------------------------------------------
@@ -346,10 +371,23 @@ class HeadTeam:
         warnings, self._warnings = self._warnings, {}
         return list(warnings)
 
+    def process_group(self) -> dist.ProcessGroup:
+        self.check()
+        assert self._notice is not None
+        if self._wire is None:
+            wire = self._connect(self._notice, self.rank)
+            with self._changed:
+                self._wire = wire
+                if self._alarm is not None:
+                    wire.interrupt(self._alarm)
+        return self._wire.process_group()
+
     def close(self) -> None:
         exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.close()
+        wire, self._wire = self._wire, None
+        for connected in (exchange, wire):
+            if connected is not None:
+                connected.close()
 
     # -- inside --------------------------------------------------------------------------------------
 

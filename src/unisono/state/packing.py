@@ -141,8 +141,8 @@ def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
 
 def _refusal(path: str, kind: str) -> UsageError:
     return UsageError(
-        f"{path} is a {kind}; a tracked object's state_dict() may hold tensors (strided, with data), numbers, "
-        "strings, bytes, None, numpy arrays, and dicts, lists, tuples and sets of them"
+        f"{path} is a {kind}; a value for other workers and a tracked object's state_dict() may hold tensors (strided, "
+        "with data), numbers, strings, bytes, None, numpy arrays, and dicts, lists, tuples and sets of them"
     )
 
 

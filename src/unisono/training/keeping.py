@@ -15,7 +15,7 @@ import torch
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
-from unisono.decisions.cursor import Cursor
+from unisono.decisions.cursor import Cursor, Recipe
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.process import Process, tell
@@ -116,8 +116,12 @@ class Keeper:
         self._metrics = dict(self._resumption.metrics)
         self.journal.go_on_at(rounds.position.lines, lines)
         self._directory.enter(self._run_id)
-        recipe, fingerprint = self._resumption.whole_recipe(cursor), self._resumption.fingerprint()
-        self._saver.join(self._worker_id, recipe, fingerprint, is_newcomer=rounds.number > 0)
+        self.enter_phase(cursor)
+        self._saver.join(self._worker_id, is_newcomer=rounds.number > 0)
+
+    def enter_phase(self, cursor: Cursor) -> None:
+        """Note the recipe of the phase that begins: a checkpoint is compared with the phase in which it was written."""
+        self._saver.describe(self._resumption.whole_recipe(cursor), self._resumption.fingerprint())
 
     def close(self) -> None:
         """End what was begun, whatever happened."""
@@ -140,11 +144,16 @@ class Keeper:
     # -- questions -----------------------------------------------------------------------------------
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the run was asked by a signal to stop after the current step, and to be resumed later."""
+        return self._leaving
+
+    @property
     def reaches(self) -> bool:
         """Whether this member sees the run's directory."""
         return self._directory.is_seen
 
-    def recipe(self, cursor: Cursor, num_steps: int) -> dict[str, int | bool]:
+    def recipe(self, cursor: Cursor, num_steps: int) -> Recipe:
         """Return the recipe of a phase, which must be equal in the scripts of all workers."""
         return {**self._resumption.recipe(cursor), "steps": num_steps}
 

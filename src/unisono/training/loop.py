@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Cursor
@@ -15,6 +17,8 @@ from unisono.journal import Journal
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
+from unisono.microbatch.losses import Microbatch, Reduction
+from unisono.microbatch.plain import taken_backward
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
@@ -37,7 +41,7 @@ class TrainingLoop:
 
     Args:
         on_step: called once for every step that the script has finished.
-        takes_means: the script's losses are means over a micro-batch; False: sums.
+        reduction: what the script's losses are, over the samples of a micro-batch.
         num_done: returns the steps of the run that are done.
 
     Attributes:
@@ -59,7 +63,7 @@ class TrainingLoop:
         rehearses: bool,
         num_done: Callable[[], int],
         on_step: OnStep,
-        takes_means: bool = True,
+        reduction: Reduction = "mean",
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
@@ -74,7 +78,7 @@ class TrainingLoop:
         self._rehearses = rehearses
         self._num_done = num_done
         self._on_step = on_step
-        self._takes_means = takes_means
+        self._reduction = reduction
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
@@ -115,7 +119,7 @@ class TrainingLoop:
             agreement=agreement,
             clock=self._clock,
             tracked=self._tracked,
-            takes_means=self._takes_means,
+            reduction=self._reduction,
         )
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
@@ -124,6 +128,7 @@ class TrainingLoop:
                 warn_of_clipping(self.is_in_microbatch),
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
+                taken_backward(self._microbatch, self._trained, self._take_backward),
             ):
                 for number in range(first, self.num_steps):
                     at_step(self._base + number)
@@ -164,8 +169,18 @@ class TrainingLoop:
             # A loop that was left by `break` has not reached its end, where it would have set this position.
             self._move_to(step.number + (1 if step.has_begun else 0))
 
+    def has_gradient(self) -> bool:
+        """Whether the script has got through the inner loop of its newest step."""
+        return self.step is not None and self.step.is_complete
+
     def is_in_microbatch(self) -> bool:
-        """Whether the script is within the inner loop."""
+        """Whether the script is within the inner loop.
+
+        Raises:
+            StepError: the script has left the inner loop before its end.
+        """
+        if self.step is not None:
+            self.step.check_not_left()
         return self.step is not None and self.step.microbatch is not None
 
     # -- inside --------------------------------------------------------------------------------------
@@ -195,7 +210,13 @@ class TrainingLoop:
                 parameter.grad = None  # from when the parameter was trained; an optimizer would apply it again
                 frozen.append((name, parameter))
         self._folder = GradientFolder(
-            trained, buffers, frozen, self._tracked.calls, self._rounds.slots, extras=extras, means=self._takes_means
+            trained,
+            buffers,
+            frozen,
+            self._tracked.calls,
+            self._rounds.slots,
+            extras=extras,
+            means=self._reduction == "mean",
         )
         self._rounds.use_layout(self._folder.layout)
         return self._folder
@@ -209,9 +230,20 @@ class TrainingLoop:
             *(extra for name, one in carried for extra in one.extras(name, num_leaves, leaf_size)),
         ]
 
+    def _microbatch(self) -> Microbatch | None:
+        return self.step.current if self.step is not None else None
+
+    def _trained(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        return self._folder.trained if self._folder is not None else ()
+
+    def _take_backward(self, loss: Tensor, scaler: Any, *, retain_graph: bool) -> None:
+        """Do for ``loss.backward()`` what ``step.backward(loss)`` does."""
+        assert self.step is not None
+        self.step.backward(loss, scaler=scaler, retain_graph=retain_graph)
+
     def _before_update(self, name: str) -> None:
         """Raise StepError if the script calls step() of an optimizer within the inner loop."""
-        if self.step is not None and self.step.microbatch is not None:
+        if self.step is not None and self.is_in_microbatch():
             raise StepError(
                 f"{name}.step() was called inside of `for batch in step` (micro-batch {self.step.microbatch}), where "
                 "parameters have no gradient yet: call it after that loop"

@@ -8,7 +8,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Collection
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ import torch
 from unisono.checkpoint import files
 from unisono.checkpoint.loading import Loaded, newest
 from unisono.decisions.cadence import Position, differences, table
-from unisono.decisions.cursor import Cursor
+from unisono.decisions.cursor import Cursor, Recipe
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, has_steps, truncate
@@ -28,7 +27,7 @@ from unisono.words import count
 
 __all__ = ["Resumption"]
 
-RECIPE: Final = {*(part.name for part in fields(Cursor)), "threads"}
+RECIPE: Final = {"batch_size", "drop_last", "first_epoch", "microbatches", "num_samples", "order", "seed", "threads"}
 """The parts of a recipe that ``resume_anyway`` can name; the bits change with them."""
 FIXED: Final = "parameters"
 """The part of a recipe that must be equal: the state would not fit."""
@@ -88,9 +87,9 @@ class Resumption:
 
     # -- the recipe ----------------------------------------------------------------------------------
 
-    def recipe(self, cursor: Cursor) -> dict[str, int | bool]:
+    def recipe(self, cursor: Cursor) -> Recipe:
         """Return the part of the recipe that must be equal in the scripts of all workers."""
-        return {**asdict(cursor), "threads": self._threads}
+        return {**cursor.recipe, "threads": self._threads}
 
     def whole_recipe(self, cursor: Cursor) -> dict[str, Any]:
         """Return the recipe of the run, against which a script that goes on from a checkpoint is compared."""

@@ -7,7 +7,8 @@ import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,33 +16,39 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader
 
 from unisono import member as members
 from unisono.decisions.cadence import Checkpoints
 from unisono.decisions.cursor import Cursor
-from unisono.errors import RunStopped, UnisonoError, UsageError
+from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
-from unisono.microbatch.data import Fetcher, MapDataset, check_dataset
+from unisono.microbatch.data import Fetcher, MapDataset
+from unisono.microbatch.loaders import source_of
+from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process, tell
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
-from unisono.rounds.agreement import Digests, check_digests
-from unisono.rounds.connect import build_exchange
+from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
-from unisono.rounds.together import together
 from unisono.state.sums import Total
 from unisono.state.tracked import Tracked
+from unisono.training import life
+from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
+from unisono.training.notes import Beginning
 from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
+from unisono.training.steps import Steps
+from unisono.training.talking import Place, Talk
 from unisono.training.upcoming import Upcoming
 from unisono.watch import Sink
 from unisono.words import progress
@@ -50,19 +57,25 @@ __all__ = ["Run"]
 
 
 class Run:
-    """One training job. Use it as a context manager around the whole script::
+    """One training job, which begins here and ends with the script::
 
-        with unisono.Run("runs/digits", seed=7) as run:
-            model = Net().to(run.device)
-            optimizer = torch.optim.AdamW(model.parameters())
-            run.track(model=model, optimizer=optimizer)
-            for step in run.steps(train_set, batch_size=256, microbatches=8, epochs=10):
-                for images, labels in step:
-                    step.backward(F.cross_entropy(model(images), labels))
-                optimizer.step()
+        run = unisono.Run("runs/digits", seed=7)
+        model = Net().to(run.device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(train_set, batch_size=256, microbatches=8, epochs=10):
+            for images, labels in step:
+                F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
 
     Started by ``python train.py`` it runs alone, in this process; started by ``unisono run train.py --workers 4`` this
     process is one of four workers. The result is the same, to the bit.
+
+    The run ends at the end of the script (or of the function given to `unisono.launch`), or earlier: at the end of a
+    block ``with unisono.Run(...) as run:``, or by `close`. An exception that ends the script ends the run as failed.
+
+    Alone, another ``unisono.Run`` ends the one before it, unless that one is in a ``with`` block: so the cell of a
+    notebook may be run twice. At a prompt an exception does not end the run.
 
     Args:
         directory: where the journal and the checkpoints go; None writes nothing. ``--run-dir`` wins over it.
@@ -77,7 +90,7 @@ class Run:
             that run or checkpoint, which may lie elsewhere. ``--resume`` wins over it.
         resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. It changes the
             bits.
-        overwrite: replace another run that the directory holds.
+        overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
         sinks: objects with ``emit(event)`` and ``close()`` (`unisono.watch.Sink`) that get the run's events. One worker
             at a time gives events to its sinks: the one that writes the journal. A sink that raises is dropped.
 
@@ -125,91 +138,69 @@ class Run:
         )
         self._journal = self._keeper.journal
         self._process = Process()
+        self._talk = Talk(self._tracked, seed)
         self._recorder = Recorder(self._journal, sinks, members.current())
         self._phases = 0
         self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
+        self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: Generator[Step, None, None] | None = None
+        self._training: Steps | None = None
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
+        self._beginning: Beginning | None = None
         self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._begin(members.current())
 
     # -- life ----------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Run:
-        self._process = Process()
-        member = members.current()
+    def _begin(self, member: members.Member | None) -> None:
         if member is not None:
             member.begin_run()
+        else:
+            life.end_forgotten()
         self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
-        self._keeper.enter(self._run_id, alone=member is None)
-        self._arithmetic.enter()
-        self._team = self._make_team(member)
-        self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
-        self._admission = Admission(self._rounds)
-        self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
-        seed_at(self.seed, "start")
+        with ExitStack() as begun:  # what the end takes back, or an error on the way
+            self._arithmetic.enter()
+            begun.callback(self._arithmetic.leave)
+            self._keeper.enter(self._run_id, alone=member is None)
+            begun.callback(self._keeper.close)
+            self._team = self._make_team(member)
+            begun.callback(self._team.close)
+            begun.callback(self._recorder.close)
+            self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+            self._admission = Admission(self._rounds)
+            self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+            seed_at(self.seed, "start")
+            self._ending = Ending(
+                self._rounds,
+                self._keeper,
+                self._recorder,
+                self._process,
+                role=self._role,
+                reached=lambda: Reached(self._loop, self._training, self._joined, self._num_steps, self._beginning),
+                begun=begun.pop_all(),
+                is_alone=member is None,
+            )
+        life.begun(self._ending, is_alone=member is None)
+
+    def __enter__(self) -> Run:
+        self._process.check("with run")
+        life.in_block(self._ending)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._process.is_this:
-            self._process.keep(self)
-            return
-        try:
-            if error is None:
-                assert self._rounds is not None
-                try:
-                    if self._training is not None:
-                        self._training.close()
-                    if self._loop is not None:
-                        self._loop.leave()
-                    digests = self._tracked.digests()
-                    if self._joined:
-                        self._end_together(self._rounds, digests)
-                except UnisonoError as failure:
-                    self._append_failure(failure)
-                    raise
-                self._recorder.run_ended(self._role(), ok=True, digests=digests)
-            else:
-                is_tried_again = self._note_microbatch(error) and self._team is not None and self._team.size > 1
-                loop = self._loop
-                is_well = isinstance(error, SystemExit) and error.code in (None, 0)
-                if is_well and loop is not None and loop.step is not None and loop.step.is_complete:
-                    loop.leave()
-                # Asked to leave, or tried again by another worker: the run does not end with this worker.
-                goes_on = isinstance(error, (SystemExit, RunStopped)) or is_tried_again
-                if self._joined and not goes_on:
-                    self._append_failure(error)
-        finally:
-            if self._training is not None:
-                self._training.close()
-            assert self._team is not None
-            self._recorder.close()
-            self._team.close()
-            self._keeper.close()
-            self._arithmetic.leave()
+        self._ending.end(error, "its `with` block is over")
 
-    def _end_together(self, rounds: Rounds, digests: dict[str, str]) -> None:
-        """Write the last checkpoint, and compare the final digests of the members. Collective.
+    def close(self) -> None:
+        """End the run, as the end of the script would: the last checkpoint and the journal's last line are written.
 
-        All members are at the end of the run, and have left the training loop at the same step.
-
-        Raises:
-            DivergenceError: the members do not end with the same bits.
+        Collective. Does nothing if the run has ended.
         """
-        assert self._team is not None
-        self._team.leaving(rounds.position.phase, rounds.position.step)
-        own = Digests(self._team.arithmetic, digests if self._team.size > 1 else {})
-        payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
-        received = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
-        check_digests(dict(zip(self._team.worker_ids, received, strict=False)))  # before the last checkpoint is kept
-        self._keeper.save_together(rounds)
-        self._recorder.tell_again(self._role())
-        self._team.in_loop(None)
+        self._ending.end(None, "run.close() was called")
 
     def _make_team(self, member: members.Member | None) -> Team:
         if member is None:
@@ -225,13 +216,20 @@ class Run:
                 wanted=spec.exchange,
                 timeout_s=spec.timeout_s,
             ),
+            partial(open_wire, member=member, device=self.device, timeout_s=spec.timeout_s),
         )
 
     # -- what the script asks ------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This worker's position among the members right now. It can change: for printing, never for deciding."""
+        """This worker's position among the members right now. It can change: for printing, never for deciding.
+
+        Before the first step, the number of the worker.
+        """
+        member = members.current()
+        if not self._joined and member is not None:
+            return int(member.worker_id.removeprefix("w"))
         return self._team.rank if self._team is not None else 0
 
     @property
@@ -279,60 +277,85 @@ class Run:
         member = members.current()
         if member is None or member.worker_id == "w0":  # once for all workers
             warnings.warn(
-                f"{name!r} was made before `with unisono.Run(...)` began, so neither the seed of the run nor its "
-                "number of threads was in force: its initial values may be others on one worker than on several. Make "
-                "models, optimizers and random data inside of the `with` (a model whose weights come from a file is "
-                "the same wherever it is made)",
+                f"{name!r} was made before `unisono.Run(...)`, so neither the seed of the run nor its number of "
+                "threads was in force: its initial values may be others on one worker than on several. Make models, "
+                "optimizers and random data after `unisono.Run(...)` (a model whose weights come from a file is the "
+                "same wherever it is made)",
                 stacklevel=3,
             )
 
     def steps(
         self,
-        dataset: MapDataset,
+        dataset: MapDataset | DataLoader[Any],
         *,
-        batch_size: int,
         microbatches: int,
+        batch_size: int | None = None,
         epochs: int = 1,
         max_steps: int | None = None,
-        shuffle: bool = True,
-        drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int = 0,
-    ) -> Iterator[Step]:
-        """Yield the steps of a training, each to be iterated over its micro-batches. Collective.
+        loader_workers: int | None = None,
+        reduction: Reduction = "mean",
+    ) -> Steps:
+        """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
+
+        The epochs of a run are counted over all calls: each call goes on where the one before has ended, with the next
+        order of the data and the next augmentation. ``len()`` of the iterator is its number of steps.
 
         Args:
-            dataset: anything with ``len`` and ``[i]``.
-            batch_size: samples of a **global** batch; the number of workers does not change it.
+            dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
+                own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
+            batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
+                DataLoader or of the `unisono.BucketSampler`.
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
                 bits, the number of workers does not. Choose it as the largest number of workers you expect, not more.
             epochs: passes over the data.
             max_steps: end earlier.
-            shuffle: a new order in every epoch.
+            sampler: a sampler of torch, `unisono.BucketSampler`, or anything that gives the sample indices of an epoch
+                (``__iter__`` and ``__len__``) and draws from the global generators only.
+            shuffle: a new order in every epoch. Default: True; a DataLoader or a sampler decides by itself.
             drop_last: leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly.
             collate: list of samples -> batch; default: that of ``DataLoader``.
-            loader_workers: processes per worker that load data ahead; 0 loads in this process.
+            loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
+            reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
+                step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
 
         Raises:
-            RecipeError: batch, micro-batches and dataset do not fit together. Nothing was trained.
+            RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
+                in advance. Nothing was trained.
             UsageError: nothing is tracked that could be trained.
         """
         self._process.check("run.steps")
-        if self._team is None:
-            raise UsageError("run.steps works inside `with unisono.Run(...) as run:`")
-        cursor = Cursor(
-            num_samples=check_dataset(dataset),
+        source = source_of(
+            dataset,
+            "run.steps",
+            shuffles=True,
             batch_size=batch_size,
-            microbatches=microbatches,
-            seed=self.seed,
+            sampler=sampler,
             shuffle=shuffle,
             drop_last=drop_last,
+            collate=collate,
+            loader_workers=loader_workers,
+        )
+        cursor = Cursor(
+            order=source.order,
+            batch_size=source.batch_size,
+            microbatches=microbatches,
+            seed=self.seed,
+            drop_last=source.drop_last,
+            first_epoch=self._num_epochs,
         )
         if epochs < 1:
             raise UsageError(f"epochs must be at least 1, got {epochs}")
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
         self._tracked.check(self.device)
         num_steps = cursor.steps_per_epoch * epochs
-        num_steps = num_steps if max_steps is None else min(num_steps, max_steps)
+        num_steps = num_steps if max_steps is None else max(0, min(num_steps, max_steps))
+        # By what the script asks for, not by what was done: a worker that skips this call must count alike.
+        self._num_epochs += -(-num_steps // cursor.steps_per_epoch)
         rounds, _ = self._in_rounds()
         loop = TrainingLoop(
             rounds=rounds,
@@ -346,21 +369,14 @@ class Run:
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
+            reduction=reduction,
         )
 
         def make_fetcher(upcoming: Upcoming) -> Fetcher:
-            return Fetcher(
-                dataset,
-                lambda step, leaf: (cursor.position(step).epoch, cursor.indices(step, leaf)),
-                seed=self.seed,
-                device=self.device,
-                collate=collate or default_collate,
-                loader_workers=loader_workers,
-                upcoming=upcoming,
-            )
+            return Fetcher(source.dataset, cursor.keys, device=self.device, loading=source.loading, upcoming=upcoming)
 
         # `steps` is no generator itself: that would put the checks above off until the first step.
-        self._training = self._train(loop, make_fetcher)
+        self._training = Steps(self._train(loop, make_fetcher), num_steps)
         return self._training
 
     def save(self) -> None:
@@ -383,12 +399,12 @@ class Run:
 
     def evaluate(
         self,
-        dataset: MapDataset,
+        dataset: MapDataset | DataLoader[Any],
         function: Callable[[Any], Mapping[str, Any]],
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int = 0,
+        loader_workers: int | None = None,
     ) -> Totals:
         """Return exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same
         bits. Collective.
@@ -396,46 +412,148 @@ class Run:
         Tracked modules are in ``eval()`` mode meanwhile, without gradients.
 
         Args:
+            dataset: anything with ``len`` and ``[i]``; or a ``DataLoader``, whose sampler and ``drop_last`` decide
+                which samples count.
             function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as
                 integers.
-            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches.
+            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches. Default:
+                that of the DataLoader.
 
         Returns:
             The totals by name; int, float, or a CPU tensor.
         """
-        self._process.check("run.evaluate")
-        if self._team is None or self._rounds is None:
-            raise UsageError("run.evaluate works inside `with unisono.Run(...) as run:`")
-        if self._loop is not None and self._loop.is_in_microbatch():
-            raise UsageError(
-                "run.evaluate was called inside of `for batch in step`, where each worker is at another micro-batch: "
-                "call it after that loop"
-            )
-        num_samples = check_dataset(dataset)
-        totals = evaluate(
-            self._rounds if self._joined else None,
+        place = self._place("run.evaluate")
+        source = source_of(
+            dataset,
+            "run.evaluate",
+            shuffles=False,
+            batch_size=batch_size,
+            collate=collate,
+            loader_workers=loader_workers,
+        )
+        check_batches(source.order.num_samples, source.batch_size)
+        cursor = Cursor(
+            order=source.order,
+            batch_size=source.batch_size,
+            microbatches=1,
+            seed=self.seed,
+            drop_last=source.drop_last,
+        )
+        rounds, _ = self._in_rounds()
+        make_totals = partial(
+            evaluate,
+            rounds if self._joined else None,
             self._tracked,
             function,
             lambda upcoming: Fetcher(
-                dataset,
-                lambda _, batch: (0, list(range(batch * batch_size, min((batch + 1) * batch_size, num_samples)))),
-                seed=self.seed,
+                source.dataset,
+                lambda _, batch: cursor.keys(batch, 0),
                 device=self.device,
-                collate=collate,
-                loader_workers=loader_workers,
+                loading=source.loading,
                 upcoming=upcoming,
             ),
-            num_batches=check_batches(num_samples, batch_size),
+            num_batches=cursor.steps_per_epoch,
             seed=self.seed,
             rehearses=self._arithmetic.deterministic,
             number=self._num_evaluations,
         )
+        # With the number of lines after it, which a worker that skips this part of the run does not know.
+        totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
         self._num_evaluations += 1
-        shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
-        self._recorder.evaluation_finished(self._num_steps, shown, self._role())
+        if not place.is_skipped:
+            shown = {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in totals.items()}
+            self._recorder.evaluation_finished(self._num_steps, shown, self._role())
         # Every member has evaluated other batches, and the code that follows may draw random numbers.
-        seed_at(self.seed, "after", self._journal.number)
+        seed_at(self.seed, "after", lines)
         return totals
+
+    # -- talking -------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until all workers have come to this call. Collective.
+
+        A worker that is lost is not waited for, and one that comes later passes at once.
+
+        Raises:
+            UsageError: called within the inner loop. StepError: the workers are at different calls.
+        """
+        self._talk.barrier(self._place("run.barrier"))
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the main worker's value on all workers, also on those that come to this call later. Collective.
+
+        Args:
+            value: numbers, strings, bytes, None, tensors (they arrive on the CPU), numpy arrays, and lists, tuples,
+                sets and dicts of them. Only that of the main worker counts; the others may give None. Before the first
+                step of the run all workers count as main, until the first of them is lost: give the value on each.
+
+        Raises:
+            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
+                different calls.
+        """
+        return self._talk.broadcast(self._place("run.broadcast"), value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by rank, on all workers. Collective.
+
+        The list is as long as there were workers. **A script whose training depends on it has other bits with another
+        number of workers**; use `evaluate` or ``step.add`` for sums that have not.
+
+        Args:
+            value: as of `broadcast`.
+
+        Raises:
+            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
+                different calls.
+        """
+        return self._talk.gather(self._place("run.gather"), value)
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Return a context whose block the main worker runs before all others, e.g. to download data. Collective.
+
+        ::
+
+            with run.main_first():
+                dataset = MNIST("data", download=True)
+
+        If that worker is lost in the block, the next one runs it first. Each worker runs the block once. No other
+        collective call may be in it. After it the generators have the same state on all workers, whatever it has drawn.
+
+        Raises:
+            UsageError: used within the inner loop. StepError: the workers are at different calls.
+        """
+        return self._talk.main_first(partial(self._place, "run.main_first"))
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Return a group of ``torch.distributed`` that connects the members of the current generation. Collective.
+
+        For experts. What is exchanged through it is the script's own: the bits may depend on the number of workers, and
+        no loss is repaired. Ask for it at every step: as long as the members are the same, that costs one small
+        exchange and gives the same group. When the members have changed it gives a new group, and when a member is
+        lost, collectives of the old one raise ``RuntimeError``.
+
+        Raises:
+            UsageError: called outside of ``run.steps``, where members may not have joined yet, or in the inner loop.
+        """
+        return self._talk.process_group(self._place("run.process_group"))
+
+    def _place(self, what: str) -> Place:
+        """Return the place of a call in which all workers take part, in the script."""
+        self._process.check(what)
+        if self._rounds is None:
+            raise UsageError(f"{what} works inside `with unisono.Run(...) as run:`")
+        loop = self._loop
+        if loop is not None and loop.is_in_microbatch():
+            raise UsageError(
+                f"{what} was called inside of `for batch in step`, where each worker is at another micro-batch: "
+                "call it after that loop"
+            )
+        return Place(
+            rounds=self._rounds,
+            phases=self._phases,
+            step=self._rounds.position.total if loop is not None and loop.is_open else None,
+            has_joined=self._joined,
+        )
 
     def play(self, make: Callable[[Rounds], Round]) -> Round:
         """Take part in a round of a kind of one's own, between two steps. Collective.
@@ -495,11 +613,13 @@ class Run:
         rounds, recipe = self._rounds, self._keeper.recipe(cursor, num_steps)
         if self._joined:
             rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
+            self._keeper.enter_phase(cursor)
             return 0
         if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
             return None
         self._joined = True
-        self._num_steps = rounds.position.total
+        self._num_steps = total = rounds.position.total
+        self._beginning = Beginning(total, is_newcomer=rounds.number > 0) if total > 0 else None
         self._keeper.joined(cursor, rounds, self._admission.lines)
         # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
         if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
@@ -551,21 +671,3 @@ class Run:
             worker_ids=team.worker_ids,
             is_writer=writes and not team.is_evicted(),
         )
-
-    def _append_failure(self, error: BaseException) -> None:
-        self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
-
-    def _note_microbatch(self, error: BaseException) -> bool:
-        """Add to an error of the script the micro-batch that it comes from; returns False if it comes from none."""
-        step = self._loop.step if self._loop is not None else None
-        if step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
-            return False
-        index = step.microbatch
-        if index is None:
-            return False
-        samples = step.sample_indices(index)
-        shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
-        error.add_note(f"(in step {step.number}, micro-batch {index}, samples {shown})")
-        if (member := members.current()) is not None:
-            member.raised_in(error, step=step.place, microbatch=index, samples=samples)
-        return True

@@ -13,6 +13,7 @@ from unisono.decisions.cursor import StepPosition, seed_of
 from unisono.errors import StepError
 from unisono.events import StepResult
 from unisono.microbatch.guards import UnusedGradients
+from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, Pass, StepContext
 from unisono.state.sums import Total
@@ -47,6 +48,7 @@ class Step:
         self.place = context.first_number + number
         """Of this step within the run, from 0: of all calls of ``run.steps``."""
         self.state = State.NEW
+        self._is_left = False
         self._round: GradientRound | None = None
         self._passes: list[GradientRound] = []  # complete ones
         self._totals: dict[str, Total] = {}
@@ -85,6 +87,7 @@ class Step:
 
         With ``run.steps(reduction="sum")``, the sum of the losses. After `again`, that of the newest pass.
         """
+        self.check_not_left()
         if not self.is_complete:
             raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
         return self.round.loss
@@ -102,8 +105,12 @@ class Step:
     @property
     def microbatch(self) -> int | None:
         """The micro-batch that is being loaded or computed; None outside of one."""
-        current = self._round.microbatch if self._round is not None else None
-        return current.leaf if current is not None else None
+        return self.current.leaf if self.current is not None else None
+
+    @property
+    def current(self) -> Microbatch | None:
+        """The micro-batch that is being loaded or computed, or in which the inner loop was left."""
+        return self._round.microbatch if self._round is not None else None
 
     @property
     def indices(self) -> Tensor:
@@ -124,6 +131,7 @@ class Step:
         Raises:
             StepError: called within the inner loop.
         """
+        self.check_not_left()
         if self.microbatch is not None:
             raise StepError(
                 "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
@@ -192,10 +200,14 @@ class Step:
         self._round = current = GradientRound(context, self._position, context.folder(), turn)
         if self._passes:
             current.release(unless_held=True)
-        yield from context.rounds.play(current)
-        sums = current.sums()
-        if sums is not None:
-            yield from context.rounds.play(sums)
+        try:
+            yield from context.rounds.play(current)
+            sums = current.sums()
+            if sums is not None:
+                yield from context.rounds.play(sums)
+        except GeneratorExit:
+            self._is_left = True
+            raise
         current.apply(sums.totals if sums is not None else None)
         self._passes.append(current)
         self._totals = {**context.tracked.sums.zeros(), **self._totals, **current.totals}
@@ -248,8 +260,7 @@ class Step:
             StepError: called outside of the inner loop.
         """
         self._process.check("step.backward")
-        current = self._round.microbatch if self._round is not None else None
-        if current is None:
+        if (current := self.current) is None:
             raise StepError(
                 f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}"
             )
@@ -273,6 +284,22 @@ class Step:
         assert self._round is not None
         return self._round
 
+    def check_not_left(self) -> None:
+        """Check that the script has not left the inner loop before its end.
+
+        Raises:
+            StepError: the script has, and goes on as if the step had its gradient.
+        """
+        if self._is_left:
+            raise self._left_error()
+
+    def _left_error(self) -> StepError:
+        return StepError(
+            f"the inner loop of step {self.number} was left before its end (break, return or an exception): "
+            f"the step has no gradient. "
+            "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
+        )
+
     def result(self) -> StepResult:
         """Return what all members agree on about this step. After the inner loop."""
         digests, first = [_digest(each) for each in self._passes], self._passes[0]
@@ -283,9 +310,7 @@ class Step:
             weight=first.weight,
             samples=self.num_samples,
             digest=f"{digests[0] if len(digests) == 1 else seed_of(0, *digests):016x}",
-            totals={
-                name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._totals.items()
-            },
+            totals={name: _plain(value) for name, value in self._totals.items()},
             losses=[each.loss for each in self._passes] if len(self._passes) > 1 else [],
         )
 
@@ -301,11 +326,7 @@ class Step:
                 f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it"
             )
         if state is State.INSIDE:
-            raise StepError(
-                f"the inner loop of step {self.number} was left before its end (break, return or an exception): "
-                f"the step has no gradient. "
-                "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
-            )
+            raise self._left_error()
         self.round.release()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from unisono.decisions.cursor import Cursor
 from unisono.decisions.plan import Plan
+from unisono.microbatch.data import Request
 from unisono.rounds.members import Members
 
 __all__ = ["Upcoming"]
@@ -14,8 +15,11 @@ __all__ = ["Upcoming"]
 class Upcoming:
     """The micro-batches that this worker will probably compute next, for loader processes. Local.
 
+    A step has as many passes over its global batch as the one before.
+
     Args:
-        rehearsed: (step, its plan) -> the micro-batch of another member that this one computes as well, if any.
+        rehearsed: (step, its plan) -> the micro-batch that this member computes as well, to compare it: one of another
+            member, or one of its own for the second time. None: there is none.
     """
 
     def __init__(
@@ -26,28 +30,41 @@ class Upcoming:
         self._num_steps = num_steps
         self._rehearsed = rehearsed
         self._number = -1
+        self._turn = 0
+        self._num_turns = 1  # of the last step that is over
         self._plan: Plan | None = None
         self._other: int | None = None
 
-    def note(self, number: int, plan: Plan, other: int | None) -> None:
-        """Note the plan of the step under way, and the other member's micro-batch that is computed as well."""
-        self._number, self._plan, self._other = number, plan, other
+    def note(self, number: int, plan: Plan, other: int | None, turn: int = 0) -> None:
+        """Note the plan of the pass under way, and the micro-batch that is computed as well, to compare it.
 
-    def __call__(self) -> Iterator[tuple[int, int]]:
-        """Yield (step, micro-batch) in the order of need."""
-        rank = self._members.rank
+        Args:
+            turn: the pass over the global batch of step ``number``.
+        """
+        if number != self._number and self._number >= 0:
+            self._num_turns = self._turn + 1
+        self._number, self._turn, self._plan, self._other = number, turn, plan, other
+
+    def __call__(self) -> Iterator[Request]:
+        """Yield (step, turn, micro-batch) in the order of need."""
         if self._plan is not None:
-            yield from ((self._number, leaf) for leaf in _of(self._plan, rank))
-            if self._other is not None:
-                yield self._number, self._other
+            yield from self._of(self._number, self._turn, self._plan, self._other)
+            yield from self._turns(self._number, range(self._turn + 1, self._num_turns))
         for number in range(self._number + 1, self._num_steps):
+            yield from self._turns(number, range(self._num_turns))
+
+    def _turns(self, number: int, turns: range) -> Iterator[Request]:
+        """Yield the requests of whole passes that have not begun."""
+        for turn in turns:
             plan = self._members.predicted(self._cursor.position(number).num_leaves)
-            yield from ((number, leaf) for leaf in _of(plan, rank))
-            other = self._rehearsed(number, plan)
-            if other is not None:
-                yield number, other
+            yield from self._of(number, turn, plan, self._rehearsed(number, plan) if turn == 0 else None)
+
+    def _of(self, number: int, turn: int, plan: Plan, other: int | None) -> Iterator[Request]:
+        yield from ((number, turn, leaf) for leaf in _leaves(plan, self._members.rank))
+        if other is not None:
+            yield number, turn, other
 
 
-def _of(plan: Plan, rank: int) -> Sequence[int]:
+def _leaves(plan: Plan, rank: int) -> Sequence[int]:
     """Return the leaves of a rank, which may be of the generation after that of the plan: then there are none."""
     return plan.ranges[rank] if rank < len(plan.ranges) else ()

@@ -7,6 +7,7 @@ reason in one sentence. All decisions of the head about members are made here::
     dispatch     message -> rule
     agents       machines join and leave; drain, scale, stop
     admission    a worker says hello
+    talking      what workers say to each other before they join (calls)
     health       silence, hangs, broken exchanges (verdicts: hangs, suspicion)
     restarts     losses and replacements
     ending       workers come to the end of the training

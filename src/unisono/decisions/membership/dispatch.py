@@ -19,6 +19,7 @@ from unisono.decisions.membership.restarts import (
 from unisono.decisions.membership.roster import ALIVE, GONE, Worker, WorkerState, excused
 from unisono.decisions.membership.suspicion import Suspicions
 from unisono.decisions.membership.table import TRANSITIONS
+from unisono.decisions.membership.talking import take_talk_call, take_talk_done
 from unisono.errors import ProtocolError
 from unisono.messages import (
     AgentHello,
@@ -39,6 +40,8 @@ from unisono.messages import (
     StepDone,
     Stop,
     Suspect,
+    TalkCall,
+    TalkDone,
     WorkerExit,
 )
 
@@ -203,6 +206,10 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
             take_leaving(draft, worker, message)
         case Finished():
             take_finished(draft, worker, message)
+        case TalkCall():
+            take_talk_call(draft, worker, message)
+        case TalkDone():
+            take_talk_done(draft, worker, message)
         case Left():
             if worker.worker_id in draft.state.members:
                 draft.broken.append(f"{worker.name} has left")

@@ -11,6 +11,7 @@ from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
 from unisono.decisions.membership.restarts import turn_agents_away
 from unisono.decisions.membership.roster import Worker, WorkerState, number_of
+from unisono.decisions.membership.talking import settle
 from unisono.messages import MemberInfo, Notice
 from unisono.words import count, listed
 
@@ -28,6 +29,7 @@ def follow_up(draft: Draft) -> None:
     if draft.state.ended is None and not finish(draft):
         _plan(draft)
     if draft.state.ended is None:
+        settle(draft)
         turn_agents_away(draft)
     if draft.state.ended is None and draft.drained:
         draft.reasons.append(f"{listed(draft.drained)} will leave")

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.hangs import Hang, Limits
 from unisono.decisions.membership.suspicion import Suspicions
 from unisono.errors import UsageError
@@ -209,6 +210,8 @@ class State:
     """(step, micro-batch) -> the worker on which its computation raised, and the error."""
     hangs: tuple[Hang, ...] = ()
     """Positions, in the step under way, at which workers hung; the others went on without them."""
+    calls: tuple[EarlyCall, ...] = ()
+    """What workers say to each other before they join, by the number of the call."""
     leaving: Mapping[str, Leaving] = field(default_factory=dict)
     """Worker that has left a training loop -> its report."""
     suspected_at: float | None = None

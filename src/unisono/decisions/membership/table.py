@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from typing import Final
 
 from unisono.decisions.membership.roster import WorkerState
-from unisono.messages import Beat, Failed, Finished, Hello, Holding, Leaving, Left, Message, Ready, StepDone, Suspect
+from unisono.messages import (
+    Beat,
+    Failed,
+    Finished,
+    Hello,
+    Holding,
+    Leaving,
+    Left,
+    Message,
+    Ready,
+    StepDone,
+    Suspect,
+    TalkCall,
+    TalkDone,
+)
 
 __all__ = ["TRANSITIONS"]
 
@@ -14,13 +28,21 @@ _S = WorkerState
 _STAY: Final = None
 
 _REPORTS: Final[Mapping[type[Message], WorkerState | None]] = dict.fromkeys(
-    (Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Leaving), _STAY
+    (Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Leaving, TalkDone), _STAY
 )
 _ENDS: Final[Mapping[type[Message], WorkerState | None]] = {Finished: _S.FINISHED, Left: _S.LEFT}
 
 TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | None]]] = {
     _S.ORDERED: {Hello: _S.STARTING},
-    _S.STARTING: {Hello: _STAY, Beat: _STAY, Ready: _S.READY, Failed: _STAY, **_ENDS},
+    _S.STARTING: {
+        Hello: _STAY,
+        Beat: _STAY,
+        Ready: _S.READY,
+        Failed: _STAY,
+        TalkCall: _STAY,
+        TalkDone: _STAY,
+        **_ENDS,
+    },
     # A member whose generation was overtaken is READY again, and may have sent reports before it got the notice.
     _S.READY: {**_REPORTS, **_ENDS},
     _S.ADMITTED: {**_REPORTS, **_ENDS, Holding: _S.HOLDING},

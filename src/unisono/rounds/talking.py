@@ -1,0 +1,150 @@
+"""What the members of a run say to each other between two steps: barriers, values, the order of a block of the script.
+
+The result of such a call is what one gather of the members' payloads gives. A member that has committed sends the
+complete result to those that have not, so all members go on with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
+
+import msgspec
+import torch.distributed as dist
+
+from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
+from unisono.decisions.tree import Node, leaf
+from unisono.exchange.flat import FlatLayout
+from unisono.faults import point
+from unisono.rounds.life import Rounds
+from unisono.rounds.members import Members
+from unisono.rounds.standing import check_titles
+
+__all__ = ["BlockRound", "GroupRound", "TalkRound"]
+
+
+class _Letter(msgspec.Struct, frozen=True):
+    """Payload of one member."""
+
+    title: str
+    """Of the round: members that are at different calls must not take each other's values."""
+    value: bytes
+    result: list[bytes] | None = None
+    """The values of all members, by rank, from a member that has committed."""
+
+
+class TalkRound:
+    """One call of ``run.barrier``, ``run.broadcast`` or ``run.gather``: each member sends a value, all get all values.
+
+    Args:
+        title: of the call, equal on all members.
+        value: returns the value of this member; called again after a loss, when the member may have another rank.
+    """
+
+    kind: Final = "talk"
+    num_leaves: Final = 1
+
+    def __init__(self, rounds: Rounds, title: str, value: Callable[[], bytes] = bytes) -> None:
+        self.title = title
+        self.values: list[bytes] = []
+        """Of all members, by rank, once the round is over."""
+        self._members = rounds.members
+        self._step = rounds.position.step
+        self._value = value
+
+    def first_plan(self) -> Plan:
+        return even_plan(self._members.size, self.num_leaves)
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        point("in_talk")
+        yield from ()
+
+    def combine(self, plan: Plan) -> Said:
+        self.values = _gather(self._members, _Letter(self.title, self._value()), self._step)
+        return Said(self._members, _Letter(self.title, b"", self.values), self._step)
+
+    def interrupt(self) -> Collection[Node]:
+        return ()
+
+    def finish(self) -> None:
+        point("talked")
+
+
+class BlockRound(TalkRound):
+    """A block of the script that one member runs before the others; if that member is lost meanwhile, the next one.
+
+    `compute` yields once on the member whose turn it is, and goes on when the member has run its block.
+    """
+
+    def __init__(self, rounds: Rounds, title: str) -> None:
+        super().__init__(rounds, title)
+        self._has_run = False
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        point("in_talk")
+        if plan.ranges[self._members.rank] and not self._has_run:
+            yield None
+            self._has_run = True
+
+    def interrupt(self) -> Collection[Node]:
+        return [leaf(0, self.num_leaves)] if self._has_run else []
+
+
+class GroupRound(TalkRound):
+    """Connects the members of the current generation by a group of ``torch.distributed``."""
+
+    def __init__(self, rounds: Rounds, title: str) -> None:
+        super().__init__(rounds, title)
+        self.group: dist.ProcessGroup | None = None
+        self._team = rounds.team
+
+    def combine(self, plan: Plan) -> Said:
+        self._connect()
+        said = super().combine(plan)
+        return Said(self._members, said.letter, self._step, before=self._connect)
+
+    def _connect(self) -> None:
+        with self._team.waiting():
+            self.group = self._team.process_group()
+
+
+class Said:
+    """Result of a call, which slower members still need."""
+
+    layout: FlatLayout | None = None
+
+    def __init__(self, members: Members, letter: _Letter, step: int, before: Callable[[], None] = lambda: None) -> None:
+        self.letter = letter
+        self._members = members
+        self._step = step
+        self._before = before
+
+    def stand_by(self, plan: Plan) -> None:
+        """Send the slower members the complete result, which they take as it is."""
+        self._before()
+        _gather(self._members, self.letter, self._step)
+
+
+def _gather(members: Members, own: _Letter, step: int) -> list[bytes]:
+    """Return the values of all members, by rank: the complete result of a member that has it, if there is one.
+
+    Raises:
+        StepError: the members are at different calls.
+    """
+    letters = [_decode(payload) for payload in members.gather(msgspec.msgpack.encode(own))]
+    check_titles({worker: letter.title for worker, letter in zip(members.worker_ids, letters, strict=False)}, step)
+    for letter in letters:
+        if letter.result is not None:
+            return letter.result
+    return [letter.value for letter in letters]
+
+
+def _decode(payload: bytes) -> _Letter:
+    try:
+        return msgspec.msgpack.decode(payload, type=_Letter)
+    except msgspec.MsgspecError:
+        return _Letter("another call (run.evaluate, run.save, the end of the run)", b"")

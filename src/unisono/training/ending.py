@@ -1,0 +1,177 @@
+"""End of a run: its last step, its last checkpoint, the last line of its journal; what was begun is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgspec
+
+from unisono.errors import RunStopped, UnisonoError
+from unisono.process import Process
+from unisono.rounds.agreement import Digests, check_digests
+from unisono.rounds.life import Rounds
+from unisono.rounds.together import together
+from unisono.training import life
+from unisono.training.keeping import Keeper
+from unisono.training.loop import TrainingLoop
+from unisono.training.notes import Beginning, note_beginning, note_microbatch
+from unisono.training.recording import Recorder, Role
+from unisono.training.steps import Steps
+
+__all__ = ["Ending", "Reached"]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far the script has got."""
+
+    loop: TrainingLoop | None
+    """The training loop that has begun last."""
+    training: Steps | None
+    """The steps that the script iterates over."""
+    has_joined: bool
+    num_steps: int
+    """Of the run, that are done."""
+    beginning: Beginning | None
+
+
+class Ending:
+    """Ends a run, once.
+
+    Args:
+        reached: returns how far the script has got.
+        begun: what is taken back at the end.
+        is_alone: there are no other workers, and no head that knows how the script ends.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        keeper: Keeper,
+        recorder: Recorder,
+        process: Process,
+        *,
+        role: Callable[[], Role],
+        reached: Callable[[], Reached],
+        begun: ExitStack,
+        is_alone: bool,
+    ) -> None:
+        self._rounds = rounds
+        self._keeper = keeper
+        self._recorder = recorder
+        self._process = process
+        self._role = role
+        self._reached = reached
+        self._begun: ExitStack | None = begun
+        self._is_alone = is_alone
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the script is between the first step of a training loop and its end."""
+        loop = self._reached().loop
+        return loop is not None and loop.is_open
+
+    def end(self, error: BaseException | None, how: str = "the script, or another run in it, has ended it") -> None:
+        """End the run, as the script has been left by ``error``. Does nothing the second time, and in a fork.
+
+        Args:
+            error: None: all is well, and the end is collective.
+            how: the reason, for errors of those who use the run later.
+
+        Raises:
+            UnisonoError: the run could not be ended well; the journal has the reason.
+        """
+        if not self._process.is_this:
+            self._process.keep(self)
+            return
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        life.ended(self)
+        reached = self._reached()
+        try:
+            with begun:
+                if reached.training is not None:
+                    begun.callback(reached.training.close)
+                if error is None or self._is_good_exit(error, reached.loop):
+                    self._end_well(reached)
+                else:
+                    self._end_badly(error, reached)
+        finally:
+            self._process.end(how)
+
+    def explain(self, error: BaseException) -> bool:
+        """Add to an exception of the script where it was raised; returns whether that was in a micro-batch."""
+        reached = self._reached()
+        if (beginning := reached.beginning) is not None:
+            note_beginning(error, beginning, reached.num_steps - beginning.step)
+        return note_microbatch(error, reached.loop.step if reached.loop is not None else None)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _end_well(self, reached: Reached) -> None:
+        try:
+            if reached.training is not None:
+                reached.training.close()
+            if reached.loop is not None:
+                reached.loop.leave()
+            digests = self._rounds.tracked.digests()
+            if reached.has_joined:
+                self._end_together(digests)
+        except UnisonoError as failure:
+            self._append_failure(failure)
+            raise
+        self._recorder.run_ended(self._role(), ok=True, digests=digests)
+
+    def _end_badly(self, error: BaseException, reached: Reached) -> None:
+        is_tried_again = self.explain(error) and self._rounds.team.size > 1
+        if _code_of(error) == 0 and reached.loop is not None and reached.loop.has_gradient():
+            reached.loop.leave()
+        # Asked to leave, or tried again by another worker: the run does not end with this worker.
+        goes_on = isinstance(error, RunStopped) or is_tried_again or self._says_nothing(error)
+        if reached.has_joined and not goes_on:
+            self._append_failure(error)
+
+    def _end_together(self, digests: dict[str, str]) -> None:
+        """Write the last checkpoint, and compare the final digests of the members. Collective.
+
+        All members are at the end of the run, and have left the training loop at the same step.
+
+        Raises:
+            DivergenceError: the members do not end with the same bits.
+        """
+        rounds, team = self._rounds, self._rounds.team
+        team.leaving(rounds.position.phase, rounds.position.step)
+        own = Digests(team.arithmetic, digests if team.size > 1 else {})
+        payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
+        received = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
+        check_digests(dict(zip(team.worker_ids, received, strict=False)))  # before the last checkpoint is kept
+        self._keeper.save_together(rounds)
+        self._recorder.tell_again(self._role())
+        team.in_loop(None)
+
+    def _append_failure(self, error: BaseException) -> None:
+        self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
+
+    def _is_good_exit(self, error: BaseException, loop: TrainingLoop | None) -> bool:
+        """Return whether this is ``sys.exit(0)`` of a script that runs alone, between two steps or at the end."""
+        is_between = loop is None or loop.step is None or not loop.step.has_begun or loop.has_gradient()
+        return _code_of(error) == 0 and self._is_alone and is_between and not self._keeper.is_leaving
+
+    def _says_nothing(self, error: BaseException) -> bool:
+        """Return whether this exception does not say how the run ends.
+
+        A worker's SystemExit does not: the head has its exit code, or has asked for it. Alone it does, unless the run
+        was asked to stop after the current step, or the exit code is not known.
+        """
+        code = _code_of(error)
+        return code is not None and (code in (0, life.UNKNOWN_CODE) or not self._is_alone or self._keeper.is_leaving)
+
+
+def _code_of(error: BaseException) -> object | None:
+    """Return the exit code of a SystemExit, 0 where it has none; None for every other exception."""
+    if not isinstance(error, SystemExit):
+        return None
+    return 0 if error.code is None else error.code

@@ -1,0 +1,63 @@
+"""Notes on an exception of the script: where in the training it was raised, and what a newcomer lacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono import member as members
+from unisono.errors import UnisonoError
+from unisono.training.step import Step
+
+__all__ = ["Beginning", "note_beginning", "note_microbatch"]
+
+NUM_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The step of the run at which this worker has begun, where that is not the first.
+
+    Args:
+        is_newcomer: other workers have done the steps before it; else a run that was resumed from a checkpoint.
+    """
+
+    step: int
+    is_newcomer: bool
+
+
+def note_microbatch(error: BaseException, step: Step | None) -> bool:
+    """Add to an error of the script the micro-batch that it comes from; returns False if it comes from none."""
+    if step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
+        return False
+    index = step.microbatch
+    if index is None:
+        return False
+    samples = step.sample_indices(index)
+    shown = ", ".join(map(str, samples[:NUM_SHOWN])) + (", ..." if len(samples) > NUM_SHOWN else "")
+    _add(error, f"(in step {step.number}, micro-batch {index}, samples {shown})")
+    if (member := members.current()) is not None:
+        member.raised_in(error, step=step.place, microbatch=index, samples=samples)
+    return True
+
+
+def note_beginning(error: BaseException, beginning: Beginning, num_done: int) -> None:
+    """Add to an error of the script that this worker has not run the steps before.
+
+    Args:
+        num_done: steps that this worker has done itself. Later only a missing name is explained in this way.
+    """
+    if isinstance(error, UnisonoError) or not isinstance(error, Exception):
+        return
+    if num_done > 0 and not isinstance(error, NameError):
+        return
+    who = "this worker joined the run" if beginning.is_newcomer else "the run was resumed from a checkpoint"
+    _add(
+        error,
+        f"({who} and began at step {beginning.step}: variables that the script sets in earlier steps do not exist "
+        "here, and its own counters begin again. step.index and step.number count from the beginning)",
+    )
+
+
+def _add(error: BaseException, note: str) -> None:
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
