@@ -110,10 +110,13 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def run_nursery(path: str, *, before: Sequence[str] = ()) -> Iterator[None]:
-    """A process that has imported torch and forks the workers of all runs that find it at ``path``."""
+def run_nursery(path: str, *, before: Sequence[str] = (), also: Sequence[str] = ()) -> Iterator[None]:
+    """A process that has imported torch, and modules that the tests name, and forks the workers of all runs that find
+    it at ``path``.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
-    command = [*before, sys.executable, "-P", "-m", "unisono.machine.nursery", "--listen", path]
+    code = f"import {', '.join(('sys', *also))}; from unisono.machine.nursery import main; sys.exit(main())"
+    command = [*before, sys.executable, "-P", "-c", code, "--listen", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
         try:
