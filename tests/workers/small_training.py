@@ -51,6 +51,7 @@ def main() -> None:
             optimizer.step()
             if step.number % 3 == 2:
                 run.evaluate(data, count, batch_size=7)
+                assert run.broadcast(step.number) == step.number
 
 
 if __name__ == "__main__":

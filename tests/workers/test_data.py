@@ -328,6 +328,19 @@ def test_loader_processes_end_with_a_worker_that_is_killed(tmp_path: Path, mark:
 # -- fetching ahead ----------------------------------------------------------------------------------
 
 
+class Indices:
+    """Micro-batches of one sample."""
+
+    def __init__(self, index: Callable[[int, int], int]) -> None:
+        self._index = index
+
+    def indices(self, step: int, leaf: int) -> list[int]:
+        return [self._index(step, leaf)]
+
+    def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
+        return [(self._index(step, leaf), 1)]
+
+
 class Sums(Dataset[Tensor]):
     """What is summed in another order by two threads than by one."""
 
@@ -346,7 +359,7 @@ def test_a_loader_process_computes_as_the_worker_does() -> None:
     torch.set_num_threads(2)
     fetcher = Fetcher(
         Sums(),
-        lambda _, leaf: [(leaf, leaf)],
+        Indices(lambda _, leaf: leaf),
         device=CPU,
         loading=Loading(processes=1),
         upcoming=lambda: iter([(0, 0, leaf) for leaf in range(4)]),
@@ -380,7 +393,7 @@ def test_a_plan_that_changes_while_data_are_on_their_way() -> None:
 
     fetcher = Fetcher(
         Marks(),
-        lambda step, leaf: [(3 * step + leaf, 1)],
+        Indices(lambda step, leaf: 3 * step + leaf),
         device=CPU,
         loading=Loading(collate=lambda samples: samples[0], processes=2),
         upcoming=upcoming,

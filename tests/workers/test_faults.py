@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nursery")
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 8
 STEP = 3
-"""The step in which something happens; evaluations are part of the step before it."""
+"""The step in which something happens; evaluations, and what workers say to each other, are part of the step before."""
 STEP_POINTS = [at for at in POINTS if not at.startswith("checkpoint")]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 NO_STATE = "no worker that holds the run's state is left"
@@ -89,7 +89,7 @@ def assert_same_bits(hurt: Outcome, calm: Outcome) -> None:
 
 
 def step_of(at: str) -> int:
-    return STEP - 1 if at in ("in_evaluation", "evaluated") else STEP
+    return STEP - 1 if at in ("in_evaluation", "evaluated", "in_talk", "talked") else STEP
 
 
 @pytest.mark.parametrize(("exchange", "workers", "at", "rank"), CASES)

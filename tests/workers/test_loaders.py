@@ -510,6 +510,11 @@ def test_an_evaluation_takes_a_loader(options: dict[str, Any], samples: Any) -> 
     assert totals == {"samples": len(samples), "sum": sum(samples)}
 
 
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    with AloneRun(seed=1) as run, pytest.raises(RecipeError, match="drop_last=True leaves nothing of 21 samples"):
+        run.evaluate(DataLoader(Draws(), batch_size=22, drop_last=True), _seen)
+
+
 # -- batches -----------------------------------------------------------------------------------------
 
 
@@ -607,13 +612,14 @@ def ahead(rehearsed: Callable[[int, Plan], int | None], prefetch: int = 2) -> It
     """A fetcher with loader processes, the forecast that it reads, and the requests that it has sent out."""
     upcoming, sent = Upcoming(FakeMembers(), CURSOR, NUM_STEPS, rehearsed), []  # type: ignore[arg-type]
 
-    def keys(step: int, leaf: int) -> list[tuple[int, int]]:
-        sent.append((step, leaf))
-        return CURSOR.keys(step, leaf)
+    class Noted(Cursor):
+        def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
+            sent.append((step, leaf))
+            return super().keys(step, leaf)
 
     fetcher = Fetcher(
         Marks(),
-        keys,
+        Noted(order=CURSOR.order, batch_size=4, microbatches=4, seed=1),
         device=CPU,
         loading=Loading(collate=lambda samples: samples[0], processes=2, prefetch_factor=prefetch),
         upcoming=upcoming,

@@ -7,7 +7,7 @@ import queue
 import socket
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
 
@@ -15,7 +15,6 @@ from tests.waiting import WAIT_S
 from unisono import member as members
 from unisono.errors import DeadlineExceeded
 from unisono.events import Announcement
-from unisono.exchange import Exchange
 from unisono.member import Member
 from unisono.messages import (
     Beat,
@@ -154,10 +153,10 @@ def test_events_that_were_not_sent_follow_in_their_order(connections: queue.Queu
 
 
 def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Connection], member: Member) -> None:
-    def build(notice: Notice, rank: int) -> Exchange:
+    def build(notice: Notice, rank: int) -> NoReturn:
         raise AssertionError("nobody has entered a generation")
 
-    team = HeadTeam(member, build)
+    team = HeadTeam(member, build, build)
     team.suspect(DeadlineExceeded("waited 300 s for worker w1", ["w1"]))
     heard = connections.get(timeout=WAIT_S).hears(Suspect)
     assert heard == Suspect(generation=0, reason="waited 300 s for worker w1", peers=["w1"])

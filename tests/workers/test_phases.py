@@ -55,7 +55,7 @@ def test_a_newcomer_joins_in_the_second_phase(
     script.write_text(f"HERE = {str(Path(__file__).parents[2])!r}\n{SCRIPT}")
     outcome = run_workers(script, 1, directory=calm)
     assert outcome.exit_code == 0, outcome.output
-    faults = Faults().kill("w1", at="before_combine", step=9)  # which all pass, also who computes nothing
+    faults = Faults().kill("w1", at="before_combine", step=14)  # which all pass, also who computes nothing
     for name, value in faults.environment().items():
         monkeypatch.setenv(name, value)
     with Gates(tmp_path / "gates", (12,)) as gates:
@@ -116,7 +116,7 @@ def lose_one_in_the_second_phase(
     tmp_path: Path, unisono: Unisono, monkeypatch: pytest.MonkeyPatch, script: Path, kind: str
 ) -> Command:
     """A run with a replacement that has seen nothing of the first phase."""
-    for name, value in Faults().kill("w1", at="before_combine", step=7).environment().items():
+    for name, value in Faults().kill("w1", at="before_combine", step=12).environment().items():
         monkeypatch.setenv(name, value)
     with Gates(tmp_path / "gates", (9,)) as gates:
         command = unisono("run", script, "-n", 3, "--run-dir", tmp_path / "hurt", "--", gates.folder, kind)

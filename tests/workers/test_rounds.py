@@ -28,6 +28,7 @@ from unisono.exchange.flat import FlatLayout
 from unisono.exchange.host import Host
 from unisono.exchange.pages import WorkerPage
 from unisono.exchange.shared import SharedMemory
+from unisono.exchange.wire import wire_of_one
 from unisono.member import Member
 from unisono.rounds import Nothing
 from unisono.rounds.admission import Admission
@@ -229,7 +230,7 @@ class Listener:
 def test_a_wait_within_a_wait_ends_only_itself() -> None:
     """Who waits for a disk in the middle of waiting for others is still not to blame."""
     listener = Listener()
-    team = HeadTeam(cast(Member, listener), lambda notice, rank: Alone(CPU))
+    team = HeadTeam(cast(Member, listener), lambda notice, rank: Alone(CPU), lambda notice, rank: wire_of_one(CPU))
     with team.waiting():
         with team.waiting():
             assert listener.is_waiting

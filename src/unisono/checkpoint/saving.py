@@ -107,21 +107,25 @@ class Saver:
         assert self._directory.path is not None
         return self._directory.path / files.FOLDER
 
-    def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
-        """Set the recipe and the fingerprint that go into the manifests from now on."""
-        self._camera.describe(recipe, fingerprint)
-
-    def join(self, worker_id: str, *, is_newcomer: bool = False) -> None:
+    def join(
+        self, worker_id: str, recipe: dict[str, Any], fingerprint: dict[str, str], *, is_newcomer: bool = False
+    ) -> None:
         """Note that this member is in the run, and that the directory is claimed.
 
         Args:
+            recipe: of the run, for the manifests.
             is_newcomer: this member does not know which members see the directory until it has their reports.
         """
         self._worker_id = worker_id
+        self._camera.describe(recipe, fingerprint)
         if is_newcomer:
             self.reaching = frozenset()
         if self._directory.is_seen and (found := files.complete(self.folder)):
             self.saved = files.step_of(found[-1])
+
+    def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
+        """Set what goes into the manifests from now on: another phase of the script has begun."""
+        self._camera.describe(recipe, fingerprint)
 
     def request(self) -> None:
         """Take a snapshot soon, also if there is a checkpoint of this step: the state may have changed since."""

@@ -113,8 +113,8 @@ class Shuffled:
 
     def epoch(self, seed: int, epoch: int) -> Places:
         first = Permutation(self.num_indices, seed_of(seed, "order", epoch))
-        if not self.repeats:
-            return _Mapped(self.num_samples, first.__getitem__)
+        if self.num_samples == self.num_indices:
+            return first
         others = [
             Permutation(self.num_indices, seed_of(seed, "order", epoch, number))
             for number in range(1, -(-self.num_samples // self.num_indices))

@@ -36,7 +36,7 @@ from unisono.lifetime import PARENT, bind_to_parent
 from unisono.microbatch.randomness import seed_everything
 from unisono.process import Process
 
-__all__ = ["Fetcher", "Loading", "MapDataset", "Request", "check_dataset", "to_device"]
+__all__ = ["Fetcher", "Loading", "MapDataset", "Request", "Samples", "check_dataset", "to_device"]
 
 
 class MapDataset(Protocol):
@@ -49,10 +49,18 @@ class MapDataset(Protocol):
 
 Collate = Callable[[list[Any]], Any]
 """A list of samples -> a batch."""
-Keys = Callable[[int, int], Sequence[tuple[int, int]]]
-"""(step, leaf) -> (sample index, seed of its augmentation) of each sample of that micro-batch."""
 Request = tuple[int, int, int]
 """A batch that is needed: (step, turn, leaf)."""
+
+
+class Samples(Protocol):
+    """The samples of each micro-batch (`unisono.decisions.cursor.Cursor`)."""
+
+    def indices(self, step: int, leaf: int) -> Sequence[int]:
+        """Return the sample indices of a micro-batch."""
+
+    def keys(self, step: int, leaf: int) -> Sequence[tuple[int, int]]:
+        """Return (sample index, seed of its augmentation) of each sample of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,6 @@ class Fetcher:
     """Fetches micro-batches.
 
     Args:
-        keys: the cursor's view of the data.
         upcoming: the requests that this worker will probably make next; read when a fetch ahead is sent out. A request
             may stand there more than once. Used with loader processes only.
     """
@@ -98,14 +105,14 @@ class Fetcher:
     def __init__(
         self,
         dataset: MapDataset,
-        keys: Keys,
+        samples: Samples,
         *,
         device: torch.device,
         loading: Loading = Loading(),
         upcoming: Callable[[], Iterator[Request]] | None = None,
     ) -> None:
         self._dataset = dataset
-        self._keys = keys
+        self._samples = samples
         self._device = device
         self._collate = loading.collate
         # Nothing random happens in a TensorDataset: whole batches can be indexed.
@@ -113,7 +120,7 @@ class Fetcher:
         self._ahead: _Ahead | None = None
         if loading.processes > 0 and self._tensors is None:
             assert upcoming is not None
-            self._ahead = _Ahead(self, dataset, loading, upcoming, pin=device.type == "cuda")
+            self._ahead = _Ahead(self, dataset, samples, loading, upcoming, pin=device.type == "cuda")
 
     def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
         """Return the batch of one micro-batch, on the device.
@@ -137,19 +144,14 @@ class Fetcher:
             self._ahead.close()
             self._ahead = None
 
-    def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
-        """Return (sample index, seed for its augmentation) of each sample."""
-        return list(self._keys(step, leaf))
-
     def fetch_here(self, step: int, leaf: int) -> Any:
         """Return the batch of one micro-batch, made in this process."""
-        keys = self._keys(step, leaf)
         if self._tensors is not None:
-            index = torch.tensor([index for index, _ in keys])
+            index = torch.tensor(self._samples.indices(step, leaf))
             return [tensor[index] for tensor in self._tensors]
         seeded = _Seeded(self._dataset)
         with _one_thread():
-            return self._collate([seeded[key] for key in keys])
+            return self._collate([seeded[key] for key in self._samples.keys(step, leaf)])
 
 
 @contextlib.contextmanager
@@ -187,6 +189,7 @@ class _Ahead:
         self,
         fetcher: Fetcher,
         dataset: MapDataset,
+        samples: Samples,
         loading: Loading,
         upcoming: Callable[[], Iterator[Request]],
         *,
@@ -194,6 +197,7 @@ class _Ahead:
     ) -> None:
         self._process = Process()
         self._fetcher = fetcher
+        self._samples = samples
         self._upcoming = upcoming
         self._sent: collections.deque[Request] = collections.deque()
         self._kept: collections.defaultdict[Request, list[Any]] = collections.defaultdict(list)
@@ -250,7 +254,7 @@ class _Ahead:
             sent[request] += 1
             self._sent.append(request)
             step, _, leaf = request
-            yield self._fetcher.keys(step, leaf)
+            yield list(self._samples.keys(step, leaf))
 
     def _next_request(self, sent: collections.Counter[Request]) -> Request | None:
         """Return the first upcoming request that was not sent as often as it stands there; forget those of the past."""

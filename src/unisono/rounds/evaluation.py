@@ -220,16 +220,22 @@ def _evaluate_alone(evaluator: Evaluator, num_batches: int) -> Totals:
     return _add_up(have)
 
 
-def check_batches(num_samples: int, batch_size: int) -> None:
-    """Check that an evaluation has batches.
+def check_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Return how many batches an evaluation has.
 
     Raises:
-        RecipeError: the dataset is empty, or the batch size is below 1.
+        RecipeError: the dataset is empty, the batch size is below 1, or no batch is left.
     """
     if num_samples < 1:
         raise RecipeError("run.evaluate got an empty dataset (length 0)")
     if batch_size < 1:
         raise RecipeError(f"batch_size must be at least 1, got {batch_size}")
+    if drop_last and num_samples < batch_size:
+        raise RecipeError(
+            f"drop_last=True leaves nothing of {num_samples} samples at batch_size={batch_size}; for an evaluation use "
+            "drop_last=False"
+        )
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
 def _add_up(have: Mapping[int, Totals]) -> Totals:

@@ -116,8 +116,8 @@ class Keeper:
         self._metrics = dict(self._resumption.metrics)
         self.journal.go_on_at(rounds.position.lines, lines)
         self._directory.enter(self._run_id)
-        self.enter_phase(cursor)
-        self._saver.join(self._worker_id, is_newcomer=rounds.number > 0)
+        recipe, fingerprint = self._resumption.whole_recipe(cursor), self._resumption.fingerprint()
+        self._saver.join(self._worker_id, recipe, fingerprint, is_newcomer=rounds.number > 0)
 
     def enter_phase(self, cursor: Cursor) -> None:
         """Note the recipe of the phase that begins: a checkpoint is compared with the phase in which it was written."""

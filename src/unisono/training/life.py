@@ -229,8 +229,8 @@ def _error_of_prompt(run: Ends) -> BaseException | None:
 
 
 def _main_frame() -> FrameType | None:
-    """Return the frame of the script's own text, below this call; None: there is none."""
-    frame: FrameType | None = sys._getframe()
+    """Return the frame of the script's own text, in the main thread; None: there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             return frame

@@ -373,7 +373,7 @@ class Run:
         )
 
         def make_fetcher(upcoming: Upcoming) -> Fetcher:
-            return Fetcher(source.dataset, cursor.keys, device=self.device, loading=source.loading, upcoming=upcoming)
+            return Fetcher(source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming)
 
         # `steps` is no generator itself: that would put the checks above off until the first step.
         self._training = Steps(self._train(loop, make_fetcher), num_steps)
@@ -431,14 +431,9 @@ class Run:
             collate=collate,
             loader_workers=loader_workers,
         )
-        check_batches(source.order.num_samples, source.batch_size)
-        cursor = Cursor(
-            order=source.order,
-            batch_size=source.batch_size,
-            microbatches=1,
-            seed=self.seed,
-            drop_last=source.drop_last,
-        )
+        num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
+        whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
+        cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self.seed)
         rounds, _ = self._in_rounds()
         make_totals = partial(
             evaluate,
@@ -446,13 +441,9 @@ class Run:
             self._tracked,
             function,
             lambda upcoming: Fetcher(
-                source.dataset,
-                lambda _, batch: cursor.keys(batch, 0),
-                device=self.device,
-                loading=source.loading,
-                upcoming=upcoming,
+                source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming
             ),
-            num_batches=cursor.steps_per_epoch,
+            num_batches=num_batches,
             seed=self.seed,
             rehearses=self._arithmetic.deterministic,
             number=self._num_evaluations,
