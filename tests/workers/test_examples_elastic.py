@@ -109,7 +109,7 @@ def prepare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     def prepare(name: str) -> Example:
         if name not in prepared:
             script, alone = (
-                Path(os.environ.get("EXX", ROOT / "examples")) / f"{name}.py",
+                ROOT / "examples" / f"{name}.py",
                 tmp_path_factory.mktemp(name) / "alone",
             )
             data = ["--data", str(text)] if name == "recurrent_language_model" else []
