@@ -18,6 +18,7 @@ from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+ACCURACY = r"test accuracy ([\d.]+)%"
 UNISONO = [sys.executable, "-m", "unisono"]
 TINY = {
     "fashion_mnist": ["--samples", "64", "--batch-size", "32", "--epochs", "1"],
@@ -77,7 +78,7 @@ def small_data(tmp_path: Path) -> dict[str, Path]:
 
 def test_digits_learns_to_read(tmp_path: Path) -> None:
     output = alone("digits", "--run-dir", tmp_path / "run")
-    assert number(r"test accuracy ([\d.]+)%", output) >= 97
+    assert number(ACCURACY, output) >= 97
 
 
 def test_digits_gives_the_same_bits_on_workers(tmp_path: Path) -> None:
@@ -107,24 +108,17 @@ def test_the_recurrent_model_learns_more_with_a_state_that_is_carried(
     small_data: dict[str, Path], tmp_path: Path
 ) -> None:
     """The text repeats itself every 32 bytes, and a piece has 2: where it is in the text only the state can tell."""
-    options = ["--data", small_data["recurrent_language_model"], "--batch-size", "12", "--length", "2", "--lr", "0.01"]
-    carried, forgotten = (
-        number(
-            r"epoch 1: ([\d.]+) bits per byte",
-            alone("recurrent_language_model", "--run-dir", tmp_path / "-".join(["run", *more]), *options, *more),
-        )
-        for more in (["--epochs", "2", "--width", "32"], ["--epochs", "2", "--width", "32", "--forget"])
-    )
-    assert carried < 0.7 * forgotten
+    options = ["--batch-size", "12", "--length", "2", "--width", "32", "--lr", "0.01", "--epochs", "2"]
+    options += ["--data", str(small_data["recurrent_language_model"])]
+    carried = alone("recurrent_language_model", "--run-dir", tmp_path / "carried", *options)
+    forgotten = alone("recurrent_language_model", "--run-dir", tmp_path / "forgotten", *options, "--forget")
+    bits = r"epoch 1: ([\d.]+) bits per byte"
+    assert number(bits, carried) < 0.7 * number(bits, forgotten)
 
 
 def test_the_graph_network_learns_from_its_edges(tmp_path: Path) -> None:
-    with_edges, without = (
-        number(
-            r"test accuracy ([\d.]+)%", alone("graph_network", "--run-dir", tmp_path / "-".join(["run", *more]), *more)
-        )
-        for more in ([], ["--no-edges"])
-    )
+    with_edges = number(ACCURACY, alone("graph_network", "--run-dir", tmp_path / "with"))
+    without = number(ACCURACY, alone("graph_network", "--run-dir", tmp_path / "without", "--no-edges"))
     assert with_edges >= 90
     assert without <= with_edges - 5
 
@@ -135,7 +129,7 @@ def test_the_rare_digits_are_learned_by_drawing_them_more_often(tmp_path: Path) 
     uniform = alone("imbalanced_digits", "--run-dir", tmp_path / "uniform", "--uniform")
     assert number(r"from (\d+) to \d+ of a digit", weighted) >= 20
     assert number(r"from (\d+) to \d+ of a digit", uniform) == 3
-    assert number(r"test accuracy ([\d.]+)%", weighted) >= number(r"test accuracy ([\d.]+)%", uniform) + 3
+    assert number(ACCURACY, weighted) >= number(ACCURACY, uniform) + 3
 
 
 def test_the_policy_learns_to_balance(tmp_path: Path) -> None:
