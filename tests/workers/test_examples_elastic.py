@@ -156,7 +156,7 @@ def join(example: Example, workers: int, exchange: str, directory: Path, unisono
 
 
 def kill(example: Example, workers: int, options: Sequence[str], directory: Path) -> None:
-    """Kill a worker in the middle of the second epoch. One that is alone is killed in the first step: it has the state."""
+    """Kill a worker in the middle of the second epoch; one that is alone in the first step, as it has the state."""
     step = LATE if workers > 1 else 0
     point = POINTS[(list(ARGUMENTS).index(example.script.stem) + workers) % len(POINTS)] if step else "after_backward"
     outcome = run(example, workers, directory, options, Faults().kill(f"w{workers - 1}", step=step, at=point))
