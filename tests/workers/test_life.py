@@ -312,7 +312,7 @@ ON_WORKERS = """
         run.track(model=model)
         for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=5):
             for batch in step:
-                step.backward(model(batch).mean())
+                model(batch).mean().backward()
                 if sys.argv[1] == "error" and step.number == 3:
                     raise ValueError("a bad sample")
 
@@ -360,7 +360,7 @@ def test_a_function_of_launch_ends_its_run_when_it_has_returned(
             run.track(model=model)
             for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4):
                 for batch in step:
-                    step.backward(model(batch).mean())
+                    model(batch).mean().backward()
             return step.loss
 
         if __name__ == "__main__":
