@@ -22,6 +22,8 @@ from tests.workers.gates import wait_at
 
 NUM_SAMPLES = 54
 BATCH_SIZE = 24
+NEW_SUM = 3
+"""The step from which on it adds something else, too."""
 
 
 def main() -> None:
@@ -48,6 +50,7 @@ def main() -> None:
             wait_at(arguments.gates / str(step.number))
             for inputs, labels in step:
                 step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
+                step.add(seen=len(labels), **{"inputs": inputs.sum()} if step.number >= NEW_SUM else {})
             optimizer.step()
             if step.number % 3 == 2:
                 run.evaluate(data, count, batch_size=7)

@@ -53,7 +53,7 @@ from unisono.training.keeping import Keeper
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 ROOT = str(Path(__file__).resolve().parents[2])
-STEP_POINTS = [at for at in POINTS if at not in ("in_recovery", "in_admission", "in_talk", "talked")]
+STEP_POINTS = [at for at in POINTS if at not in ("in_recovery", "in_admission", "in_sums", "in_talk", "talked")]
 CHECKPOINT_POINTS = [at for at in POINTS if at.startswith("checkpoint")]
 NUM_KILLS = 4  # of one directory, before it is let to its end
 RUNS = range(14) if os.environ.get("UNISONO_TEST_ALL") else range(2)

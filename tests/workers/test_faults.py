@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome
 
 
+def totals_of(outcome: Outcome) -> list[dict[str, Any]]:
+    """The sums of each step."""
+    return [line["totals"] for line in outcome.lines if line["kind"] == "step"]
+
+
 def assert_same_bits(hurt: Outcome, calm: Outcome) -> None:
     """Gradients, state and evaluations are those of the calm run, and every sample was seen once in each epoch."""
     assert hurt.exit_code == 0, hurt.output
@@ -82,6 +88,7 @@ def assert_same_bits(hurt: Outcome, calm: Outcome) -> None:
     assert hurt.final == calm.final, hurt.output
     assert hurt.evaluations == calm.evaluations, hurt.output
     assert [line["line"] for line in hurt.lines] == list(range(len(calm.lines))), "a line is missing, or there twice"
+    assert totals_of(hurt) == totals_of(calm), hurt.output
     samples = [line["samples"] for line in hurt.lines if line["kind"] == "step"]
     per_epoch = -(-NUM_SAMPLES // BATCH_SIZE)
     for epoch in range(STEPS // per_epoch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import textwrap
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from tests.workers.static_team import AloneRun
 from unisono import Checkpoints
@@ -194,6 +196,42 @@ def test_the_second_run_of_a_process_ends_the_first(codes: dict[str, int], ends:
     assert [summary(ends / f"twice-{number}")["state"] for number in range(2)] == ["finished", "finished"]
 
 
+PROMPT = """
+import torch, unisono
+run = unisono.Run("run", seed=1)
+model = torch.nn.Linear(2, 1)
+run.track(model=model)
+def train(spoil=lambda step: None):
+    for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=2):
+        for batch in step:
+            model(batch).mean().backward()
+        spoil(step)
+
+train()
+no_such_name
+{last}
+print("it goes on after", run.num_workers)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "state", "num_steps"),
+    [("train()", "finished", 4), ("train(lambda step: step.no_such_name)", "failed", 2)],
+    ids=["a wrong line", "a failed loop"],
+)
+def test_at_a_prompt_an_exception_ends_nothing(last: str, state: str, num_steps: int, tmp_path: Path) -> None:
+    """At the end of the session the run has failed if its training loop was never finished."""
+    command = [sys.executable, "-q", "-i"]
+    prompt = PROMPT.format(last=last)
+    done = subprocess.run(command, input=prompt, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+    assert "it goes on after 1" in done.stdout, done.stderr
+    assert "NameError: name 'no_such_name' is not defined" in done.stderr
+    found = summary(tmp_path / "run")
+    assert (found["state"], found["step"]) == (state, num_steps - 1), done.stderr
+    if state == "failed":
+        assert found["reason"].startswith("AttributeError: ")
+
+
 # -- in this process ---------------------------------------------------------------------------------
 
 
@@ -274,7 +312,7 @@ ON_WORKERS = """
         run.track(model=model)
         for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4, epochs=5):
             for batch in step:
-                step.backward(model(batch).mean())
+                model(batch).mean().backward()
                 if sys.argv[1] == "error" and step.number == 3:
                     raise ValueError("a bad sample")
 
@@ -322,7 +360,7 @@ def test_a_function_of_launch_ends_its_run_when_it_has_returned(
             run.track(model=model)
             for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4):
                 for batch in step:
-                    step.backward(model(batch).mean())
+                    model(batch).mean().backward()
             return step.loss
 
         if __name__ == "__main__":

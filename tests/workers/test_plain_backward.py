@@ -187,6 +187,15 @@ def test_a_gradient_that_the_script_drops_within_a_micro_batch_is_refused() -> N
         train_with(inside)
 
 
+def test_a_loss_of_a_model_that_is_not_tracked_is_named() -> None:
+    other = Mlp()
+    wanted = (
+        r"micro-batch 0 of step 0 ended without step\.backward\(loss\), and its loss\.backward\(\) reaches no trained"
+    )
+    with pytest.raises(StepError, match=wanted):
+        train_with(lambda model, _, x, y: F.cross_entropy(other(x), y).backward())
+
+
 # -- warnings ----------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "floats",
 ]
 
+GAMMA = 0x9E3779B97F4A7C15
 KEPT_EPOCHS = 3
 """Orders of so many epochs are kept: loader processes work ahead of the end of an epoch."""
 
@@ -62,6 +63,11 @@ def digest(values: Sequence[float]) -> str:
     """Return a 64-bit digest of integers or float64 numbers, which is the same on every machine."""
     kind = "d" if isinstance(values, array) and values.typecode == "d" else "q"
     return blake2b(struct.pack(f"<{len(values)}{kind}", *values), digest_size=8).hexdigest()
+
+
+def _bits(start: int, position: int) -> int:
+    """Return the 64 random bits at a position of the sequence of SplitMix64 that begins with ``start``."""
+    return mix(start + position * GAMMA)
 
 
 # -- without a stored order --------------------------------------------------------------------------
@@ -140,7 +146,7 @@ class Drawn:
 
     def epoch(self, seed: int, epoch: int) -> Places:
         start = seed_of(seed, "draw", epoch)
-        return _Mapped(self.num_samples, lambda position: mix(start ^ mix(position)) * self.num_indices >> 64)
+        return _Mapped(self.num_samples, lambda position: _bits(start, position) * self.num_indices >> 64)
 
 
 class Weighted:
@@ -164,7 +170,7 @@ class Weighted:
         start, sums, total = seed_of(seed, "draw", epoch), self._sums, self._sums[-1]
 
         def draw(position: int) -> int:
-            uniform = (mix(start ^ mix(position)) >> 11) * 2.0**-53
+            uniform = (_bits(start, position) >> 11) * 2.0**-53
             # The product is below the total, also after rounding; a sample of weight 0 has no place between two sums.
             return bisect_right(sums, uniform * total)
 
@@ -237,7 +243,7 @@ class WeightedOnce(_Stored):
         times = []
         for index, weight in enumerate(self._weights):
             if weight > 0:
-                uniform = ((mix(start ^ mix(index)) >> 12) + 0.5) * 2.0**-52  # exact, and never 0 or 1
+                uniform = ((_bits(start, index) >> 12) + 0.5) * 2.0**-52  # exact, and never 0 or 1
                 times.append((-math.log(uniform) / weight, index))
         return [index for _, index in sorted(times)[: self.num_samples]]
 
@@ -283,20 +289,22 @@ class Buckets(_Stored):
 
     def _compute(self, seed: int, epoch: int) -> Iterable[int]:
         size = self.batch_size
-        shuffled = _listed(Permutation(self.num_samples, seed_of(seed, "order", epoch)))
+        shuffled = _shuffled(self.num_samples, seed_of(seed, "order", epoch))
         num_full = self.num_samples // size * size
         pooled: list[int] = []
         for start in range(0, num_full, size * self.pool):
             # Stable: samples of one length stay in the order of the permutation.
             pooled += sorted(shuffled[start : min(start + size * self.pool, num_full)], key=self._lengths.__getitem__)
         if num_full:
-            batches = _listed(Permutation(num_full // size, seed_of(seed, "batches", epoch)))
+            batches = _shuffled(num_full // size, seed_of(seed, "batches", epoch))
             pooled = [index for batch in batches for index in pooled[batch * size : (batch + 1) * size]]
         return pooled + shuffled[num_full:]
 
 
-def _listed(places: Places) -> list[int]:
-    return [places[position] for position in range(len(places))]
+def _shuffled(length: int, start: int) -> list[int]:
+    """Return ``range(length)`` in a random order. Faster than a `Permutation` where the whole order is needed."""
+    bits = [_bits(start, index) for index in range(length)]
+    return sorted(range(length), key=bits.__getitem__)
 
 
 class Listed(_Stored):

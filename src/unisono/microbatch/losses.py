@@ -36,6 +36,7 @@ class Microbatch:
         weight: of all its losses, scaled; 0 if it does not count.
         weighted_loss: sum of weight * loss over its losses; of the losses, where they are sums.
         is_in_backward: whether gradients are being computed.
+        has_foreign: whether the script has computed gradients that reach no trained parameter.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Microbatch:
         self.leaf = leaf
         self.where = f"step {step}, micro-batch {leaf}"
         self.weight = self.weighted_loss = 0.0
-        self.is_in_backward = False
+        self.is_in_backward = self.has_foreign = False
         self._reduction = reduction
         self._folder = folder
         self._step = step
@@ -126,9 +127,15 @@ class Microbatch:
             StepError: the script has not called it.
         """
         if self._first_weight is None:
+            why = (
+                ", and its loss.backward() reaches no trained parameter: was the model that computes the loss tracked "
+                "(run.track(model=model))?"
+                if self.has_foreign
+                else " or loss.backward()"
+            )
             raise StepError(
-                f"micro-batch {self.leaf} of step {self._step} ended without step.backward(loss); "
-                "to leave it out, call step.backward(loss, weight=0)"
+                f"micro-batch {self.leaf} of step {self._step} ended without step.backward(loss){why}. "
+                "To leave it out, call step.backward(loss, weight=0)"
             )
 
 

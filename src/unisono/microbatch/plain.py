@@ -78,6 +78,7 @@ class _Taker:
             return False
         loss, scaler = self._scaled.get(loss, (loss, None))
         if loss.requires_grad and not reaches(loss, self._trained_ids()):
+            microbatch.has_foreign = True
             return False
         if self._has_dropped is microbatch:
             raise StepError(
