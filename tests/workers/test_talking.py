@@ -397,6 +397,7 @@ def test_workers_that_wait_before_the_training_do_not_notice_another_head(
 gate = pathlib.Path(sys.argv[1])
 with unisono.Run(seed=3) as run:
     found = [run.broadcast(name())]
+    run.barrier()
     if name() == "w1":
         (gate / "reached").open("w").write("x")
         (gate / "go").open().read()
