@@ -476,7 +476,7 @@ class Run:
         Args:
             value: numbers, strings, bytes, None, tensors (they arrive on the CPU), numpy arrays, and lists, tuples,
                 sets and dicts of them. Only that of the main worker counts; the others may give None. Before the first
-                step of the run all workers count as main, until the first of them is lost: give the value on each.
+                step of the run give it on each: when the first worker is lost, the value of the next one counts.
 
         Raises:
             UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
