@@ -127,7 +127,7 @@ def main() -> None:
                 returns = discounted(rewards)
                 gained = (returns - expected).detach()
                 losses = (returns - expected) ** 2 - gained * Categorical(logits=scores).log_prob(actions)
-                loss = (losses * rewards).sum(0).mean() / arguments.longest
+                loss = (losses * rewards).sum(0).mean()
                 loss.backward()
                 step.add(returns=rewards.sum(), episodes=len(starts))
             optimizer.step()

@@ -1,6 +1,6 @@
-"""Runs a script that knows nothing of tests, with gates: ``unisono run gated.py -- train.py GATES ARGUMENTS``.
+"""Runs a script that knows nothing of tests: ``unisono run gated.py -- train.py GATES ARGUMENTS``.
 
-Every worker stops before step N of the run while a test holds gate N (`gates`).
+Every worker stops before step N of the run while a test holds gate N (`gates`), and until its checkpoints are written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.workers.disk import wait_for_disk
 from tests.workers.gates import wait_at
 
 
@@ -24,6 +25,7 @@ def main() -> None:
     def gated(run: unisono.Run, *given: Any, **named: Any) -> Iterator[unisono.Step]:
         for step in steps(run, *given, **named):
             wait_at(Path(gates) / str(step.place))
+            wait_for_disk(run)
             yield step
 
     unisono.Run.steps = gated  # type: ignore[method-assign,assignment]

@@ -18,12 +18,23 @@ from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+ACCURACY = r"test accuracy ([\d.]+)%"
 UNISONO = [sys.executable, "-m", "unisono"]
 TINY = {
     "fashion_mnist": ["--samples", "64", "--batch-size", "32", "--epochs", "1"],
     "language_model": ["--length", "32", "--width", "32", "--depth", "1", "--batch-size", "16", "--epochs", "1"],
+    "recurrent_language_model": ["--length", "8", "--width", "16", "--batch-size", "16", "--epochs", "1"],
 }
-REAL = {"fashion_mnist": ROOT / "data" / "fashion-mnist", "language_model": ROOT / "data" / "english"}
+REAL = {
+    "fashion_mnist": ROOT / "data" / "fashion-mnist",
+    "language_model": ROOT / "data" / "english",
+    "recurrent_language_model": ROOT / "data" / "english",
+}
+FEW_STEPS = {
+    "language_model": ["--documents", "3"],
+    "recurrent_language_model": ["--length", "64", "--batch-size", "2048"],
+}
+"""Of the real data."""
 
 
 def run(*command: str | Path, status: int = 0) -> str:
@@ -62,14 +73,12 @@ def small_data(tmp_path: Path) -> dict[str, Path]:
     (text / "tutorial").mkdir(parents=True)
     for number in range(12):
         (text / "tutorial" / f"{number:02}.rst.txt").write_text("All the same, a rose is a rose.\n" * (5 + number))
-    return {"fashion_mnist": clothes, "language_model": text}
+    return {"fashion_mnist": clothes, "language_model": text, "recurrent_language_model": text}
 
 
 def test_digits_learns_to_read(tmp_path: Path) -> None:
     output = alone("digits", "--run-dir", tmp_path / "run")
-    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
-    assert accuracy is not None, output
-    assert float(accuracy[1]) >= 97
+    assert number(ACCURACY, output) >= 97
 
 
 def test_digits_gives_the_same_bits_on_workers(tmp_path: Path) -> None:
@@ -77,6 +86,57 @@ def test_digits_gives_the_same_bits_on_workers(tmp_path: Path) -> None:
     alone("digits", "--run-dir", tmp_path / "alone", *short)
     on_workers(3, "digits", tmp_path / "three", *short)
     assert "identical: 24 steps" in run(*UNISONO, "compare", tmp_path / "alone", tmp_path / "three")
+
+
+def number(pattern: str, output: str) -> float:
+    """The number at the group of this regular expression, where it is found last."""
+    found = re.findall(pattern, output)
+    assert found, output
+    return float(found[-1])
+
+
+def test_the_gan_learns_to_write(tmp_path: Path) -> None:
+    output = alone("gan", "--run-dir", tmp_path / "run", "--epochs", "3")
+    assert number(r"read by written digits: ([\d.]+)%", output) >= 60
+    header, _, pixels = (tmp_path / "run" / "written.pgm").read_bytes().partition(b"\n")
+    assert header == b"P5 400 400 255"
+    assert len(pixels) == 400 * 400
+    assert len(set(pixels)) > 100
+
+
+def test_the_recurrent_model_learns_more_with_a_state_that_is_carried(
+    small_data: dict[str, Path], tmp_path: Path
+) -> None:
+    """The text repeats itself every 32 bytes, and a piece has 2: where it is in the text only the state can tell."""
+    options = ["--batch-size", "12", "--length", "2", "--width", "32", "--lr", "0.01", "--epochs", "2"]
+    options += ["--data", str(small_data["recurrent_language_model"])]
+    carried = alone("recurrent_language_model", "--run-dir", tmp_path / "carried", *options)
+    forgotten = alone("recurrent_language_model", "--run-dir", tmp_path / "forgotten", *options, "--forget")
+    bits = r"epoch 1: ([\d.]+) bits per byte"
+    assert number(bits, carried) < 0.7 * number(bits, forgotten)
+
+
+def test_the_graph_network_learns_from_its_edges(tmp_path: Path) -> None:
+    with_edges = number(ACCURACY, alone("graph_network", "--run-dir", tmp_path / "with"))
+    without = number(ACCURACY, alone("graph_network", "--run-dir", tmp_path / "without", "--no-edges"))
+    assert with_edges >= 90
+    assert without <= with_edges - 5
+
+
+def test_the_rare_digits_are_learned_by_drawing_them_more_often(tmp_path: Path) -> None:
+    """Each digit is seen about as often as any other, and the accuracy is higher than by drawing all pictures once."""
+    weighted = alone("imbalanced_digits", "--run-dir", tmp_path / "weighted")
+    uniform = alone("imbalanced_digits", "--run-dir", tmp_path / "uniform", "--uniform")
+    assert number(r"from (\d+) to \d+ of a digit", weighted) >= 20
+    assert number(r"from (\d+) to \d+ of a digit", uniform) == 3
+    assert number(ACCURACY, weighted) >= number(ACCURACY, uniform) + 3
+
+
+def test_the_policy_learns_to_balance(tmp_path: Path) -> None:
+    output = alone("reinforcement", "--run-dir", tmp_path / "run", "--epochs", "5")
+    returns = [float(each) for each in re.findall(r"mean return ([\d.]+)", output)]
+    assert len(returns) == 5
+    assert returns[-1] >= 3 * returns[0]
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -93,8 +153,8 @@ def test_the_larger_examples_give_the_same_bits_on_workers(
 def test_the_larger_examples_read_the_real_data(name: str, tmp_path: Path) -> None:
     if not REAL[name].is_dir():
         pytest.skip(f"{REAL[name]} is missing; `make data` fetches it")
-    few = ["--documents", "3"] if name == "language_model" else []
-    output = alone(name, "--run-dir", tmp_path / "run", "--data", REAL[name], *TINY[name], *few)
+    few = [*TINY[name], *FEW_STEPS.get(name, [])]
+    output = alone(name, "--run-dir", tmp_path / "run", "--data", REAL[name], *few)
     assert "(10000 pictures)" in output or re.search(r"[\d.]+ bits per byte", output)
 
 
