@@ -123,6 +123,8 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
 
     num_steps: int
     """Steps of the run up to the end of this ``run.steps``."""
+    first_step: int = 0
+    """Steps of the run before this ``run.steps``."""
     generation: int
     seconds: Seconds
     """Wall time of the step on the worker that wrote the line."""

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 import unisono as library
-from tests.waiting import WAIT_S
+from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Unisono, wait_until_gone
 from tests.workers.gates import Gates
 from tests.workers.models import Mlp, vectors
@@ -397,6 +397,7 @@ def test_workers_that_wait_before_the_training_do_not_notice_another_head(
 gate = pathlib.Path(sys.argv[1])
 with unisono.Run(seed=3) as run:
     found = [run.broadcast(name())]
+    run.barrier()
     if name() == "w1":
         (gate / "reached").open("w").write("x")
         (gate / "go").open().read()
@@ -557,3 +558,41 @@ def test_a_run_that_is_resumed_has_the_results_of_the_calls_before(where: str, t
     evaluated = {line.rpartition(" ")[2] for line in again.output.splitlines() if "evaluates after epoch" in line}
     assert evaluated == ({"2", "3"} if where == "step 2 3" else {"3"})
     check_bits(tmp_path / "run", calm)
+
+
+GROUP = (
+    HEAD
+    + """
+with unisono.Run(seed=3) as run:
+    data, model, optimizer = make()
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data, batch_size=24, microbatches=4, epochs=2):
+        sizes = []
+        while not sizes or sizes[-1] < 0:
+            group, ones = run.process_group(), torch.ones(())
+            if (step.number, name()) == (1, "w2"):
+                die()
+            try:
+                dist.all_reduce(ones, group=group)
+                sizes.append(int(ones))
+            except RuntimeError:
+                sizes.append(-1)
+        print("found", json.dumps([step.number, sizes]))
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+"""
+)
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_group_that_has_lost_a_member_raises_and_the_next_one_is_of_those_that_are_left(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(GROUP)
+    options = [*PATIENT, "--max-restarts", "0"]
+    outcome = run_workers(script, 3, directory=tmp_path / "run", options=options, timeout_s=WAIT_S)
+    assert outcome.exit_code == 0, outcome.output
+    found = found_in(outcome.output)
+    assert found.count([0, [3]]) == 3
+    assert found.count([1, [-1, 2]]) == 2, outcome.output
+    assert found.count([2, [2]]) == found.count([3, [2]]) == 2

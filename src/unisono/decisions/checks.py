@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from unisono.decisions.plan import Plan
 
-__all__ = ["Rehearsal", "is_compared", "is_rehearsed", "minority", "rehearsal"]
+__all__ = ["Rehearsal", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
 
 FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
@@ -56,6 +56,15 @@ def is_rehearsed(
         return step < FIRST_STEPS_ALONE
     often = is_last or is_first_of_generation or step < FIRST_STEPS
     return often or step % REHEARSE_EVERY == 0 or _is_power_of_two(step)
+
+
+def is_last_checked(phase: int) -> bool:
+    """Return whether the last step of a ``run.steps`` is checked. A script may call it once for each epoch.
+
+    Args:
+        phase: the number of this call in the run.
+    """
+    return phase < FIRST_STEPS or _is_power_of_two(phase)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from unisono.errors import DeadlineExceeded, PeerLost
+from unisono.exchange.groups import ScriptGroup
 from unisono.words import listed
 
 __all__ = ["Collective", "Wire", "release_abandoned", "wire_of_one"]
@@ -76,7 +77,7 @@ class Wire:
         self._pending: list[Any] = []
         self._store = store
         self._group: Any = None
-        self._wrapped: dist.ProcessGroup | None = None
+        self._given: ScriptGroup | None = None
         self._failure: Exception | None = None
         self._missing: list[str] = []
         self._all_here_at: float | None = None
@@ -149,15 +150,11 @@ class Wire:
         self._start(lambda group: group.broadcast([tensor], options), tensor).wait()
 
     def process_group(self) -> dist.ProcessGroup:
-        """Return this group for functions of ``torch.distributed``, when it is formed."""
+        """Return this group for functions of ``torch.distributed``, when it is formed. `close` ends it."""
         backend = self._connected()
-        if self._wrapped is None:
-            name = "NCCL" if self.device.type == "cuda" else "GLOO"
-            kind = getattr(dist.ProcessGroup.BackendType, name)
-            self._wrapped = dist.ProcessGroup(self._store, self.rank, self.size)
-            self._wrapped._set_default_backend(kind)
-            self._wrapped._register_backend(self.device, kind, backend)
-        return self._wrapped
+        if self._given is None:
+            self._given = ScriptGroup(self._store, self.rank, self.size, self.device, backend)
+        return self._given
 
     def interrupt(self, error: Exception) -> None:
         with self._changed:
@@ -168,7 +165,10 @@ class Wire:
         with self._changed:
             self._closed = True
             self._error = PeerLost(f"this member has left its group of {self.size} members")
-            group, self._group, self._wrapped = self._group, None, None
+            group, self._group = self._group, None
+            given, self._given = self._given, None
+        if given is not None:
+            given.end()
         pending, self._pending = self._pending, []
         if self.device.type == "cuda":
             # abort() takes long if a peer is gone, and ends the pending collectives.

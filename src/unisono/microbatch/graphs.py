@@ -12,6 +12,8 @@ __all__ = ["divided_by", "is_sum", "reaches"]
 
 MEAN, SUM = 1, 2  # values of `_saved_reduction`
 MOST_TERMS: Final = 16
+MOST_ACCUMULATED: Final = 64
+"""A loss that is divided by more was hardly divided for gradient accumulation."""
 LEAST_FACTOR: Final = 0.5
 """A smaller factor may be there to make a mean of a sum."""
 ELEMENTWISE: Final = frozenset({"PowBackward0", "AbsBackward0", "SubBackward0", "AddBackward0", "NegBackward0"})
@@ -54,10 +56,10 @@ def is_sum(loss: Tensor, num_samples: int) -> bool:
 
 
 def divided_by(loss: Tensor) -> int | None:
-    """Return the integer by which the loss, clearly a mean, was divided; None: it was not."""
+    """Return the small integer by which the loss, clearly a mean, was divided; None: it was not."""
     node: Any = loss.grad_fn
     number = _number(node) if node is not None and node.name() == "DivBackward0" else None
-    if number is None or number <= 1 or not number.is_integer():
+    if number is None or not 2 <= number <= MOST_ACCUMULATED or not number.is_integer():
         return None
     return int(number) if any(map(_is_mean, _terms(node.next_functions[0][0]))) else None
 

@@ -65,15 +65,15 @@ class Agreement:
 
     Args:
         rehearses: compute some micro-batches twice; otherwise only states are compared.
-        num_steps: of this ``run.steps``.
+        last_step: the number of the step, within ``run.steps``, that is checked as the last one; None: there is none.
     """
 
-    def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, num_steps: int) -> None:
+    def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, last_step: int | None) -> None:
         self._members = members
         self._tracked = tracked
         self._rehearses = rehearses
         self._rehearses_alone = rehearses and _is_recurrent(tracked)
-        self._num_steps = num_steps
+        self._last_step = last_step
         self._step = -1
         self._digest: int | None = None
         self._is_rehearsed = False
@@ -90,7 +90,7 @@ class Agreement:
         """
         self._own = self._other = self._digest = None
         self._step = total
-        is_last = number == self._num_steps - 1
+        is_last = number == self._last_step
         is_team = self._members.size > 1
         is_first = self._members.balancing.is_first_of_generation
         rehearses = self._rehearses if is_team else self._rehearses_alone
@@ -112,7 +112,7 @@ class Agreement:
             total: its number in the run.
             plan: the probable plan of that step.
         """
-        is_team, is_last = self._members.size > 1, number == self._num_steps - 1
+        is_team, is_last = self._members.size > 1, number == self._last_step
         rehearses = self._rehearses if is_team else self._rehearses_alone
         if not rehearses or not is_rehearsed(total, alone=not is_team, is_last=is_last):
             return None

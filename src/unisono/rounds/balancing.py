@@ -67,11 +67,17 @@ class Balancing:
         """Whether no step was summed in this generation yet; the same on all members at the beginning of a step."""
         return self._generation != self._team.generation
 
-    def decide(self, num_leaves: int) -> tuple[Plan, str]:
-        """Return the plan of the next step, and why it differs from the plan before ("" if it does not)."""
+    def decide(self, num_leaves: int, *, everybody: bool = False) -> tuple[Plan, str]:
+        """Return the plan of the next step, and why it differs from the plan before ("" if it does not).
+
+        Args:
+            everybody: give each member at least one leaf, if there are enough.
+        """
         if not self._is_known:
             return plan(self._team.size, num_leaves), ""
         chosen, change = self._balance.decide(num_leaves), self._balance.change
+        if everybody and num_leaves >= self._team.size and not all(chosen.ranges):
+            return plan(self._team.size, num_leaves), ""
         return chosen, change.say(self._team.worker_ids) if change is not None else ""
 
     def predicted(self, num_leaves: int) -> Plan:

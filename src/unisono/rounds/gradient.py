@@ -141,6 +141,11 @@ class GradientRound:
         context.guards.start_step()
 
     @property
+    def num_computed(self) -> int:
+        """Micro-batches that this member has computed."""
+        return self._num_computed
+
+    @property
     def number(self) -> int:
         """Number of this step within the run."""
         return self._context.first_number + self._position.number
@@ -196,7 +201,9 @@ class GradientRound:
     # -- the round -----------------------------------------------------------------------------------
 
     def first_plan(self) -> Plan:
-        plan, self.news = self._members.balancing.decide(self.num_leaves)
+        # In the first step of a loop everybody computes something: what the script reads after its inner loop is set.
+        is_first = self._position.number == 0
+        plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=is_first)
         return plan
 
     def begin(self, plan: Plan) -> None:

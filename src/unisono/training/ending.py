@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import msgspec
 
 from unisono.errors import RunStopped, UnisonoError
-from unisono.process import Process
+from unisono.process import Process, tell
 from unisono.rounds.agreement import Digests, check_digests
 from unisono.rounds.life import Rounds
 from unisono.rounds.together import together
 from unisono.training import life
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
-from unisono.training.notes import Beginning, note_beginning, note_microbatch
+from unisono.training.notes import Beginning, note_beginning, note_idle, note_microbatch
 from unisono.training.recording import Recorder, Role
 from unisono.training.steps import Steps
+from unisono.words import progress
 
 __all__ = ["Ending", "Reached"]
 
@@ -107,7 +108,9 @@ class Ending:
         reached = self._reached()
         if (beginning := reached.beginning) is not None:
             note_beginning(error, beginning, reached.num_steps - beginning.step)
-        return note_microbatch(error, reached.loop.step if reached.loop is not None else None)
+        step = reached.loop.step if reached.loop is not None else None
+        note_idle(error, step)
+        return note_microbatch(error, step)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -123,7 +126,13 @@ class Ending:
         except UnisonoError as failure:
             self._append_failure(failure)
             raise
+        if reached.has_joined and reached.beginning is not None and reached.beginning.step == reached.num_steps:
+            self._say_nothing_left(reached.num_steps)
         self._recorder.run_ended(self._role(), ok=True, digests=digests)
+
+    def _say_nothing_left(self, num_steps: int) -> None:
+        if self._rounds.team.rank == 0:
+            tell(f"unisono: nothing is left to do: {progress(num_steps, num_steps)} are done")
 
     def _end_badly(self, error: BaseException, reached: Reached) -> None:
         is_tried_again = self.explain(error) and self._rounds.team.size > 1

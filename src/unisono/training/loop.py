@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.decisions.cadence import Position
+from unisono.decisions.checks import is_last_checked
 from unisono.decisions.cursor import Cursor
 from unisono.errors import StepError
 from unisono.exchange.flat import Extra
@@ -32,8 +33,8 @@ from unisono.training.upcoming import Upcoming
 
 __all__ = ["TrainingLoop"]
 
-OnStep = Callable[[Step, dict[str, float], int], None]
-"""Callback: (finished step, seconds by part, steps of the run when this loop has ended)."""
+OnStep = Callable[[Step, dict[str, float], range], None]
+"""Callback: (finished step, seconds by part, the steps of this loop by their numbers in the run)."""
 
 
 class TrainingLoop:
@@ -96,7 +97,8 @@ class TrainingLoop:
         """
         rounds, team = self._rounds, self._rounds.team
         self._phase, self._base = phase, self._num_done() - first
-        agreement = Agreement(rounds.members, self._tracked, rehearses=self._rehearses, num_steps=self.num_steps)
+        last_step = self.num_steps - 1 if is_last_checked(phase) else None
+        agreement = Agreement(rounds.members, self._tracked, rehearses=self._rehearses, last_step=last_step)
         upcoming = Upcoming(
             rounds.members,
             self.cursor,
@@ -191,7 +193,7 @@ class TrainingLoop:
             return
         step.close()
         point("after_step")
-        self._on_step(step, self._clock.reset(), self._base + self.num_steps)
+        self._on_step(step, self._clock.reset(), range(self._base, self._base + self.num_steps))
 
     def _move_to(self, number: int) -> None:
         position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)

@@ -8,7 +8,7 @@ from unisono import member as members
 from unisono.errors import UnisonoError
 from unisono.training.step import Step
 
-__all__ = ["Beginning", "note_beginning", "note_microbatch"]
+__all__ = ["Beginning", "note_beginning", "note_idle", "note_microbatch"]
 
 NUM_SHOWN = 8
 
@@ -56,6 +56,17 @@ def note_beginning(error: BaseException, beginning: Beginning, num_done: int) ->
         f"({who} and began at step {beginning.step}: variables that the script sets in earlier steps do not exist "
         "here, and its own counters begin again. step.index and step.number count from the beginning)",
     )
+
+
+def note_idle(error: BaseException, step: Step | None) -> None:
+    """Add to a missing name that this worker had no micro-batch, in whose inner loop the script sets it."""
+    if step is not None and isinstance(error, NameError) and step.has_no_microbatch:
+        _add(
+            error,
+            f"(this worker had no micro-batch of step {step.number}, so what the script sets within `for batch in "
+            "step` is not there. Use step.loss, step.num_samples, step.index, and step.add with step.totals, which all "
+            "workers have)",
+        )
 
 
 def _add(error: BaseException, note: str) -> None:

@@ -108,6 +108,7 @@ class Recorder:
         role: Role,
         *,
         num_steps: int,
+        first_step: int,
         seconds: Mapping[str, float],
         telemetry: Mapping[str, StepTelemetry],
         logs: dict[str, float],
@@ -119,6 +120,7 @@ class Recorder:
 
         Args:
             num_steps: of the run, up to the end of this ``run.steps``.
+            first_step: steps of the run before this ``run.steps``.
             seconds: of the step on this worker, by the names of `Seconds`.
             telemetry: of all members that have summed the step, by worker id.
             checkpoint: news of checkpoints since the step before.
@@ -129,6 +131,7 @@ class Recorder:
         event = StepFinished(
             **msgspec.structs.asdict(result),
             num_steps=num_steps,
+            first_step=first_step,
             generation=role.generation,
             seconds=_rounded(seconds),
             workers={worker_id: _times(each) for worker_id, each in telemetry.items()},

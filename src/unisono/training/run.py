@@ -30,7 +30,7 @@ from unisono.microbatch.data import Fetcher, MapDataset
 from unisono.microbatch.loaders import source_of
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
-from unisono.process import Process, tell
+from unisono.process import Process
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.connect import build_exchange, open_wire
@@ -51,7 +51,6 @@ from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
 from unisono.training.upcoming import Upcoming
 from unisono.watch import Sink
-from unisono.words import progress
 
 __all__ = ["Run"]
 
@@ -476,7 +475,7 @@ class Run:
         Args:
             value: numbers, strings, bytes, None, tensors (they arrive on the CPU), numpy arrays, and lists, tuples,
                 sets and dicts of them. Only that of the main worker counts; the others may give None. Before the first
-                step of the run all workers count as main, until the first of them is lost: give the value on each.
+                step of the run give it on each: when the first worker is lost, the value of the next one counts.
 
         Raises:
             UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
@@ -499,16 +498,17 @@ class Run:
         """
         return self._talk.gather(self._place("run.gather"), value)
 
-    def main_first(self) -> AbstractContextManager[None]:
+    def main_first(self) -> AbstractContextManager[bool]:
         """Return a context whose block the main worker runs before all others, e.g. to download data. Collective.
 
         ::
 
-            with run.main_first():
-                dataset = MNIST("data", download=True)
+            with run.main_first() as is_first:
+                dataset = MNIST("data", download=is_first)
 
-        If that worker is lost in the block, the next one runs it first. Each worker runs the block once. No other
-        collective call may be in it. After it the generators have the same state on all workers, whatever it has drawn.
+        Each worker runs the block once, and leaves it when all have run it. The value of the context is True on the
+        worker that runs it first. If that worker is lost in the block, the next one runs it first. No other collective
+        call may be in it. After it the generators have the same state on all workers, whatever it has drawn.
 
         Raises:
             UsageError: used within the inner loop. StepError: the workers are at different calls.
@@ -588,8 +588,6 @@ class Run:
         if first is None:
             return
         self._loop = loop
-        if first >= loop.num_steps > 0 and self.is_main:
-            tell(f"unisono: nothing is left to do: {progress(first, loop.num_steps)} are done")
         yield from loop.run(phase, first, make_fetcher)
 
     def _in_rounds(self) -> tuple[Rounds, Team]:
@@ -630,7 +628,7 @@ class Run:
         self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
         return rounds.position.step
 
-    def _finish(self, step: Step, seconds: dict[str, float], num_steps: int) -> None:
+    def _finish(self, step: Step, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""
         _, team = self._in_rounds()
         self._num_steps += 1
@@ -640,7 +638,8 @@ class Run:
         self._recorder.step_finished(
             result,
             self._role(),
-            num_steps=num_steps,
+            num_steps=steps.stop,
+            first_step=steps.start,
             seconds=seconds,
             telemetry=gradient.result.telemetry,
             logs=step.logs,

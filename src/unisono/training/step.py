@@ -279,6 +279,11 @@ class Step:
         return self.state in (State.COMPLETE, State.CLOSED)
 
     @property
+    def has_no_microbatch(self) -> bool:
+        """Whether its inner loop is complete, and this worker has computed nothing in it."""
+        return self.is_complete and self.round.num_computed == 0
+
+    @property
     def round(self) -> GradientRound:
         """The round of the newest pass. After the inner loop."""
         assert self._round is not None

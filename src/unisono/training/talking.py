@@ -14,6 +14,7 @@ after a training loop                   the members exchange; a worker that come
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class Talk:
         return [from_bytes(one) for one in self._say(call, lambda: own)]
 
     @contextmanager
-    def main_first(self, find_place: Callable[[], Place]) -> Iterator[None]:
+    def main_first(self, find_place: Callable[[], Place]) -> Iterator[bool]:
         place = find_place()
         call = self._call("run.main_first", place)
         self._is_in_block = True
@@ -154,7 +155,7 @@ class Talk:
                 yield from self._early_block(call)
             elif place.is_skipped or (place.step is None and self._log.find(call) is not None):
                 self._find(call)
-                yield
+                yield False
             else:
                 yield from self._block(call)
         finally:
@@ -258,34 +259,37 @@ class Talk:
             raise StepError(answer.error)
         return number, answer
 
-    def _early_block(self, call: _Call) -> Iterator[None]:
+    def _early_block(self, call: _Call) -> Iterator[bool]:
         member = members.current()
         if member is None:
-            yield
+            yield True
             return
         number, answer = self._ask(call)
         try:
-            yield
+            yield answer.is_first
         except BaseException:
             if answer.is_first:
                 member.was_first(number, ok=False)
             raise
         if answer.is_first:
             member.was_first(number, ok=True)
+        self._ask(dataclasses.replace(call, kind=f"the end of {call.kind}"))
 
-    def _block(self, call: _Call) -> Iterator[None]:
+    def _block(self, call: _Call) -> Iterator[bool]:
         rounds = call.place.rounds
         playing = rounds.play(BlockRound(rounds, call.title))
         is_first = next(playing, self) is not self
         try:
             with rounds.team.waiting():  # a download may take long, and is nobody's fault
-                yield
+                yield is_first
         except BaseException:
             playing.close()
             raise
         if is_first:
             for _ in playing:
                 pass
+        for _ in rounds.play(TalkRound(rounds, f"the end of {call.title}", bytes)):
+            pass
         self._keep(call, [])
 
 

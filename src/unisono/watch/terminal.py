@@ -128,6 +128,16 @@ class Terminal(ABC):
     def _end(self, ended: RunEnded) -> None: ...
 
 
+def _done(step: StepFinished) -> str:
+    """Return how far the run is. A script that has called ``run.steps`` before may do so for each of its epochs, so
+    nobody knows how many steps there will be.
+    """
+    if not step.first_step:
+        return progress(step.step + 1, step.num_steps)
+    within = progress(step.step + 1 - step.first_step, step.num_steps - step.first_step)
+    return f"epoch {step.epoch}: {within}"
+
+
 class Plain(Terminal):
     """Lines, for files and pipes: a step at most every `PLAIN_EVERY_S`, and the last one."""
 
@@ -175,13 +185,16 @@ class Plain(Terminal):
         self._shown_at = self._clock()
         self._is_shown = True
         parts = (
-            progress(last.step + 1, last.num_steps),
+            _done(last),
             f"loss {last.loss:.4f}",
             f"{self._pace.samples_per_second:,.0f} samples/s",
-            f"{_duration(self._pace.left_s)} left",
+            self._left(last),
             count(len(last.workers), "worker"),
         )
-        self._write(self._out, f"unisono: {'  '.join(parts)}")
+        self._write(self._out, f"unisono: {'  '.join(filter(None, parts))}")
+
+    def _left(self, last: StepFinished) -> str:
+        return "" if last.first_step else f"{_duration(self._pace.left_s)} left"
 
     def _write(self, stream: TextIO, line: str) -> None:
         """Write a line. Errors are no reason to end the training."""
@@ -251,7 +264,7 @@ class Rich(Terminal):
 
     def _step(self, step: StepFinished) -> None:
         fields: dict[str, Any] = {
-            "done": progress(step.step + 1, step.num_steps),
+            "done": _done(step),
             "loss": f"{step.loss:.4f}",
             "rate": f"{self._pace.samples_per_second:,.0f}",
             "left": _duration(self._pace.left_s),
