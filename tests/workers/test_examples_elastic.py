@@ -114,7 +114,7 @@ def prepare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             )
             data = ["--data", str(text)] if name == "recurrent_language_model" else []
             arguments = [*ARGUMENTS[name], *SHORT, *data]
-            command = [sys.executable, script, *arguments, "--run-dir", alone]
+            command: list[str | Path] = [sys.executable, script, *arguments, "--run-dir", alone]
             environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
             done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, env=environment)
             assert done.returncode == 0, done.stdout + done.stderr
