@@ -168,11 +168,12 @@ class Weighted:
 
     def epoch(self, seed: int, epoch: int) -> Places:
         start, sums, total = seed_of(seed, "draw", epoch), self._sums, self._sums[-1]
+        most = math.nextafter(total, 0.0)  # tiny weights are rounded coarsely
 
         def draw(position: int) -> int:
             uniform = (_bits(start, position) >> 11) * 2.0**-53
-            # The product is below the total, also after rounding; a sample of weight 0 has no place between two sums.
-            return bisect_right(sums, uniform * total)
+            # A number below the total; a sample of weight 0 has no place between two sums.
+            return bisect_right(sums, min(uniform * total, most))
 
         return _Mapped(self.num_samples, draw)
 

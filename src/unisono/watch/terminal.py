@@ -112,6 +112,9 @@ class Terminal(ABC):
             self._balance_at = now
             self._say(text)
 
+    def _left(self, last: StepFinished) -> str:
+        return "" if last.first_step else f"{_duration(self._pace.left_s)} left"
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -193,9 +196,6 @@ class Plain(Terminal):
         )
         self._write(self._out, f"unisono: {'  '.join(filter(None, parts))}")
 
-    def _left(self, last: StepFinished) -> str:
-        return "" if last.first_step else f"{_duration(self._pace.left_s)} left"
-
     def _write(self, stream: TextIO, line: str) -> None:
         """Write a line. Errors are no reason to end the training."""
         was_failing = stream in self._failing
@@ -233,8 +233,7 @@ class Rich(Terminal):
             TextColumn("{task.fields[done]}"),
             BarColumn(bar_width=30),
             TextColumn(
-                "loss {task.fields[loss]}  {task.fields[rate]} samples/s  {task.fields[left]} left  "
-                "{task.fields[workers]}"
+                "loss {task.fields[loss]}  {task.fields[rate]} samples/s  {task.fields[left]}{task.fields[workers]}"
             ),
             console=self._console,
             refresh_per_second=8,
@@ -267,7 +266,7 @@ class Rich(Terminal):
             "done": _done(step),
             "loss": f"{step.loss:.4f}",
             "rate": f"{self._pace.samples_per_second:,.0f}",
-            "left": _duration(self._pace.left_s),
+            "left": f"{self._left(step)}  ".lstrip(),
             "workers": count(len(step.workers), "worker"),
         }
         total = step.num_steps or None
