@@ -21,7 +21,7 @@ help:
 	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
-	@echo "make data    fetch the data of the two larger examples into ./data"
+	@echo "make data    fetch the data of the larger examples into ./data"
 	@echo "make dist    build the wheel and the source distribution into ./dist"
 	@echo "make clean   remove everything that was made here"
 

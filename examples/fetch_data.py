@@ -1,4 +1,4 @@
-"""Fetches the data of the two larger examples into ./data, without installing anything.
+"""Fetches the data of the larger examples into ./data, without installing anything.
 
     python examples/fetch_data.py                  # both
     python examples/fetch_data.py fashion-mnist    # 60,000 + 10,000 pictures of clothes, 31 MB

@@ -82,6 +82,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     run.track(model=model, optimizer=optimizer)
 
+    def count(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        images, labels = batch
+        return count_right(model(images), labels)
+
     for epoch in range(arguments.epochs):
         for step in run.steps(train_loader, microbatches=arguments.microbatches):
             for images, labels in step:
@@ -90,20 +94,16 @@ def main() -> None:
                 loss.backward()
                 step.add(**count_right(scores, labels))
             optimizer.step()
+        tested = run.evaluate(test_loader, count)
+        right, drawn, accuracy = run.totals["right"], run.totals["seen"], tested["right"] / tested["seen"]  # (10,) each
         if run.is_main:
-            right, seen = run.totals["right"], run.totals["seen"]
-            print(f"epoch {epoch}: {right.sum() / seen.sum():.2%} right, from {seen.min()} to {seen.max()} of a digit")
+            print(f"epoch {epoch}: {drawn.min()} to {drawn.max()} drawn of each digit", end=", ")
+            print(f"{right.sum() / drawn.sum():.2%} of them right; {accuracy.mean():.2%} right in test")
 
-    def count(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        images, labels = batch
-        return count_right(model(images), labels)
-
-    totals = run.evaluate(test_loader, count)
     if run.is_main:
-        shares = totals["right"] / totals["seen"]
-        print("learned from: ", *(f"{size:5}" for size in sizes))
-        print("right in test:", *(f"{share:5.0%}" for share in shares))
-        print(f"test accuracy {shares.mean():.2%} (mean over the digits; {totals['seen'].sum():.0f} pictures)")
+        print("pictures:", *(f"{size:5}" for size in sizes))
+        print("right:   ", *(f"{share:5.0%}" for share in accuracy))
+        print(f"test accuracy {accuracy.mean():.2%} (mean over the digits; {tested['seen'].sum()} pictures)")
 
 
 if __name__ == "__main__":

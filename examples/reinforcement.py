@@ -71,7 +71,9 @@ class Policy(nn.Module):
 @torch.no_grad()
 def play(policy: nn.Module, states: Tensor, longest: int, *, greedy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Play episodes: states (time, n, 4), actions and rewards (time, n). The reward is 1 as long as the pole stands."""
-    seen, done, rewards = [], [], []
+    seen: list[Tensor] = []
+    done: list[Tensor] = []
+    rewards: list[Tensor] = []
     going = stands(states)
     while going.any() and len(seen) < longest:
         scores, _ = policy(states)

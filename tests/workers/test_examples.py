@@ -127,8 +127,8 @@ def test_the_rare_digits_are_learned_by_drawing_them_more_often(tmp_path: Path) 
     """Each digit is seen about as often as any other, and the accuracy is higher than by drawing all pictures once."""
     weighted = alone("imbalanced_digits", "--run-dir", tmp_path / "weighted")
     uniform = alone("imbalanced_digits", "--run-dir", tmp_path / "uniform", "--uniform")
-    assert number(r"from (\d+) to \d+ of a digit", weighted) >= 20
-    assert number(r"from (\d+) to \d+ of a digit", uniform) == 3
+    assert number(r"(\d+) to \d+ drawn of each digit", weighted) >= 20
+    assert number(r"(\d+) to \d+ drawn of each digit", uniform) == 3
     assert number(ACCURACY, weighted) >= number(ACCURACY, uniform) + 3
 
 

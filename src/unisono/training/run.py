@@ -37,7 +37,6 @@ from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
-from unisono.state.sums import Total
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.ending import Ending, Reached
@@ -242,7 +241,7 @@ class Run:
         return self.rank == 0
 
     @property
-    def totals(self) -> dict[str, Total]:
+    def totals(self) -> dict[str, Any]:
         """The sums of ``step.add`` over the steps that are done, of the newest epoch of the newest ``run.steps``.
 
         By name; exact, and equal on all workers. Also on a worker that has skipped that ``run.steps`` because it came

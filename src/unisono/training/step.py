@@ -93,7 +93,7 @@ class Step:
         return self.round.loss
 
     @property
-    def totals(self) -> dict[str, Total]:
+    def totals(self) -> dict[str, Any]:
         """The sums of `add` over the global batch, by name. After the inner loop.
 
         Of a name that several passes have added, the sum of the newest one.
