@@ -467,6 +467,8 @@ with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=5) if saves 
                 with (folder / f"order-{epoch}-{step.number}").open("a") as file:
                     file.write(name() + " ")
                 comes_to(f"block {epoch} {step.number}")
+            if (epoch, step.number) == (0, 3):
+                break  # a worker that comes later skips this loop as well
         totals = run.evaluate(data, count, batch_size=7)
         noise = torch.rand(())
         with run.main_first():
