@@ -361,8 +361,7 @@ def test_losses_before_the_training_leave_nobody_waiting_and_nothing_half_done(t
     assert len(outcome.digests) == 2
     found = found_in(outcome.output)
     assert len(found) == 3, outcome.output
-    assert found == [["whole, of w1", "w1", found[0][2]]] * 3
-    assert found[0][2] in (["w1", "w2", "w3"], ["w1", "w2", "w4"]), outcome.output
+    assert found == [["whole, of w1", "w1", ["w1", "w2", "w3"]]] * 3, outcome.output
     assert "begins again" not in outcome.output
 
 
@@ -468,6 +467,8 @@ with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=5) if saves 
                 with (folder / f"order-{epoch}-{step.number}").open("a") as file:
                     file.write(name() + " ")
                 comes_to(f"block {epoch} {step.number}")
+            if (epoch, step.number) == (0, 3):
+                break  # a worker that comes later skips this loop as well
         totals = run.evaluate(data, count, batch_size=7)
         noise = torch.rand(())
         with run.main_first():

@@ -143,7 +143,8 @@ class Run:
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: Steps | None = None
+        self._training: Generator[Step, None, None] | None = None
+        self._steps: weakref.ref[Steps] | None = None
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -374,8 +375,11 @@ class Run:
             return Fetcher(source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming)
 
         # `steps` is no generator itself: that would put the checks above off until the first step.
-        self._training = Steps(self._train(loop, make_fetcher), num_steps)
-        return self._training
+        # Held weakly, so that a `break` is seen: the script lets go of its iterator there.
+        training = self._train(loop, make_fetcher)
+        steps = Steps(training, num_steps)
+        self._training, self._steps = training, weakref.ref(steps)
+        return steps
 
     def save(self) -> None:
         """Write a checkpoint now, whatever the policy says.
@@ -538,10 +542,11 @@ class Run:
                 f"{what} was called inside of `for batch in step`, where each worker is at another micro-batch: "
                 "call it after that loop"
             )
+        is_inside = loop is not None and loop.is_open and self._steps is not None and self._steps() is not None
         return Place(
             rounds=self._rounds,
             phases=self._phases,
-            step=self._rounds.position.total if loop is not None and loop.is_open else None,
+            step=self._rounds.position.total if is_inside else None,
             has_joined=self._joined,
         )
 
