@@ -3,11 +3,11 @@
     python examples/gan.py                          # alone
     unisono run examples/gan.py --workers 4         # on four workers: the same bits
 
-Every step passes over its batch twice: once for the discriminator, and once more (`step.again()`) for the generator,
-which meets the discriminator that the first pass has updated.
+Every step passes over its batch twice: first for the discriminator, then (`step.again()`) for the generator, which
+has to deceive the discriminator that the first pass has updated.
 
-Both networks are told which digit to write. So there is a number that says how well they do it: a classifier that has
-seen nothing but written digits reads the real ones of the test set.
+Both networks are told which digit a picture shows. So there is a number for how good the generator is: the share of
+real test pictures that a classifier reads right if it has seen nothing but generated ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import unisono
 
 NOISE = 16  # numbers that the generator begins with
 NUM_WRITTEN = 2000  # pictures for the classifier
-SHEET_ROWS = 10
+NUM_SAVED = 100
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
@@ -59,7 +59,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Gives a score (n,) for being real, and for being this digit."""
+    """Scores pictures, (n,): above 0 for what looks like a real picture of this digit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def main() -> None:
     if run.is_main:
         print(f"read by written digits: {totals['right'] / totals['seen']:.2%} ({totals['seen']:.0f} real pictures)")
         if run.directory is not None:
-            save_sheet(shown[: 10 * SHEET_ROWS], run.directory / "written.pgm")
+            save_sheet(shown[:NUM_SAVED], run.directory / "written.pgm")
             print(f"some of them: {run.directory / 'written.pgm'}")
 
 

@@ -1,12 +1,12 @@
-"""A graph network that learns from 50 labels to tell what the other 1,747 nodes of a graph are.
+"""A graph network that learns from 50 labels what the other 1,747 nodes of a graph are.
 
     python examples/graph_network.py                        # alone
     unisono run examples/graph_network.py --workers 2       # on two workers: the same bits
 
-The nodes are the handwritten digits that come with scikit-learn; each has an edge from the ten that look most like it.
-For every node of a batch, five of its neighbours are drawn, and five neighbours of each of those (GraphSAGE, Hamilton
-et al. 2017). They are drawn in the dataset. The library sets the generators before each sample, from the seed, the
-epoch and the sample's number: the same neighbours whoever draws them. With --no-edges, the network sees nodes only.
+The nodes are the handwritten digits that come with scikit-learn. The neighbours of a node are the ten digits that look
+most like it. For every node of a batch, the dataset draws five of its neighbours, and five neighbours of each of those
+(GraphSAGE, Hamilton et al. 2017). The library sets the generators before each sample, from the seed, the epoch and the
+sample's number, so every worker would draw the same ones. With --no-edges, the network sees each node alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEGREE = 10  # edges to each node
 
 
 def load() -> tuple[Tensor, Tensor, Tensor]:
-    """What each node looks like, (n, 64), what it is, (n,), and its neighbours, (n, DEGREE)."""
+    """Return the features of the nodes, (n, 64), their labels, (n,), and their neighbours, (n, DEGREE)."""
     digits = load_digits()
     features = torch.tensor(digits.data, dtype=torch.float32) / 16
     distances = torch.cdist(features, features).fill_diagonal_(torch.inf)
@@ -38,7 +38,7 @@ def draw(neighbours: Tensor, count: int) -> Tensor:
 
 
 class Neighbourhoods(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """A node, () ; some of its neighbours, (count,) ; and some of each one's neighbours, (count, count)."""
+    """Nodes with neighbours: a node, (); some of its neighbours, (count,); some of theirs, (count, count)."""
 
     def __init__(self, nodes: Tensor, neighbours: Tensor, count: int) -> None:
         self._nodes = nodes
@@ -55,7 +55,7 @@ class Neighbourhoods(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 class Convolution(nn.Module):
-    """A node's new features, from its own and the mean of its neighbours'."""
+    """Computes new features of a node from its own features and the mean of its neighbours'."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""An image classifier that learns from 140 zeros and 3 nines, by drawing rare digits more often.
+"""An image classifier for rare classes: it learns from 140 zeros, but only 3 nines, and draws the nines more often.
 
     python examples/imbalanced_digits.py                        # alone
     unisono run examples/imbalanced_digits.py --workers 4       # on four workers: the same bits
 
-The loader is one of PyTorch's, with its `WeightedRandomSampler`: what it draws is a function of the seed and the epoch.
-With --uniform, every picture is drawn once in an epoch instead.
+The script's DataLoader has a `WeightedRandomSampler`. The library reads its weights, and draws by them as a function of
+the seed and the epoch, so all workers draw the same. With --uniform, an epoch has every picture once instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FALL = 0.65  # of each digit so many times as many as of the one before
 
 
 def load() -> tuple[TensorDataset, TensorDataset, Tensor]:
-    """Some of four fifths of the pictures to train on, one fifth to test on, and how many there are of each digit."""
+    """Return the training set, the test set, and the number of training pictures of each digit, (10,)."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # (n, 1, 8, 8) in [0, 1]
     labels = torch.tensor(digits.target)
@@ -49,7 +49,7 @@ def network() -> nn.Module:
 
 
 def count_right(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """How many pictures of each digit there are, and how many of them are right: (10,) each."""
+    """Count the pictures of each digit, and those of them that the scores (n, 10) get right: (10,) each."""
     right = labels[scores.argmax(1) == labels]
     return {"right": right.bincount(minlength=10), "seen": labels.bincount(minlength=10)}
 

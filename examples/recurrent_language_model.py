@@ -4,9 +4,9 @@
     python examples/recurrent_language_model.py                         # alone
     unisono run examples/recurrent_language_model.py --workers 2        # on two workers: the same bits
 
-The text is cut into streams that are read side by side, a short piece of each in every step. Gradients end with the
-piece, but the LSTM's state does not: it is carried to the next piece, which another worker may read. With --forget
-every piece begins with an empty state instead, and the model learns less.
+The text is cut into streams that are read side by side: every step reads a short piece of each stream. Gradients end
+at the end of a piece. The LSTM's state is carried over to the next piece of the stream, which another worker may read.
+With --forget, every piece begins with an empty state instead, and the model learns less.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_documents(data: Path) -> tuple[list[bytes], list[bytes]]:
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor, int]]):
-    """All first pieces of the streams, then all second ones ...: bytes and those that follow, (length,), the stream."""
+    """The first pieces of all streams, then all second ones ...: bytes and their successors, (length,); the stream."""
 
     def __init__(self, text: bytes, num_streams: int, length: int) -> None:
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)

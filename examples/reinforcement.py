@@ -3,9 +3,8 @@
     python examples/reinforcement.py                        # alone
     unisono run examples/reinforcement.py --workers 4       # on four workers: the same bits
 
-A sample is an episode: where the cart begins. A micro-batch plays its episodes to the end, with the policy as it is.
-The library sets the generators before each sample and before each micro-batch, so the same games are played whoever
-plays them.
+A sample is the start of an episode, and a micro-batch plays its episodes to the end. The library sets the generators
+before each sample and before each micro-batch, so the same games are played, whichever worker plays them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ GRAVITY, CART, POLE, HALF_LENGTH, FORCE, SECONDS = 9.8, 1.0, 0.1, 0.5, 10.0, 0.0
 
 
 class Starts(Dataset[Tensor]):
-    """Where episodes begin: position, speed, angle and turning speed, (4,), drawn anew in every epoch."""
+    """Starts of episodes: position, speed, angle and turning speed, (4,), drawn anew in every epoch."""
 
     def __init__(self, num_episodes: int) -> None:
         self._num_episodes = num_episodes
@@ -39,7 +38,7 @@ class Starts(Dataset[Tensor]):
 
 
 def move(states: Tensor, actions: Tensor) -> Tensor:
-    """States (n, 4) after a push to the left (0) or to the right (1): Barto, Sutton and Anderson (1983)."""
+    """Return the states (n, 4) after a push to the left (0) or right (1), by Barto, Sutton and Anderson (1983)."""
     _, speed, angle, turning = states.unbind(1)
     force = FORCE * (2 * actions - 1)
     sine, cosine = angle.sin(), angle.cos()
@@ -50,12 +49,12 @@ def move(states: Tensor, actions: Tensor) -> Tensor:
 
 
 def stands(states: Tensor) -> Tensor:
-    """Whether the cart is on its track, and the pole upright: (n,)."""
+    """Return whether the cart is on its track and the pole upright, (n,)."""
     return (states[:, 0].abs() < 2.4) & (states[:, 2].abs() < math.radians(12))
 
 
 class Policy(nn.Module):
-    """Scores of the two actions, (..., 2), and the discounted return that is expected, (...)."""
+    """States (..., 4) -> scores of the two actions, (..., 2), and the discounted return to expect, (...)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +69,11 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def play(policy: nn.Module, states: Tensor, longest: int, *, greedy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Play episodes: states (time, n, 4), actions and rewards (time, n). The reward is 1 as long as the pole stands."""
+    """Play n episodes to their ends, from these states (n, 4).
+
+    Returns:
+        States (time, n, 4), actions (time, n), and rewards (time, n): 1 while the pole stands, 0 when it has fallen.
+    """
     seen: list[Tensor] = []
     done: list[Tensor] = []
     rewards: list[Tensor] = []
@@ -87,7 +90,7 @@ def play(policy: nn.Module, states: Tensor, longest: int, *, greedy: bool = Fals
 
 
 def discounted(rewards: Tensor) -> Tensor:
-    """The discounted sums of what follows, (time, n), times 1 - DISCOUNT: from 0 to 1."""
+    """Return the discounted sums of the rewards from each time on, (time, n), scaled to at most 1."""
     returns, following = torch.empty_like(rewards), torch.zeros_like(rewards[0])
     for time in range(len(rewards) - 1, -1, -1):
         following = rewards[time] + DISCOUNT * following
