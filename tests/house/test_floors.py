@@ -66,6 +66,7 @@ FLOORS = {
     "rounds": 4,
     "training.upcoming": 4,
     "training.talking": 4,
+    "training.calls": 4,
     "training.step": 4,
     "training.steps": 4,
     "training.resuming": 4,
@@ -127,6 +128,7 @@ NEIGHBOURS = {
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.talking": {"rounds"},
+    "training.calls": {"training.talking"},
     "training.upcoming": {"rounds"},
     "training.step": {"rounds"},
     "training.steps": {"training.step"},
@@ -142,6 +144,7 @@ NEIGHBOURS = {
         "training.notes",
         "training.step",
         "training.steps",
+        "training.calls",
         "training.talking",
         "training.upcoming",
         "watch",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from unisono.errors import RunStopped, UnisonoError
+from unisono.errors import RunStopped, StepError, UnisonoError
 from unisono.process import Process, tell
 from unisono.rounds.agreement import Digests, check_digests
 from unisono.rounds.life import Rounds
@@ -155,7 +155,7 @@ class Ending:
         team.leaving(rounds.position.phase, rounds.position.step)
         own = Digests(team.arithmetic, digests if team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
-        received = [msgspec.msgpack.decode(payload, type=Digests) for payload in payloads]
+        received = [_decode(payload, worker) for payload, worker in zip(payloads, team.worker_ids, strict=False)]
         check_digests(dict(zip(team.worker_ids, received, strict=False)))  # before the last checkpoint is kept
         self._keeper.save_together(rounds)
         self._recorder.tell_again(self._role())
@@ -177,6 +177,22 @@ class Ending:
         """
         code = _code_of(error)
         return code is not None and (code in (0, life.UNKNOWN_CODE) or not self._is_alone or self._keeper.is_leaving)
+
+
+def _decode(payload: bytes, worker_id: str) -> Digests:
+    """Return the digests that a worker sends at the end of its script.
+
+    Raises:
+        StepError: the worker is elsewhere.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=Digests)
+    except msgspec.MsgspecError:
+        raise StepError(
+            f"this worker is at the end of its script, and {worker_id} is still training. Do their scripts make "
+            "different numbers of calls of run.steps, e.g. because one has found a file that the run itself has "
+            "written (a snapshot of the script's own)? Let run.broadcast give such a value to all workers"
+        ) from None
 
 
 def _code_of(error: BaseException) -> object | None:

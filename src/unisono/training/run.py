@@ -8,7 +8,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -39,6 +38,7 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.state.tracked import Tracked
 from unisono.training import life
+from unisono.training.calls import Calls
 from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
@@ -54,7 +54,7 @@ from unisono.watch import Sink
 __all__ = ["Run"]
 
 
-class Run:
+class Run(Calls):
     """One training job, which begins here and ends with the script::
 
         run = unisono.Run("runs/digits", seed=7)
@@ -459,77 +459,6 @@ class Run:
         # Every member has evaluated other batches, and the code that follows may draw random numbers.
         seed_at(self.seed, "after", lines)
         return totals
-
-    # -- talking -------------------------------------------------------------------------------------
-
-    def barrier(self) -> None:
-        """Wait until all workers have come to this call. Collective.
-
-        A worker that is lost is not waited for, and one that comes later passes at once.
-
-        Raises:
-            UsageError: called within the inner loop. StepError: the workers are at different calls.
-        """
-        self._talk.barrier(self._place("run.barrier"))
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the main worker's value on all workers, also on those that come to this call later. Collective.
-
-        Args:
-            value: numbers, strings, bytes, None, tensors (they arrive on the CPU), numpy arrays, and lists, tuples,
-                sets and dicts of them. Only that of the main worker counts; the others may give None. Before the first
-                step of the run give it on each: when the first worker is lost, the value of the next one counts.
-
-        Raises:
-            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
-                different calls.
-        """
-        return self._talk.broadcast(self._place("run.broadcast"), value)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all workers, by rank, on all workers. Collective.
-
-        The list is as long as there were workers. **A script whose training depends on it has other bits with another
-        number of workers**; use `evaluate` or ``step.add`` for sums that have not.
-
-        Args:
-            value: as of `broadcast`.
-
-        Raises:
-            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
-                different calls.
-        """
-        return self._talk.gather(self._place("run.gather"), value)
-
-    def main_first(self) -> AbstractContextManager[bool]:
-        """Return a context whose block the main worker runs before all others, e.g. to download data. Collective.
-
-        ::
-
-            with run.main_first() as is_first:
-                dataset = MNIST("data", download=is_first)
-
-        Each worker runs the block once, and leaves it when all have run it. The value of the context is True on the
-        worker that runs it first. If that worker is lost in the block, the next one runs it first. No other collective
-        call may be in it. After it the generators have the same state on all workers, whatever it has drawn.
-
-        Raises:
-            UsageError: used within the inner loop. StepError: the workers are at different calls.
-        """
-        return self._talk.main_first(partial(self._place, "run.main_first"))
-
-    def process_group(self) -> dist.ProcessGroup:
-        """Return a group of ``torch.distributed`` that connects the members of the current generation. Collective.
-
-        For experts. What is exchanged through it is the script's own: the bits may depend on the number of workers, and
-        no loss is repaired. Ask for it at every step: as long as the members are the same, that costs one small
-        exchange and gives the same group. When the members have changed it gives a new group, and when a member is
-        lost, collectives of the old one raise ``RuntimeError``.
-
-        Raises:
-            UsageError: called outside of ``run.steps``, where members may not have joined yet, or in the inner loop.
-        """
-        return self._talk.process_group(self._place("run.process_group"))
 
     def _place(self, what: str) -> Place:
         """Return the place of a call in which all workers take part, in the script."""
