@@ -119,7 +119,7 @@ def test_the_recurrent_model_learns_more_with_a_state_that_is_carried(
 def test_the_graph_network_learns_from_its_edges(tmp_path: Path) -> None:
     with_edges = number(ACCURACY, alone("graph_network", "--run-dir", tmp_path / "with"))
     without = number(ACCURACY, alone("graph_network", "--run-dir", tmp_path / "without", "--no-edges"))
-    assert with_edges >= 90
+    assert with_edges >= 88
     assert without <= with_edges - 5
 
 
