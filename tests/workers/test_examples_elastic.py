@@ -108,10 +108,7 @@ def prepare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
     def prepare(name: str) -> Example:
         if name not in prepared:
-            script, alone = (
-                ROOT / "examples" / f"{name}.py",
-                tmp_path_factory.mktemp(name) / "alone",
-            )
+            script, alone = ROOT / "examples" / f"{name}.py", tmp_path_factory.mktemp(name) / "alone"
             data = ["--data", str(text)] if name == "recurrent_language_model" else []
             arguments = [*ARGUMENTS[name], *SHORT, *data]
             command: list[str | Path] = [sys.executable, script, *arguments, "--run-dir", alone]
