@@ -57,6 +57,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1
     """Counted over the whole run, as in the journal. -1: the first step that comes to this point."""
     microbatch: int = -1
+    skip: int = 0
+    """Pass by that point so often before: 1 means the second pass over the batch, for a point that a pass has once."""
     seconds: float = 0.0
 
 
@@ -98,7 +100,10 @@ def point(name: str, microbatch: int = -1) -> None:
     for fault in list(_armed):
         if fault.at == name and fault.step in (-1, _step) and fault.microbatch in (-1, microbatch):
             _armed.remove(fault)
-            _happen(fault)
+            if fault.skip:
+                _armed.append(msgspec.structs.replace(fault, skip=fault.skip - 1))
+            else:
+                _happen(fault)
 
 
 def _happen(fault: Fault) -> None:

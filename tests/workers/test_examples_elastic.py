@@ -211,3 +211,22 @@ def test_an_example_gives_the_same_bits(
             resume(example, workers, options, directory, mark)
     assert compare(example.alone, directory).startswith(f"identical: {STEPS} steps")
     assert results(directory) == results(example.alone)
+
+
+@pytest.mark.parametrize("nth", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("point", POINTS[:-1])
+def test_a_kill_in_either_pass_over_a_batch_changes_no_bit(
+    point: str,
+    nth: int,
+    prepare: Callable[[str], Example],
+    nursery_with_data: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a kill in the second pass, the others still have the gradients, losses and sums of the first."""
+    example, directory = prepare("gan"), tmp_path / "run"
+    monkeypatch.setenv("UNISONO_NURSERY", nursery_with_data)
+    outcome = run(example, 3, directory, PATIENT, Faults().kill("w1", step=LATE, at=point, skip=nth))
+    assert outcome.exit_code == 0, outcome.output
+    assert ended_workers(outcome.output) == {"w1"}
+    assert results(directory) == results(example.alone)

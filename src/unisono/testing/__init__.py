@@ -39,31 +39,36 @@ class Faults:
 
     Workers are named by their id: ``w0``, ``w1`` ... in the order of their start (at first also their rank); a
     replacement has an id of its own. A step is counted over the whole run, as in the journal, however often the script
-    calls ``run.steps``. A fault happens once in a worker's life.
+    calls ``run.steps``. ``skip`` is how often the worker passes by that point before: 1 for the second pass over a
+    batch (``step.again``). A fault happens once in a worker's life.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self.faults = tuple(faults)
 
-    def kill(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+    def kill(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1, skip: int = 0) -> Faults:
         """SIGKILL: no handler runs, nothing is closed."""
-        return self._and(Fault(action="kill", worker=worker, at=at, step=step, microbatch=microbatch))
+        return self._and(Fault(action="kill", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip))
 
-    def kill_run(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+    def kill_run(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1, skip: int = 0) -> Faults:
         """SIGKILL to the command and to this worker; the others follow, because nobody outlives the command."""
-        return self._and(Fault(action="kill_run", worker=worker, at=at, step=step, microbatch=microbatch))
+        return self._and(Fault(action="kill_run", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip))
 
-    def stop(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+    def stop(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1, skip: int = 0) -> Faults:
         """SIGSTOP: the process is there and does nothing any more, heartbeats included."""
-        return self._and(Fault(action="stop", worker=worker, at=at, step=step, microbatch=microbatch))
+        return self._and(Fault(action="stop", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip))
 
-    def delay(self, worker: str, seconds: float, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+    def delay(
+        self, worker: str, seconds: float, *, at: str, step: int = -1, microbatch: int = -1, skip: int = 0
+    ) -> Faults:
         """The main thread sleeps; the heartbeats go on."""
-        return self._and(Fault(action="delay", worker=worker, at=at, step=step, microbatch=microbatch, seconds=seconds))
+        return self._and(
+            Fault(action="delay", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip, seconds=seconds)
+        )
 
-    def fail(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1) -> Faults:
+    def fail(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1, skip: int = 0) -> Faults:
         """An exception, as if the script had raised it there."""
-        return self._and(Fault(action="fail", worker=worker, at=at, step=step, microbatch=microbatch))
+        return self._and(Fault(action="fail", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip))
 
     def environment(self) -> dict[str, str]:
         """What arms the workers of a command that inherits it."""
