@@ -7,7 +7,8 @@ DEMO := .demo
 # As many processes as tests/conftest.py finds right for this machine; one that has nothing left to do takes from another.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # Whole trainings, which take long wherever they run.
-LONG := tests/workers/test_examples.py tests/workers/test_examples_elastic.py tests/workers/test_soak.py tests/workers/test_launchers.py tests/house/toys
+LONG := $(addprefix tests/workers/test_,examples.py examples_elastic.py soak.py launchers.py balance.py loaders.py \
+	life.py talking.py) tests/house/toys
 SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help

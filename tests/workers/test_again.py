@@ -180,6 +180,29 @@ def test_memory_does_not_grow_with_the_passes() -> None:
                 assert len(run._rounds.slots.results) == 1
 
 
+@pytest.mark.parametrize(
+    "hold",
+    [lambda g: g, lambda g: g.view(-1), lambda g: g.detach(), lambda g: g.data, lambda g: g[:1], lambda g: g.numpy()],
+    ids=["itself", "view", "detach", "data", "slice", "numpy"],
+)
+def test_a_gradient_that_the_script_holds_is_not_written_over(hold: Callable[[Tensor], Any]) -> None:
+    """Neither by the next pass nor by the next step; without Unisono, backward makes new gradients each time."""
+    with AloneRun(seed=1) as run:
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        held: list[Any] = []
+        copies: list[Tensor] = []
+        for step in run.steps(vectors(), batch_size=24, microbatches=M, max_steps=3):
+            for number in range(2):
+                for x, y in step.again():
+                    step.backward(F.cross_entropy(model(x), y) * (1 + number))
+                held += [hold(parameter.grad) for parameter in model.parameters()]
+                copies += [torch.as_tensor(one).clone() for one in held[len(copies) :]]
+            optimizer.step()
+        assert all(torch.equal(torch.as_tensor(one), copy) for one, copy in zip(held, copies, strict=True))
+
+
 def test_the_journal_has_the_loss_of_every_pass(tmp_path: Any) -> None:
     from unisono.journal import JOURNAL, read
 

@@ -193,6 +193,20 @@ def _write(write: Any, **options: Any) -> None:
                 write(carried, step)
 
 
+def test_a_micro_batch_may_write_no_row() -> None:
+    """As where only the samples above a loss are written."""
+    with AloneRun(seed=1) as run:
+        model, seen = Mlp(), unisono.Carried(torch.zeros(56))
+        run.track(model=model, seen=seen)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=1):
+            for x, y in step:
+                chosen = step.indices[: 0 if step.microbatch else 2]
+                seen[chosen] = torch.ones(len(chosen))
+                seen[[]] = torch.ones(0)
+                step.backward(F.cross_entropy(model(x), y))
+    assert seen.rows.sum() == 2
+
+
 def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(UsageError, match=r"keys from 60 to 60 were given, and the unisono.Carried has rows 0 to 59"):
         _write(lambda carried, step: carried.__setitem__(60, 0.0))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
 
+import unisono
 from tests.workers.conftest import Command, Unisono
+from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
+from tests.workers.models import Mlp, vectors
+from tests.workers.static_team import AloneRun
 from unisono.journal import compare, read
 from unisono.testing import Faults, run_workers
 
@@ -154,3 +162,41 @@ def test_a_run_that_is_resumed_makes_the_data_of_the_second_phase_with_its_model
     assert again.exit_code == 0, again.output
     assert "goes on at step" in again.output
     assert compare(calm, hurt).startswith("identical: 16 steps")
+
+
+class StopEarly(Exception):
+    pass
+
+
+def _epochs(directory: Path, stop: int) -> list[tuple[int, bool, bool, Any]]:
+    """An epoch loop of the script's own; what it sees after each epoch, until it stops in the third step of one."""
+    seen: list[tuple[int, bool, bool, Any]] = []
+    with (
+        contextlib.suppress(StopEarly),
+        AloneRun(directory, seed=1, checkpoint=unisono.Checkpoints(every_steps=1), resume="auto") as run,
+    ):
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for epoch in range(3):
+            for step in run.steps(vectors(), batch_size=24, microbatches=6):
+                wait_for_disk(run)
+                if (epoch, step.index) == (stop, 2):
+                    raise StopEarly
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y))
+                    step.add(x=x.sum())
+                optimizer.step()
+            seen.append((epoch, run.is_catching_up, run.is_main, run.totals))
+    return seen
+
+
+def test_what_stands_between_epochs_that_are_over_knows_it_and_finds_their_totals(tmp_path: Path) -> None:
+    """So nothing is saved or printed a second time, and what follows from the totals follows again."""
+    calm = _epochs(tmp_path / "calm", -1)
+    assert [each[:3] for each in calm] == [(epoch, False, True) for epoch in range(3)]
+    assert _epochs(tmp_path / "hurt", 1) == calm[:1]
+    resumed = _epochs(tmp_path / "hurt", -1)
+    assert [each[:3] for each in resumed] == [(0, True, False), (1, False, True), (2, False, True)]
+    assert [each[3] for each in resumed] == [each[3] for each in calm]
+    assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 9 steps")

@@ -117,6 +117,24 @@ def test_an_integer_that_becomes_a_fraction_is_summed_in_float64() -> None:
     assert [type(value) for value in found] == [int, float, float]
 
 
+def test_a_tensor_that_the_script_fills_again_counts_as_it_was_when_it_was_added() -> None:
+    """The name is new in the first step, whose values are kept until all micro-batches are done."""
+    with AloneRun(seed=1) as run:
+        model = Mlp()
+        run.track(model=model)
+        classes, found, expected = torch.zeros(4, dtype=torch.int64), [], []
+        for step in run.steps(vectors(), batch_size=SIZE, microbatches=M, max_steps=2):
+            truth = torch.zeros(4, dtype=torch.int64)
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+                classes.zero_()
+                step.add(classes=classes.add_(torch.bincount(y, minlength=4)))
+                truth += classes
+            found.append(step.totals["classes"].tolist())
+            expected.append(truth.tolist())
+    assert found == expected
+
+
 def _added(**values: Any) -> None:
     with AloneRun(seed=1) as run:
         model = Mlp()

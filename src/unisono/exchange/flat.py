@@ -218,12 +218,21 @@ class Slot:
         self.scalars = self._view(layout.scalars)
         self.used = self._view(layout.used)
         self.tail = [self.typed(p.dtype)[p.start : p.stop] for p in layout.pieces(layout.tail_row, layout.num_rows)]
+        self._num_others = self._num_tensors() - len(self._typed)
 
     def typed(self, dtype: torch.dtype) -> Tensor:
         """Return the whole slot viewed as ``dtype``."""
         if dtype not in self._typed:
             self._typed[dtype] = self.memory.view(dtype)
         return self._typed[dtype]
+
+    def is_shared(self) -> bool:
+        """Return whether there are tensors on this memory besides the slot's own: views of a gradient, say."""
+        return self._num_tensors() > self._num_others + len(self._typed)
+
+    def _num_tensors(self) -> int:
+        storage = self.memory.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata)
 
     def rows(self, first_row: int, end_row: int) -> Tensor:
         """((end_row - first_row) * ROW_BYTES,) uint8."""

@@ -44,13 +44,9 @@ class Slots:
         now = {before.key: after for before, after in zip(results, brought[len(nodes) :], strict=True)}
         self.results = [now.get(slot.key, slot) for slot in self.results]
 
-    def release_results(self, exchange: Exchange, *, unless_held: bool = False) -> None:
-        """Free the results, which are not read any more.
-
-        Args:
-            unless_held: keep those of which somebody holds a gradient; no parameter has one as its ``.grad`` now.
-        """
-        kept = [slot for slot in self.results if unless_held and _is_held(slot)]
+    def release_results(self, exchange: Exchange) -> None:
+        """Free the results that nobody reads any more: but for ``.grad``, the script holds no gradient of them."""
+        kept = [slot for slot in self.results if _is_held(slot)]
         for slot in self.results:
             if slot not in kept:
                 exchange.release(slot)
@@ -58,5 +54,5 @@ class Slots:
 
 
 def _is_held(slot: Slot) -> bool:
-    """Return whether a gradient of the slot has references besides the slot's own."""
-    return any(sys.getrefcount(gradient) > REFERENCES for gradient in slot.gradients)
+    """Return whether a gradient of the slot, or a view of it, has references besides the slot's own."""
+    return slot.is_shared() or any(sys.getrefcount(gradient) > REFERENCES for gradient in slot.gradients)

@@ -190,13 +190,9 @@ class GradientRound:
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
 
-    def release(self, *, unless_held: bool = False) -> None:
-        """Free the slots of the gradients, which the script no longer needs.
-
-        Args:
-            unless_held: keep a slot if the script holds one of its gradients, e.g. in a list of ``p.grad``.
-        """
-        self._members.release_results(unless_held=unless_held)
+    def release(self) -> None:
+        """Free the slots of the gradients, but those that the script holds, e.g. in a list of ``p.grad``."""
+        self._members.release_results()
 
     # -- the round -----------------------------------------------------------------------------------
 
@@ -298,11 +294,13 @@ class GradientRound:
         """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
         self._clock.switch("other")  # this time must not count for the pace of this member
         known = self._values.pop(leaf, None)
-        yield from self._compute_apart(leaf)
+        try:
+            yield from self._compute_apart(leaf)
+        finally:  # also if a member is lost meanwhile
+            self._values.pop(leaf, None)
+            if known is not None:
+                self._values[leaf] = known
         self._context.agreement.note_other(self._folder.fingerprint(leaf))
-        self._values.pop(leaf, None)
-        if known is not None:
-            self._values[leaf] = known
 
     def _compute_apart(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch whose gradient is not summed."""

@@ -215,7 +215,7 @@ class Rounds:
             return
         try:
             with self.team.waiting():
-                self.team.exchange.prepare(layout)
+                self.slots.bring(self.team.exchange, layout)
         except LOST as lost:
             self._standing = self._regroup(lost)
 

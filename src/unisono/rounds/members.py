@@ -132,13 +132,9 @@ class Members:
         """Give a slot back. Local."""
         self.team.exchange.release(slot)
 
-    def release_results(self, *, unless_held: bool = False) -> None:
-        """Give the results of the last sums back: the script no longer reads them. Local.
-
-        Args:
-            unless_held: keep those of which the script holds a gradient.
-        """
-        self.slots.release_results(self.team.exchange, unless_held=unless_held)
+    def release_results(self) -> None:
+        """Give the results of the last sums back, but those of which the script holds a gradient. Local."""
+        self.slots.release_results(self.team.exchange)
 
 
 class Gathered:

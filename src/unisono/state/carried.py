@@ -151,7 +151,7 @@ class Carried:
             StepError: the micro-batch has written more rows than there is room for.
         """
         writes, self._writes = self._writes or [], None
-        if not writes:
+        if not any(len(index) for index, _ in writes):
             return
         keys = torch.cat([index for index, _ in writes])
         room = views[0].shape[1]

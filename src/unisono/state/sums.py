@@ -27,13 +27,13 @@ COUNTS = "sums: counts"
 
 
 def as_sum(name: str, value: Any) -> Tensor:
-    """Return a value as an int64 or float64 tensor, on its device.
+    """Return a copy of a value as an int64 or float64 tensor, on its device.
 
     Raises:
         UsageError: the value is neither a number nor a tensor of real numbers.
     """
     if isinstance(value, Tensor) and not value.is_complex():
-        return value.detach().to(torch.float64 if value.is_floating_point() else torch.int64)
+        return value.detach().to(torch.float64 if value.is_floating_point() else torch.int64, copy=True)
     if isinstance(value, int):  # bool, too
         return torch.tensor(int(value), dtype=torch.int64)
     try:

@@ -239,7 +239,19 @@ class Run(Calls):
     @property
     def is_main(self) -> bool:
         """Whether this worker is the one that prints and writes."""
-        return self.rank == 0
+        return self.rank == 0 and not self.is_catching_up
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the script is at a part of the run that is over already: this worker came later, or the run resumed.
+
+        Such a script skips the steps of its first calls of `steps`, and runs the code between them. What that code
+        writes or measures by itself is done; an epoch loop that has much of it says, after its training steps::
+
+            if run.is_catching_up:
+                continue
+        """
+        return self._phases > 0 and not self._joined
 
     @property
     def totals(self) -> dict[str, Any]:

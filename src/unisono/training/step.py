@@ -199,7 +199,7 @@ class Step:
         context = self._context
         self._round = current = GradientRound(context, self._position, context.folder(), turn)
         if self._passes:
-            current.release(unless_held=True)
+            current.release()
         try:
             yield from context.rounds.play(current)
             sums = current.sums()
