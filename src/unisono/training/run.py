@@ -143,7 +143,7 @@ class Run:
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: Steps | None = None
+        self._training: weakref.ref[Steps] | None = None  # weak: after a `break` nobody holds it
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -177,7 +177,7 @@ class Run:
                 self._recorder,
                 self._process,
                 role=self._role,
-                reached=lambda: Reached(self._loop, self._training, self._joined, self._num_steps, self._beginning),
+                reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
             )
@@ -374,8 +374,9 @@ class Run:
             return Fetcher(source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming)
 
         # `steps` is no generator itself: that would put the checks above off until the first step.
-        self._training = Steps(self._train(loop, make_fetcher), num_steps)
-        return self._training
+        steps = Steps(self._train(loop, make_fetcher), num_steps)
+        self._training = weakref.ref(steps)
+        return steps
 
     def save(self) -> None:
         """Write a checkpoint now, whatever the policy says.
@@ -584,10 +585,20 @@ class Run:
                 team.leaving(rounds.position.phase, rounds.position.step, goes_on=True)
         phase, self._phases = self._phases, self._phases + 1
         first = self._join(phase, loop.cursor, loop.num_steps)
-        if first is None:
-            return
-        self._loop = loop
-        yield from loop.run(phase, first, make_fetcher)
+        if first is not None:
+            self._loop = loop
+            try:
+                yield from loop.run(phase, first, make_fetcher)
+            except GeneratorExit:  # the script has left the loop by `break`
+                if self._phases == phase + 1:
+                    seed_at(self.seed, "after loop", phase)
+                raise
+        # A worker that skips this loop, now or when the run is resumed, draws what the others draw after it.
+        seed_at(self.seed, "after loop", phase)
+
+    def _steps(self) -> Steps | None:
+        """Return the iterator of the newest training loop, if the script has not left it."""
+        return self._training() if self._training is not None else None
 
     def _in_rounds(self) -> tuple[Rounds, Team]:
         assert self._rounds is not None
