@@ -135,7 +135,7 @@ NEIGHBOURS = {
     "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
     "training.notes": {"training.step"},
-    "training.ending": {"rounds", "training.keeping", "training.loop", "training.notes", "training.step"},
+    "training.ending": {"rounds", "training.keeping", "training.loop", "training.notes", "training.steps"},
     "training.run": {
         "rounds",
         "training.ending",

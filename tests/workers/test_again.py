@@ -235,6 +235,34 @@ def _side_by_side() -> None:
         next(zip(*(run.steps(vectors(), batch_size=24, microbatches=M) for _ in range(2)), strict=True))
 
 
+def test_passes_are_not_interleaved_and_end_with_their_step() -> None:
+    with AloneRun(seed=1) as run:
+        model = Mlp()
+        run.track(model=model)
+        stale = None
+        for step in run.steps(vectors(), batch_size=24, microbatches=M, max_steps=2):
+            if stale is not None:
+                with pytest.raises(StepError, match="a pass over step 0 cannot begin: the outer loop has gone on"):
+                    next(stale)
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            first, second, stale = step.again(), step.again(), step.again()
+            for x, y in first:
+                step.backward(F.cross_entropy(model(x), y))
+                if step.microbatch == 1:
+                    with pytest.raises(StepError, match="cannot begin: its inner loop is under way"):
+                        next(second)
+        assert step.loss > 0
+
+
+def test_a_step_without_its_loop_says_so() -> None:
+    with AloneRun(seed=1) as run:
+        run.track(model=Mlp())
+        step = next(run.steps(vectors(), batch_size=24, microbatches=M))  # nobody holds the iterator
+        with pytest.raises(StepError, match="the loop of step 0 is over"):
+            next(iter(step))
+
+
 def test_two_loops_side_by_side_are_refused_with_the_ways_that_work() -> None:
     with pytest.raises(UsageError, match=r"step.again\(\).*torch.utils.data.StackDataset"):
         _side_by_side()

@@ -200,3 +200,52 @@ def test_what_stands_between_epochs_that_are_over_knows_it_and_finds_their_total
     assert [each[:3] for each in resumed] == [(0, True, False), (1, False, True), (2, False, True)]
     assert [each[3] for each in resumed] == [each[3] for each in calm]
     assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 9 steps")
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["at its end", "by break"])
+def test_a_run_that_is_resumed_draws_the_same_numbers_between_two_loops(tmp_path: Path, left: bool) -> None:
+    """As a script does that chooses the samples of each epoch at random. A worker that joins later draws them, too."""
+
+    def train(directory: Path, stops: bool) -> list[float]:
+        policy = unisono.Checkpoints(every_steps=1)
+        with AloneRun(directory, seed=3, checkpoint=policy, resume="auto") as run:
+            model = Mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            drawn = []
+            for epoch in range(4):
+                drawn.append(float(torch.rand(())))
+                for step in run.steps(vectors(), batch_size=24, microbatches=2):
+                    wait_for_disk(run)
+                    if stops and epoch == 2 and step.index == 1:
+                        raise Stop
+                    for x, y in step:
+                        step.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    if left and step.index == 1:
+                        break
+        return drawn
+
+    with pytest.raises(Stop):
+        train(tmp_path / "a", True)
+    assert train(tmp_path / "a", False) == train(tmp_path / "b", False)
+    assert compare(tmp_path / "a", tmp_path / "b").startswith("identical")
+
+
+def test_a_loop_that_was_left_by_break_is_over_at_once() -> None:
+    """So what stands behind it may track further objects, and is not taken for a part of the loop."""
+    with AloneRun(seed=3) as run:
+        model = Mlp()
+        run.track(model=model)
+        for step in run.steps(vectors(), batch_size=24, microbatches=2):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            if step.index == 1:
+                break
+        assert run._loop is not None
+        assert not run._loop.is_open
+        run.track(values={"best": 0.5})

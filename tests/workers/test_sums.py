@@ -168,3 +168,18 @@ def test_sums_belong_into_the_inner_loop_and_totals_behind_it() -> None:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))
             assert step.totals == {}
+
+
+def test_the_loss_of_a_run_is_the_mean_over_the_epoch_so_far() -> None:
+    with AloneRun(seed=1) as run:
+        model = Mlp()
+        run.track(model=model)
+        assert run.loss != run.loss  # NaN: no step is done
+        found, weighted, seen = [], 0.0, 0
+        for step in run.steps(vectors(), batch_size=SIZE, microbatches=M, epochs=2, max_steps=5):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            weighted, seen = (0.0, 0) if step.index == 0 else (weighted, seen)
+            weighted, seen = weighted + step.num_samples * step.loss, seen + step.num_samples
+            found.append(run.loss == weighted / seen)
+    assert found == [True] * 5

@@ -157,6 +157,11 @@ class GradientRound:
         return weighted_loss / weight if self._context.reduction == "mean" else weighted_loss
 
     @property
+    def mean_weight(self) -> float:
+        """Weight of this step's loss in the mean over steps. After the round."""
+        return self.weight if self._context.reduction == "mean" else 1.0
+
+    @property
     def weight(self) -> float:
         """The sum of the weights of all micro-batches. After the round."""
         return self._scalars[0] * self.scale

@@ -7,6 +7,7 @@ from the next step on the name is known. Known names are a part of the state, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ class Sums:
         self._known: dict[str, Extra] = {}
         self._epoch = -1
         self._totals: dict[int, dict[str, Total]] = {}
+        self._losses: dict[int, tuple[float, float]] = {}
+        """By phase: the sum of weight * loss over the steps of its newest epoch, and that of the weights."""
 
     # -- the layout ----------------------------------------------------------------------------------
 
@@ -125,6 +128,16 @@ class Sums:
         """Return the totals over the steps that are done, of the newest epoch of a phase."""
         return dict(self._totals.get(phase, {}))
 
+    def loss(self, phase: int) -> float:
+        """Return the mean loss over the steps that are done, of the newest epoch of a phase; NaN if none is."""
+        weighted, weight = self._losses.get(phase, (math.nan, 1.0))
+        return weighted / weight
+
+    def note_loss(self, loss: float, weight: float, phase: int, epoch: int) -> None:
+        """Add the loss of a step, before its totals."""
+        before = self._losses.get(phase, (0.0, 0.0)) if epoch == self._epoch else (0.0, 0.0)
+        self._losses[phase] = (before[0] + weight * loss, before[1] + weight)
+
     def note(self, totals: Mapping[str, Total], phase: int, epoch: int) -> None:
         """Add the totals of one pass of a step."""
         before = self._totals.get(phase, {}) if epoch == self._epoch else {}
@@ -142,12 +155,14 @@ class Sums:
             "known": [(name, list(extra.shape), extra.dtype) for name, extra in self._known.items()],
             "epoch": self._epoch,
             "totals": {phase: dict(totals) for phase, totals in self._totals.items()},
+            "losses": dict(self._losses),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._known = {name: Extra(name, torch.Size(shape), dtype) for name, shape, dtype in state["known"]}
         self._epoch = state["epoch"]
         self._totals = {phase: dict(totals) for phase, totals in state["totals"].items()}
+        self._losses = dict(state["losses"])
 
 
 def _total(value: Tensor) -> Total:

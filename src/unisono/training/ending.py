@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
 from unisono.training.notes import Beginning, note_beginning, note_idle, note_microbatch
 from unisono.training.recording import Recorder, Role
-from unisono.training.step import Step
+from unisono.training.steps import Steps
 from unisono.words import progress
 
 __all__ = ["Ending", "Reached"]
@@ -30,7 +30,7 @@ class Reached:
 
     loop: TrainingLoop | None
     """The training loop that has begun last."""
-    training: Generator[Step, None, None] | None
+    training: Steps | None
     """The steps that the script iterates over."""
     has_joined: bool
     num_steps: int

@@ -151,6 +151,8 @@ class TrainingLoop:
             team.in_loop(None)
         finally:
             self.is_open = False
+            if self.step is not None and self.step.state is State.NEW:
+                self.step.state = State.FAILED
             for hook in hooks:
                 hook.remove()
             fetcher.close()

@@ -143,8 +143,7 @@ class Run(Calls):
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: Generator[Step, None, None] | None = None
-        self._steps: weakref.ref[Steps] | None = None
+        self._training: weakref.ref[Steps] | None = None  # weak: after a `break` nobody holds it
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -178,7 +177,7 @@ class Run(Calls):
                 self._recorder,
                 self._process,
                 role=self._role,
-                reached=lambda: Reached(self._loop, self._training, self._joined, self._num_steps, self._beginning),
+                reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
             )
@@ -252,6 +251,16 @@ class Run(Calls):
                 continue
         """
         return self._phases > 0 and not self._joined
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the steps that are done, of the newest epoch of the newest ``run.steps``; exact.
+
+        Weighted as the gradients are: that of an epoch is the mean over all its samples. (With ``reduction="sum"``, the
+        mean over the steps; of several passes over a batch, that of the first counts.) As `totals`, it is known also
+        where the steps were skipped. NaN before the first step.
+        """
+        return self._tracked.sums.loss(self._phases - 1)
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -387,10 +396,8 @@ class Run(Calls):
             return Fetcher(source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming)
 
         # `steps` is no generator itself: that would put the checks above off until the first step.
-        # Held weakly, so that a `break` is seen: the script lets go of its iterator there.
-        training = self._train(loop, make_fetcher)
-        steps = Steps(training, num_steps)
-        self._training, self._steps = training, weakref.ref(steps)
+        steps = Steps(self._train(loop, make_fetcher), num_steps)
+        self._training = weakref.ref(steps)
         return steps
 
     def save(self) -> None:
@@ -483,11 +490,10 @@ class Run(Calls):
                 f"{what} was called inside of `for batch in step`, where each worker is at another micro-batch: "
                 "call it after that loop"
             )
-        is_inside = loop is not None and loop.is_open and self._steps is not None and self._steps() is not None
         return Place(
             rounds=self._rounds,
             phases=self._phases,
-            step=self._rounds.position.total if is_inside else None,
+            step=self._rounds.position.total if loop is not None and loop.is_open else None,
             has_joined=self._joined,
         )
 
@@ -530,10 +536,20 @@ class Run(Calls):
                 team.leaving(rounds.position.phase, rounds.position.step, goes_on=True)
         phase, self._phases = self._phases, self._phases + 1
         first = self._join(phase, loop.cursor, loop.num_steps)
-        if first is None:
-            return
-        self._loop = loop
-        yield from loop.run(phase, first, make_fetcher)
+        if first is not None:
+            self._loop = loop
+            try:
+                yield from loop.run(phase, first, make_fetcher)
+            except GeneratorExit:  # the script has left the loop by `break`
+                if self._phases == phase + 1:
+                    seed_at(self.seed, "after loop", phase)
+                raise
+        # A worker that skips this loop, now or when the run is resumed, draws what the others draw after it.
+        seed_at(self.seed, "after loop", phase)
+
+    def _steps(self) -> Steps | None:
+        """Return the iterator of the newest training loop, if the script has not left it."""
+        return self._training() if self._training is not None else None
 
     def _in_rounds(self) -> tuple[Rounds, Team]:
         assert self._rounds is not None

@@ -152,12 +152,17 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of this worker; ends when the step's gradient is complete. Collective."""
         self._process.check("for batch in step")
+        if self.state is State.FAILED:
+            raise StepError(
+                f"the loop of step {self.number} is over. To take its steps one by one, keep the iterator: "
+                "`steps = run.steps(...)`, `step = next(steps)`"
+            )
         if self.state is not State.NEW:
             raise StepError(
                 f"step {self.number} was iterated before; `for ... in step` can be run once for each step. For another "
                 "pass over the same global batch: `for ... in step.again()`"
             )
-        return self._run(Pass())
+        return self._run()
 
     def again(self, *, reseed: bool = False) -> Iterator[Any]:
         """Yield the micro-batches of another pass over the same global batch. Collective.
@@ -184,16 +189,21 @@ class Step:
         """
         self._process.check("step.again")
         if self.state is State.NEW:
-            return self._run(Pass())
+            return self._run()
         if self.state is not State.COMPLETE:
             raise StepError(
                 f"step.again of step {self.number} begins another pass when the one before is complete, and "
                 f"{self.state.value}"
             )
-        return self._run(Pass(len(self._passes), reseed))
+        return self._run(reseed=reseed)
 
-    def _run(self, turn: Pass) -> Iterator[Any]:
-        self.state = State.INSIDE
+    def _run(self, *, reseed: bool = False) -> Iterator[Any]:
+        if self.state not in (State.NEW, State.COMPLETE):
+            raise StepError(
+                f"a pass over step {self.number} cannot begin: {self.state.value}. The passes of a step follow each "
+                "other, each in a `for` loop of its own"
+            )
+        self.state, turn = State.INSIDE, Pass(len(self._passes), reseed and bool(self._passes))
         if turn.number == 0:
             self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
         context = self._context
@@ -211,7 +221,10 @@ class Step:
         current.apply(sums.totals if sums is not None else None)
         self._passes.append(current)
         self._totals = {**context.tracked.sums.zeros(), **self._totals, **current.totals}
-        context.tracked.sums.note(current.totals, context.phase, self.epoch)
+        known = context.tracked.sums
+        if turn.number == 0:
+            known.note_loss(current.loss, current.mean_weight, context.phase, self.epoch)
+        known.note(current.totals, context.phase, self.epoch)
         self._unused.finish_step(self.number)
         self.state = State.COMPLETE
 

@@ -26,3 +26,7 @@ class Steps(Iterator[Step]):
 
     def __next__(self) -> Step:
         return next(self._generator)
+
+    def close(self) -> None:
+        """Leave the loop, as ``break`` does for a generator."""
+        self._generator.close()
