@@ -208,8 +208,7 @@ class Step:
             self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
         context = self._context
         self._round = current = GradientRound(context, self._position, context.folder(), turn)
-        if self._passes:
-            current.release()
+        current.release()  # not earlier: a parameter whose .grad is set counts as one who holds it
         try:
             yield from context.rounds.play(current)
             sums = current.sums()
@@ -345,7 +344,6 @@ class Step:
             )
         if state is State.INSIDE:
             raise self._left_error()
-        self.round.release()
 
 
 def _plain(total: Total) -> Any:
