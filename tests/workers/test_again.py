@@ -277,3 +277,16 @@ def test_two_data_sets_in_one_loop() -> None:
             for (x, y), (images, _) in step:
                 assert len(x) == len(images)
                 step.backward(F.cross_entropy(model(x), y) + F.cross_entropy(model(images.flatten(1)[:, :12]), y))
+
+
+def test_totals_over_an_epoch_are_those_of_its_steps_however_many_passes_they_have() -> None:
+    with AloneRun(seed=1) as run:
+        model = Mlp()
+        run.track(model=model)
+        for step in run.steps(vectors(), batch_size=24, microbatches=M):
+            for number in range(1 + step.number):
+                for x, y in step.again():
+                    step.backward(F.cross_entropy(model(x), y))
+                    step.add(seen=len(y), **{f"pass {number}": len(y)})
+            assert step.totals["seen"] == step.num_samples
+    assert run.totals == {"seen": 56, "pass 0": 56, "pass 1": 32, "pass 2": 8}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -242,3 +243,11 @@ def test_an_evaluation_may_read_rows_and_not_write_them() -> None:
         with pytest.raises(UsageError, match="has written rows of 'carried'"):
             run.evaluate(vectors(), write, batch_size=56)
         assert carried.rows[3] == 1.0
+
+
+@pytest.mark.parametrize("key", [2, numpy.int64(2), torch.tensor(2)])
+def test_one_key_is_one_row(key: Any) -> None:
+    carried = unisono.Carried(torch.arange(6.0).view(3, 2))
+    assert carried[key].tolist() == [4.0, 5.0]
+    carried[key] = torch.tensor([7.0, 8.0])
+    assert carried.rows.tolist() == [[0.0, 1.0], [2.0, 3.0], [7.0, 8.0]]

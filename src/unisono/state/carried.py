@@ -9,7 +9,8 @@ with the commit of the step, over losses and help as a gradient does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from numbers import Integral
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Carried:
         """Return a copy of some rows, with the keys along ``dim`` as in the whole; of a single int: without it."""
         index = self._index(keys)
         found = [stack.rows[index.to(stack.rows.device)] for stack in self._stacks]
-        if isinstance(keys, int):
+        if _is_one(keys):
             return self._as_given([one[0] for one in found])
         return self._as_given([one.movedim(0, self._dim).contiguous() for one in found])
 
@@ -112,7 +113,7 @@ class Carried:
             raise UsageError(
                 f"a unisono.Carried of {len(self._stacks)} tensors was given {len(given)} values: write them together"
             )
-        dim = None if isinstance(keys, int) else self._dim
+        dim = None if _is_one(keys) else self._dim
         rows = [stack.shaped(value, len(index), dim) for stack, value in zip(self._stacks, given, strict=True)]
         if self._writes is None:
             self._put(index, rows)
@@ -202,7 +203,7 @@ class Carried:
         """Return keys as (n,) int64 on the CPU."""
         if isinstance(keys, slice):
             return torch.arange(*keys.indices(len(self)))
-        index = torch.as_tensor([keys] if isinstance(keys, int) else keys)
+        index = torch.as_tensor([int(cast(int, keys))] if _is_one(keys) else keys)
         if index.numel() == 0:
             index = index.to(torch.int64)
         if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
@@ -227,6 +228,13 @@ class Carried:
         with torch.no_grad():
             for stack, values in zip(self._stacks, rows, strict=True):
                 stack.rows[index.to(stack.rows.device)] = values
+
+
+def _is_one(keys: object) -> bool:
+    """Return whether this is one key: an int of Python, numpy or torch."""
+    if isinstance(keys, Tensor):
+        return keys.dim() == 0 and keys.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    return isinstance(keys, Integral) and not isinstance(keys, bool)
 
 
 class _Stack:

@@ -138,15 +138,21 @@ class Sums:
         before = self._losses.get(phase, (0.0, 0.0)) if epoch == self._epoch else (0.0, 0.0)
         self._losses[phase] = (before[0] + weight * loss, before[1] + weight)
 
-    def note(self, totals: Mapping[str, Total], phase: int, epoch: int) -> None:
-        """Add the totals of one pass of a step."""
+    def begin_step(self, phase: int, epoch: int) -> dict[str, Total]:
+        """Begin to count a step of this epoch; returns the totals without it."""
         before = self._totals.get(phase, {}) if epoch == self._epoch else {}
         self._epoch = epoch
-        now = {**self.zeros(), **before}
-        for name, value in totals.items():
-            now[name] = now[name] + value
-        if now:
-            self._totals[phase] = now
+        return before
+
+    def note(self, before: Mapping[str, Total], totals: Mapping[str, Total], phase: int) -> None:
+        """Note the totals of a step, of its passes so far.
+
+        Args:
+            before: of the epoch without this step.
+        """
+        if totals:
+            zeros = self.zeros()
+            self._totals[phase] = {name: before.get(name, zeros[name]) + value for name, value in totals.items()}
 
     # -- a part of the state -------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class Step:
         self._round: GradientRound | None = None
         self._passes: list[GradientRound] = []  # complete ones
         self._totals: dict[str, Total] = {}
+        self._totals_before: dict[str, Total] = {}  # of the epoch, without this step
         self._logs: dict[str, float] = {}
 
     # -- what the user reads -------------------------------------------------------------------------
@@ -219,11 +220,12 @@ class Step:
             raise
         current.apply(sums.totals if sums is not None else None)
         self._passes.append(current)
-        self._totals = {**context.tracked.sums.zeros(), **self._totals, **current.totals}
         known = context.tracked.sums
         if turn.number == 0:
             known.note_loss(current.loss, current.mean_weight, context.phase, self.epoch)
-        known.note(current.totals, context.phase, self.epoch)
+            self._totals_before = known.begin_step(context.phase, self.epoch)
+        self._totals = {**known.zeros(), **self._totals, **current.totals}
+        known.note(self._totals_before, self._totals, context.phase)
         self._unused.finish_step(self.number)
         self.state = State.COMPLETE
 
