@@ -215,3 +215,9 @@ def test_dropping_the_only_batch_is_refused() -> None:
 def test_a_recipe_error_is_a_usage_error_and_a_value_error() -> None:
     assert issubclass(RecipeError, UsageError)
     assert issubclass(RecipeError, ValueError)
+
+
+def test_a_batch_of_all_samples_that_cannot_be_cut_may_be_larger() -> None:
+    with pytest.raises(RecipeError, match=r"batch_size=300, of which all 297 samples are one partial batch"):
+        Cursor(order=Shuffled.of(297), batch_size=297, microbatches=4, seed=0)
+    assert Cursor(order=Shuffled.of(297), batch_size=300, microbatches=4, seed=0).position(0).num_leaves == 4

@@ -159,7 +159,7 @@ class Cursor:
             raise RecipeError(
                 f"a batch of {self.batch_size} samples cannot be cut into {self.microbatches} equal micro-batches "
                 f"({self.batch_size} % {self.microbatches} = {rest}); use microbatches={_choices(self)} "
-                f"or batch_size={self.batch_size - rest or self.microbatches}"
+                f"or batch_size={self.batch_size - rest or self.microbatches}{self._whole()}"
             )
         if self.drop_last and self.num_samples < self.batch_size:
             raise RecipeError(
@@ -184,6 +184,13 @@ class Cursor:
             "drop_last": self.drop_last,
             "first_epoch": self.first_epoch,
         }
+
+    def _whole(self) -> str:
+        """Return what else a batch of all samples can be."""
+        if self.batch_size != self.num_samples:
+            return ""
+        above = -(-self.batch_size // self.microbatches) * self.microbatches
+        return f" (or batch_size={above}, of which all {self.num_samples} samples are one partial batch)"
 
     @property
     def steps_per_epoch(self) -> int:
