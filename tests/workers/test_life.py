@@ -215,21 +215,19 @@ print("it goes on after", run.num_workers)
 
 
 @pytest.mark.parametrize(
-    ("last", "state", "num_steps"),
-    [("train()", "finished", 4), ("train(lambda step: step.no_such_name)", "failed", 2)],
+    ("last", "num_steps"),
+    [("train()", 4), ("train(lambda step: step.no_such_name)", 3)],
     ids=["a wrong line", "a failed loop"],
 )
-def test_at_a_prompt_an_exception_ends_nothing(last: str, state: str, num_steps: int, tmp_path: Path) -> None:
-    """At the end of the session the run has failed if its training loop was never finished."""
+def test_at_a_prompt_an_exception_ends_nothing(last: str, num_steps: int, tmp_path: Path) -> None:
+    """Not the run: a loop that it has left counts as left by `break`, behind the step that was under way."""
     command = [sys.executable, "-q", "-i"]
     prompt = PROMPT.format(last=last)
     done = subprocess.run(command, input=prompt, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
     assert "it goes on after 1" in done.stdout, done.stderr
     assert "NameError: name 'no_such_name' is not defined" in done.stderr
     found = summary(tmp_path / "run")
-    assert (found["state"], found["step"]) == (state, num_steps - 1), done.stderr
-    if state == "failed":
-        assert found["reason"].startswith("AttributeError: ")
+    assert (found["state"], found["step"]) == ("finished", num_steps - 1), done.stderr
 
 
 # -- in this process ---------------------------------------------------------------------------------
