@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.waiting import WAIT_S
 from tests.workers.models import Mlp, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import StepError, UsageError
+from unisono.testing import Faults, run_workers
 from unisono.training.run import Run
 from unisono.training.step import Step
 
@@ -183,3 +186,28 @@ def test_the_loss_of_a_run_is_the_mean_over_the_epoch_so_far() -> None:
             weighted, seen = weighted + step.num_samples * step.loss, seen + step.num_samples
             found.append(run.loss == weighted / seen)
     assert found == [True] * 5
+
+
+FIRST_ONLY = """
+import torch, unisono
+
+run = unisono.Run(seed=1)
+model = torch.nn.Linear(2, 1)
+run.track(model=model)
+for step in run.steps([torch.ones(2)] * 16, batch_size=8, microbatches=4):
+    for x in step:
+        model(x).mean().backward()
+        if step.microbatch == 0:
+            step.add(first=1)
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_micro_batch_that_adds_nothing_may_be_computed_again_for_the_sums(tmp_path: Path) -> None:
+    """Its worker is lost after the gradient's commit, in the step that brings the name."""
+    script = tmp_path / "train.py"
+    script.write_text(FIRST_ONLY)
+    faults = Faults().kill("w1", at="in_sums")
+    outcome = run_workers(script, 2, directory=tmp_path / "run", faults=faults, timeout_s=WAIT_S)
+    assert outcome.exit_code == 0, outcome.output
+    assert [line["totals"] for line in outcome.lines if line["kind"] == "step"] == [{"first": 1}] * 2

@@ -288,8 +288,6 @@ class GradientRound:
             self._offer_rows(last_of)
         self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
         yield batch
-        values = self._values.setdefault(leaf, {})
-        self._new_sums = self._new_sums or not self._sums.fits(values)
         for slot in self._fold():
             self._members.release(slot)
         self._num_computed += 1
@@ -357,9 +355,11 @@ class GradientRound:
         return freed
 
     def _write_extras(self, microbatch: Microbatch, views: Sequence[Tensor]) -> None:
-        values = self._values.get(microbatch.leaf, {})
+        values = self._values.setdefault(microbatch.leaf, {})
         if self._sums.fits(values):
             self._sums.write(values, views[: self._num_sums])
+        else:
+            self._new_sums = True
         for carried, own in self._with_views(views):
             carried.close(own, microbatch.leaf, microbatch.where)
 
