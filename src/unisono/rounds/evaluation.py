@@ -190,8 +190,8 @@ def evaluate(
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
     """
-    rehearses = rehearses and is_rehearsed(number)
     size, rank = (rounds.members.size, rounds.members.rank) if rounds is not None else (1, 0)
+    rehearses = rehearses and size > 1 and is_rehearsed(number)
     shares = even_plan(size, num_batches)
     other = rehearsal(shares, rank, number).other if rehearses else None
     mine = [*shares.ranges[rank], *([other] if other is not None else [])]

@@ -18,7 +18,7 @@ from unisono.decisions.tree import fold, leaf
 from unisono.errors import StepError, UsageError
 from unisono.exchange.flat import Extra
 
-__all__ = ["Sums", "Total", "as_sum"]
+__all__ = ["Sums", "Total", "as_sum", "plain"]
 
 Total = int | float | Tensor
 """A tensor is int64 or float64, on the CPU."""
@@ -43,6 +43,11 @@ def as_sum(name: str, value: Any) -> Tensor:
         raise UsageError(
             f"step.add takes numbers and tensors of real numbers; {name!r} is a {type(value).__qualname__}"
         ) from None
+
+
+def plain(totals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return totals for the journal: numbers, and lists of numbers for tensors."""
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in totals.items()}
 
 
 class Sums:

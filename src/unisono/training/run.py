@@ -36,6 +36,7 @@ from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
+from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.calls import Calls
@@ -473,8 +474,7 @@ class Run(Calls):
         totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
         self._num_evaluations += 1
         if not place.is_skipped:
-            shown = {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in totals.items()}
-            self._recorder.evaluation_finished(self._num_steps, shown, self._role())
+            self._recorder.evaluation_finished(self._num_steps, plain(totals), self._role())
         # Every member has evaluated other batches, and the code that follows may draw random numbers.
         seed_at(self.seed, "after", lines)
         return totals

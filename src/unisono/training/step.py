@@ -16,7 +16,7 @@ from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, Pass, StepContext
-from unisono.state.sums import Total
+from unisono.state.sums import Total, plain
 
 __all__ = ["State", "Step"]
 
@@ -329,7 +329,7 @@ class Step:
             weight=first.weight,
             samples=self.num_samples,
             digest=f"{digests[0] if len(digests) == 1 else seed_of(0, *digests):016x}",
-            totals={name: _plain(value) for name, value in self._totals.items()},
+            totals=plain(self._totals),
             losses=[each.loss for each in self._passes] if len(self._passes) > 1 else [],
         )
 
@@ -346,10 +346,6 @@ class Step:
             )
         if state is State.INSIDE:
             raise self._left_error()
-
-
-def _plain(total: Total) -> Any:
-    return total.tolist() if isinstance(total, Tensor) else total
 
 
 def _digest(round_: GradientRound) -> int:
