@@ -49,6 +49,7 @@ FLOORS = {
     "storecalls": 2,
     "link": 2,
     "fingerprint": 2,
+    "capacity": 2,
     "lifetime": 2,
     "training.settings": 2,
     "training.life": 2,

@@ -22,10 +22,10 @@ import unisono as unisono_package
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from unisono import LaunchError, cli, launch, rundir
+from unisono.capacity import count_workers, parse_workers
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
-from unisono.cli.workers import count_workers, parse_workers
 from unisono.errors import CheckpointError, UsageError
 from unisono.events import RunEnded, Seconds, StepFinished, WorkerTimes
 from unisono.journal import JOURNAL

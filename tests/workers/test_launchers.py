@@ -17,8 +17,9 @@ import pytest
 from tests.house.toys import test_toy_launcher as toy
 from tests.waiting import WAIT_S
 from tests.workers.conftest import marked, wait_until_gone
+from unisono.capacity import parse_workers
 from unisono.errors import UsageError
-from unisono.launchers import LAUNCHERS, AgentCommand, Machine, fleet
+from unisono.launchers import LAUNCHERS, AgentCommand, Machine, Request, fleet
 from unisono.launchers.fleet import Fleet
 from unisono.lifetime import PARENT
 from unisono.machine import children
@@ -141,7 +142,7 @@ def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeyp
 
 
 def test_the_local_launcher_hands_over_the_secret_and_leaves_nothing() -> None:
-    launcher = LAUNCHERS["local"](3)
+    launcher = LAUNCHERS["local"].build(Request(workers=parse_workers("3", 1), threads=1, environment={}))
     assert [machine.num_workers for machine in launcher.machines()] == [3]
     echo = "import sys; print(sys.stdin.readline().strip()[::-1], flush=True); sys.stdin.read()"
     agent = launcher.start(LEFT, AgentCommand(words=(sys.executable, "-c", echo), secret="secret"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from unisono.capacity import check_workers
 from unisono.cli.reach import ask_status, find, tell
-from unisono.cli.workers import check_workers
 from unisono.errors import UsageError
 
 __all__ = ["scale", "stop"]

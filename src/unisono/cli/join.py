@@ -10,8 +10,8 @@ from typing import Any
 import click
 import msgspec
 
+from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import check_text, seconds
-from unisono.cli.workers import check_open_files, check_workers, parse_workers
 from unisono.errors import UsageError
 from unisono.spec import MachineSpec, RunSpec
 

@@ -4,61 +4,79 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click import argument, option
 
+from unisono.capacity import Workers, parse_workers
 from unisono.cli.given import check_directory, check_text, script_arguments, seconds
 from unisono.cli.resume import Resumed, resumed
-from unisono.cli.workers import Workers, check_open_files, check_workers, parse_workers
 from unisono.errors import UsageError
 from unisono.spec import RunSpec, StartMethod
 
 if TYPE_CHECKING:
-    from unisono.decisions.membership import Policy
+    from unisono.launchers import Launcher
     from unisono.machine.headprocess import Service
 
-__all__ = ["Options", "read", "run"]
+__all__ = ["Options", "read", "run", "run_options", "start"]
 
 
-@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})
-@click.argument("script", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does.")
-@click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers: N; "
-              "every GPU, else every core; or at least A and at most B.")  # fmt: skip
-@click.option("--threads", type=int, show_default="1", help="CPU threads of a worker. Part of the result's bits.")
-@click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's.")
-@click.option("--overwrite", is_flag=True, help="Replace the run that the directory holds.")
-@click.option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
-              "checkpoints, at any number of workers; without SCRIPT, with the run's own.")  # fmt: skip
-@click.option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
-              "checkpoint's, e.g. microbatches. It changes the bits.")  # fmt: skip
-@click.option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
-              "fastest), shared (one machine), gloo, or two-level.")  # fmt: skip
-@click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
-              "machines need one that they can reach.")  # fmt: skip
-@click.option("--port", default=0, show_default="any", help="The head's port.")
-@click.option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced.")
-@click.option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ.")
-@click.option("--allow-different-script", is_flag=True, help="Admit workers whose script has another text than the "
-              "run's, with a warning. It may change the result.")  # fmt: skip
-@seconds("--heartbeat-s", 0.5, "Time between a worker's heartbeats.")
-@seconds("--heartbeat-timeout-s", 5.0, "Silent for this long, a worker is lost.")
-@seconds("--timeout-s", 300.0, "How long one exchange may take.")
-@seconds("--late-s", 3.0, "Report a worker that others wait for after this time.")
-@seconds("--aside-s", 10.0, "Go on without a worker that others wait for after this time.")
-@seconds("--hang-s", 60.0, "End a worker that others wait for after this time.")
-@seconds("--head-away-s", 60.0, "How long workers go on without the head.")
-@click.option("--start", type=click.Choice(["fork", "spawn"]), default="fork" if sys.platform == "linux" else "spawn",
-              show_default=True, help="Workers are forked from a process that has imported torch, or come by "
-              "themselves.")  # fmt: skip
-@click.option("--simulate-hosts", default=1, hidden=True)
-@click.option("--callable", "function", default="", hidden=True)
-@click.option("--result", default="", hidden=True)
-@click.option("--outcome", default="", hidden=True)
+# fmt: off
+_OPTIONS: Final = (
+    argument("script", required=False),
+    argument("arguments", nargs=-1, type=click.UNPROCESSED),
+    option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does."),
+    option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers: N; "
+           "every GPU, else every core; or at least A and at most B."),
+    option("--threads", type=int, show_default="1", help="CPU threads of a worker. Part of the result's bits."),
+    option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's."),
+    option("--overwrite", is_flag=True, help="Replace the run that the directory holds."),
+    option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
+           "checkpoints, at any number of workers; without SCRIPT, with the run's own."),
+    option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
+           "checkpoint's, e.g. microbatches. It changes the bits."),
+    option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
+           "fastest), shared (one machine), gloo, or two-level."),
+    option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
+           "machines need one that they can reach."),
+    option("--port", default=0, show_default="any", help="The head's port."),
+    option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced."),
+    option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ."),
+    option("--allow-different-script", is_flag=True, help="Admit workers whose script has another text than the "
+           "run's, with a warning. It may change the result."),
+    seconds("--heartbeat-s", 0.5, "Time between a worker's heartbeats."),
+    seconds("--heartbeat-timeout-s", 5.0, "Silent for this long, a worker is lost."),
+    seconds("--timeout-s", 300.0, "How long one exchange may take."),
+    seconds("--late-s", 3.0, "Report a worker that others wait for after this time."),
+    seconds("--aside-s", 10.0, "Go on without a worker that others wait for after this time."),
+    seconds("--hang-s", 60.0, "End a worker that others wait for after this time."),
+    seconds("--head-away-s", 60.0, "How long workers go on without the head."),
+    option("--start", type=click.Choice(["fork", "spawn"]), default="fork" if sys.platform == "linux" else "spawn",
+           show_default=True, help="Workers are forked from a process that has imported torch, or come by "
+           "themselves."),
+    option("--launcher", default="auto", show_default=True, metavar="NAME", help="What starts the workers: auto, "
+           "local (this machine), or the batch system that the command runs in."),
+    option("--simulate-hosts", default=1, hidden=True),
+    option("--callable", "function", default="", hidden=True),
+    option("--result", default="", hidden=True),
+    option("--outcome", default="", hidden=True),
+)
+# fmt: on
+
+
+def run_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the script, its arguments, and all options of ``unisono run``: the fields of `Options`."""
+    for add in reversed(_OPTIONS):
+        command = add(command)
+    return command
+
+
+@click.command()
+@run_options
 def run(**given: Any) -> int:
     """Train SCRIPT on the workers of this machine, with the same bits at any number of them.
 
@@ -66,14 +84,32 @@ def run(**given: Any) -> int:
 
         unisono run train.py --workers 4 -- --lr 0.01
     """
+    return start(Options(**given))
+
+
+def start(options: Options, launcher: Launcher | None = None) -> int:
+    """Start the run of this command line, and block until it is over. Returns the exit code.
+
+    Args:
+        launcher: where the workers are; default: the one that the command line or the environment asks for.
+
+    Raises:
+        UsageError: something is wrong with the command line. Nothing was started.
+    """
     from unisono import launchers
 
-    options = Options(**given)
-    spec, num_workers, service = read(options)
+    spec, workers = read(options)
+    if launcher is None:
+        request = launchers.Request(
+            workers=workers, threads=spec.threads, environment=dict(os.environ), launcher=options.launcher
+        )
+        launcher = launchers.choose(request)
+    machines = launcher.machines()
     return launchers.run(
         spec,
-        launchers.LAUNCHERS["local"](num_workers),
-        service,
+        launcher,
+        options.service(workers),
+        machines=machines,
         start=options.start,
         simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,
@@ -107,6 +143,7 @@ class Options:
     hang_s: float
     head_away_s: float
     start: StartMethod
+    launcher: str
     simulate_hosts: int
     function: str
     result: str
@@ -127,15 +164,34 @@ class Options:
         if self.simulate_hosts < 1:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
+    def service(self, workers: Workers) -> Service:
+        """Return the settings of the head of a run that begins with so many workers."""
+        from unisono.decisions.membership import Policy
+        from unisono.machine.headprocess import Service
 
-def read(options: Options) -> tuple[RunSpec, int, Service]:
-    """Return the settings of the run, the number of workers of this machine, and the settings of the head.
+        policy = Policy(
+            start=workers.start,
+            minimum=workers.minimum,
+            maximum=workers.maximum,
+            grows=workers.grows,
+            max_restarts=self.max_restarts,
+            strict=self.strict,
+            allow_different_script=self.allow_different_script,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            late_s=self.late_s,
+            aside_s=self.aside_s,
+            hang_s=self.hang_s,
+            away_s=self.head_away_s,
+        )
+        return Service(policy=policy, bind=self.bind, port=self.port)
+
+
+def read(options: Options) -> tuple[RunSpec, Workers]:
+    """Return the settings of the run, and the numbers of workers that the command line asks for.
 
     Raises:
         UsageError: something is wrong with them. Nothing was started.
     """
-    from unisono.machine.headprocess import Service
-
     try:
         check_text("the working directory", os.getcwd())
     except FileNotFoundError:
@@ -152,9 +208,6 @@ def read(options: Options) -> tuple[RunSpec, int, Service]:
     arguments = _arguments(options, before)
     threads = options.threads or before.threads()
     workers = parse_workers(options.workers, threads)
-    num_workers = workers.on_this_machine(threads)
-    check_workers(num_workers)
-    check_open_files(num_workers)
     spec = RunSpec(
         arguments=tuple(arguments),
         threads=threads,
@@ -167,7 +220,7 @@ def read(options: Options) -> tuple[RunSpec, int, Service]:
         heartbeat_s=options.heartbeat_s,
         head_away_s=options.head_away_s,
     )
-    return spec, num_workers, Service(policy=_policy(options, workers), bind=options.bind, port=options.port)
+    return spec, workers
 
 
 def _arguments(options: Options, before: Resumed) -> list[str]:
@@ -179,22 +232,3 @@ def _arguments(options: Options, before: Resumed) -> list[str]:
     arguments = script_arguments(options.script, options.module, options.arguments)
     check_text("the script or one of its arguments", *arguments)
     return arguments
-
-
-def _policy(options: Options, workers: Workers) -> Policy:
-    from unisono.decisions.membership import Policy
-
-    return Policy(
-        start=workers.start,
-        minimum=workers.minimum,
-        maximum=workers.maximum,
-        grows=workers.grows,
-        max_restarts=options.max_restarts,
-        strict=options.strict,
-        allow_different_script=options.allow_different_script,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        late_s=options.late_s,
-        aside_s=options.aside_s,
-        hang_s=options.hang_s,
-        away_s=options.head_away_s,
-    )

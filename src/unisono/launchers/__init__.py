@@ -7,7 +7,7 @@ A new launcher is a file in this package that implements `unisono.launchers.prot
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -18,15 +18,43 @@ from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.launchers.fleet import Fleet
 from unisono.launchers.local import Local
-from unisono.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine
+from unisono.launchers.protocol import HERE, AgentCommand, Handle, Kind, Launcher, Machine, Request
 from unisono.machine import agent
 from unisono.machine.headprocess import Service
 from unisono.spec import MachineSpec, RunSpec, StartMethod
 
-__all__ = ["HERE", "LAUNCHERS", "AgentCommand", "Handle", "Launcher", "Machine", "Policy", "RunSpec", "Service", "run"]
+__all__ = [
+    "HERE",
+    "LAUNCHERS",
+    "AgentCommand",
+    "Handle",
+    "Kind",
+    "Launcher",
+    "Machine",
+    "Policy",
+    "Request",
+    "RunSpec",
+    "Service",
+    "choose",
+    "run",
+]
 
-LAUNCHERS: Final[dict[str, Callable[[int], Launcher]]] = {"local": Local}
-"""By name: makes the launcher for the number of workers that the command line asks for."""
+LAUNCHERS: Final[dict[str, Kind]] = {"local": Kind(Local, is_asked=lambda request: True)}
+"""By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""
+
+
+def choose(request: Request) -> Launcher:
+    """Return the launcher that a command line asks for, by name or by its options and environment.
+
+    Raises:
+        UsageError: there is no such launcher, or it cannot do what is asked.
+    """
+    if request.launcher != "auto":
+        if request.launcher not in LAUNCHERS:
+            known = ", ".join(("auto", *LAUNCHERS))
+            raise UsageError(f"the launcher {request.launcher!r} is unknown; choose one of {known}")
+        return LAUNCHERS[request.launcher].build(request)
+    return next(kind for kind in LAUNCHERS.values() if kind.is_asked(request)).build(request)
 
 
 def run(
@@ -34,6 +62,7 @@ def run(
     launcher: Launcher,
     service: Service | None = None,
     *,
+    machines: Sequence[Machine] | None = None,
     start: StartMethod = "fork",
     simulate_hosts: int = 1,
     outcome: str = "",
@@ -44,13 +73,14 @@ def run(
 
     Args:
         spec: settings of the run. The process goes to its ``folder``; default: the current one.
+        machines: what ``launcher.machines()`` has returned, if it was called already.
         service: membership and address of the head; default: all workers of the machines, on the loopback interface.
         start, simulate_hosts, outcome: for the workers of this machine (`MachineSpec`).
 
     Raises:
         UsageError: the run cannot be started.
     """
-    machines = launcher.machines()
+    machines = launcher.machines() if machines is None else machines
     total = sum(machine.num_workers for machine in machines)
     if total < 1:
         raise UsageError("a run has at least 1 worker, and the launcher's machines have none")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unisono.capacity import check_open_files, check_workers
 from unisono.launchers.processes import Processes
-from unisono.launchers.protocol import HERE, AgentCommand, Handle, Machine
+from unisono.launchers.protocol import HERE, AgentCommand, Handle, Machine, Request
 
 __all__ = ["Local"]
 
@@ -13,8 +14,10 @@ __all__ = ["Local"]
 class Local:
     """All workers are on this machine, started by the command itself."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+    def __init__(self, request: Request) -> None:
+        self._num_workers = request.workers.on_one_machine(request.threads)
+        check_workers(self._num_workers)
+        check_open_files(self._num_workers)
         self._processes = Processes()
 
     def machines(self) -> Sequence[Machine]:

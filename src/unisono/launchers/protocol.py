@@ -13,15 +13,32 @@ was killed, if the launcher passes on the end of the pipe (``ssh``, ``srun`` and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
 
-__all__ = ["HERE", "AgentCommand", "Handle", "Launcher", "Machine"]
+from unisono.capacity import Workers
+
+__all__ = ["HERE", "AgentCommand", "Handle", "Kind", "Launcher", "Machine", "Request"]
 
 HERE: Final = ""
 """Name of the machine that the command runs on: its workers need no other agent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a command line asks of a launcher."""
+
+    workers: Workers
+    """The value of ``--workers``."""
+    threads: int
+    """CPU threads of a worker."""
+    environment: Mapping[str, str]
+    """That of the command: a batch system says there what it has given to the job."""
+    launcher: str = "auto"
+    """A name in `unisono.launchers.LAUNCHERS`, or "auto"."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,3 +94,17 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End every agent that still runs, and free all resources of the launcher. The run is over."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of `unisono.launchers.LAUNCHERS`."""
+
+    build: Callable[[Request], Launcher]
+    """Makes the launcher.
+
+    Raises:
+        UsageError: it cannot do what is asked.
+    """
+    is_asked: Callable[[Request], bool]
+    """Whether the request, or the environment that the command runs in, asks for this launcher."""

@@ -31,8 +31,8 @@ class Workers(NamedTuple):
     grows: bool
     """Machines that join raise the maximum."""
 
-    def on_this_machine(self, threads: int) -> int:
-        """Return how many workers this machine starts: of a range, as many as it has GPUs or cores for."""
+    def on_one_machine(self, threads: int) -> int:
+        """Return how many workers one machine starts, if it is the only one: of a range, as many as it has room for."""
         return self.start if self.grows else min(self.maximum, max(self.start, count_workers(threads)))
 
 
