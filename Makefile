@@ -13,12 +13,12 @@ SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more soak check needs format data dist clean
+.PHONY: help demo test test-more soak check needs clusters format data dist clean
 
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
 	@echo "make test    all checks, and all tests that need no more than this"
-	@echo "make test-more  the tests that need more of the system (hosts on one machine: root) or more time"
+	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray) or more time"
 	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
@@ -32,8 +32,8 @@ demo: $(VENV)/.demo-installed
 test: check
 	$(PYTEST) tests/house tests/pure tests/workers $(LONG:%=--ignore=%)
 
-test-more: $(VENV)/.test-installed needs
-	$(PYTEST) tests/hosts tests/patterns $(LONG)
+test-more: $(VENV)/.cluster-installed needs
+	$(PYTEST) tests/hosts tests/clusters tests/patterns $(LONG)
 
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
@@ -43,6 +43,8 @@ soak: $(VENV)/.test-installed
 
 needs:
 	@tests/needs.sh
+
+clusters: $(VENV)/.cluster-installed
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -76,4 +78,8 @@ $(VENV)/.demo-installed: $(BIN)/python requirements/demo.txt pyproject.toml
 
 $(VENV)/.test-installed: $(VENV)/.demo-installed requirements/test.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+	touch $@
+
+$(VENV)/.cluster-installed: $(VENV)/.test-installed requirements/cluster.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cluster.txt
 	touch $@
