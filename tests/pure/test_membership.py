@@ -20,6 +20,7 @@ from unisono.decisions.membership import (
     Action,
     Event,
     Hangup,
+    Invite,
     Send,
     Tick,
     agent_name,
@@ -52,6 +53,7 @@ from unisono.messages import (
     StepDone,
     Stop,
     Suspect,
+    TalkAnswer,
     TalkCall,
     TalkDone,
     WorkerExit,
@@ -635,6 +637,80 @@ def test_scaling_up_starts_more() -> None:
     story = training(2)
     story.says("", Scale(num_workers=4))
     assert story.sent(AGENT, Start)[0].worker_ids == ["w2", "w3"]
+
+
+def invitations(story: Story) -> int:
+    return sum(isinstance(action, Invite) for action in story.actions)
+
+
+def test_a_run_waits_for_workers_of_other_machines_and_says_how_many_are_there() -> None:
+    story = Story(2, wait_for=6)
+    story.agent(2)
+    story.arrive("w0")
+    assert story.reason == "", "w1 is on its way"
+    story.arrive("w1")
+    assert story.reason == "2 of 6 workers are there; the run begins when all 6 are"
+    assert invitations(story) == 1
+    story.says("", Tick())
+    assert (story.reason, invitations(story)) == ("", 0), "said once"
+    story.agent(3, "agent1", primary=False, host="shed")
+    story.arrive("w2", "w3", "w4", host="shed")
+    assert story.reason == "5 of 6 workers are there; the run begins when all 6 are"
+    assert story.state.notice is None
+    story.agent(3, "agent2", primary=False, host="attic")
+    story.arrive("w5", host="attic")
+    assert story.state.members == ("w0", "w1", "w2", "w3", "w4", "w5")
+    assert story.state.policy.maximum == 8
+    story.hold()
+    story.arrive("w6", "w7", host="attic")
+    assert story.state.policy.maximum == 8
+    assert "w6" in story.state.members
+
+
+def test_a_run_that_waits_says_again_who_is_there_when_a_machine_has_gone() -> None:
+    story = Story(1, wait_for=3)
+    story.agent(1)
+    story.arrive("w0")
+    story.agent(1, "agent1", primary=False)
+    story.arrive("w1")
+    assert "2 of 3" in story.reason
+    story.says("agent1", Drain(worker_ids=["w1"]))
+    assert "1 of 3 workers are there" in story.reason
+    assert invitations(story) == 1
+
+
+def test_a_run_that_waits_can_be_scaled_to_what_is_there_and_stopped() -> None:
+    story = Story(2, wait_for=4)
+    story.agent(2)
+    story.arrive("w0", "w1")
+    story.says("", Scale(num_workers=2))
+    assert story.state.members == ("w0", "w1")
+    story = Story(2, wait_for=4)
+    story.agent(2)
+    story.arrive("w0", "w1")
+    story.says("", Stop(reason="enough"))
+    assert story.ended is not None
+    assert story.ended.ok
+
+
+def test_a_gather_before_the_training_waits_for_all_that_the_run_waits_for() -> None:
+    story = Story(1, wait_for=2)
+    story.agent(1)
+    story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}))
+    story.says("w0", TalkCall(number=0, kind="run.gather", value=b"0"))
+    assert "1 of 2 workers are there" in story.reason
+    assert story.sent("w0", TalkAnswer) == []
+    story.agent(1, "agent1", primary=False)
+    story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "2"}))
+    story.says("w1", TalkCall(number=0, kind="run.gather", value=b"1"))
+    assert story.sent("w0", TalkAnswer)[0].values == [b"0", b"1"]
+
+
+def test_a_run_may_begin_before_all_of_its_own_workers_are_there() -> None:
+    story = Story(4, wait_for=2)
+    story.agent(4)
+    story.arrive("w0", "w1")
+    assert story.state.members == ("w0", "w1")
 
 
 def test_scaling_below_the_minimum_lowers_it() -> None:
@@ -2227,6 +2303,8 @@ def test_an_agent_cannot_speak_for_a_worker() -> None:
         {"start": 2, "minimum": 3, "maximum": 4},
         {"start": 1, "maximum": 1, "max_restarts": -1},
         {"start": 1, "maximum": 1, "hang_s": 0.0},
+        {"start": 2, "minimum": 2, "maximum": 4, "wait_for": 1},
+        {"start": 2, "maximum": 4, "wait_for": 5, "grows": False},
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(values: dict[str, int]) -> None:

@@ -213,6 +213,26 @@ def test_stop_ends_the_run_at_the_end_of_a_step(unisono: Unisono, run_dir: Path,
     assert digests == [line["digest"] for line in steps_of(calm)][: len(digests)]
 
 
+def test_one_here_wait_for_two(unisono: Unisono, run_dir: Path, calm: Path) -> None:
+    """``--workers 1 --wait-for 2``: not a step before the second machine is there, and the first line to paste."""
+    command = start(unisono, run_dir, None, 1, "--wait-for", 2)
+    command.line("1 of 2 workers are there; the run begins when all 2 are")
+    url = json.loads((run_dir / "head.json").read_text())["url"]
+    assert f"unisono join {url}" in command.line("to join, on this machine")
+    assert ask_status(find(str(run_dir)))["state"] == "waiting"
+    guest = join(unisono, run_dir, 1)
+    finish(command, run_dir, calm)
+    assert guest.wait() == 0, guest.err
+    assert set(sizes(run_dir)) == {2}
+
+
+def test_a_run_that_could_never_begin_is_refused(unisono: Unisono, run_dir: Path) -> None:
+    command = start(unisono, run_dir, None, "1:2", "--wait-for", 3)
+    assert command.wait() == 2
+    assert "--wait-for 3 is more than the 2 workers" in command.err[-1]
+    assert not run_dir.exists()
+
+
 def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
     """``--workers 2:4`` takes two of three that join; the last one takes the place of one that dies."""
     with Gates(tmp_path / "gates", (3, 20, 40, 58)) as gates:

@@ -32,6 +32,8 @@ _OPTIONS: Final = (
     option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does."),
     option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers: N; "
            "every GPU, else every core; or at least A and at most B."),
+    option("--wait-for", type=int, default=0, metavar="N", help="Begin when N workers are there: those of this machine "
+           "and of machines that join. Default: the workers of this machine."),
     option("--threads", type=int, show_default="1", help="CPU threads of a worker. Part of the result's bits."),
     option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's."),
     option("--overwrite", is_flag=True, help="Replace the run that the directory holds."),
@@ -124,6 +126,7 @@ class Options:
     arguments: tuple[str, ...]
     module: str | None
     workers: str
+    wait_for: int
     threads: int | None
     run_dir: str
     overwrite: bool
@@ -152,6 +155,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
+        if self.wait_for < 0:
+            raise UsageError(f"a run waits for at least 1 worker, got --wait-for {self.wait_for}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
                 f"--heartbeat-s must be smaller than --heartbeat-timeout-s, got --heartbeat-s {self.heartbeat_s} and "
@@ -171,6 +176,7 @@ class Options:
 
         policy = Policy(
             start=workers.start,
+            wait_for=self.wait_for,
             minimum=workers.minimum,
             maximum=workers.maximum,
             grows=workers.grows,

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from unisono.decisions.membership import (
     Action,
     Event,
     Hangup,
+    Invite,
     Lags,
     Send,
     Tick,
@@ -43,6 +45,7 @@ from unisono.head.memory import Memory
 from unisono.head.status import respond, workers_status
 from unisono.head.versions import Outgoing, Versions
 from unisono.lifetime import end_group, end_when_silent, start_time
+from unisono.link import host_and_port
 from unisono.messages import (
     AgentHello,
     Announcement,
@@ -67,6 +70,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.rundir import TOKEN_FILE
 from unisono.spec import RunSpec
 
 __all__ = ["Head"]
@@ -79,6 +83,7 @@ FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
 """Messages that a worker sends again to a head that follows: one without a consequence need not be remembered at once.
 """
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_WORDS_S = 1.0  # at its end the head waits so long for its last messages to go out
 
 
@@ -365,9 +370,10 @@ class Head:
         if self._state.generation > before.generation:
             # Two generations live at any time: this one, and the one before, which some members have not left.
             self._keys.end_generations(self._state.generation - 1)
-        following: list[Action] = list(actions)
+        following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
         if reason and self._state.ended is None:
             following += [Send(agent_id, Announcement(text=reason)) for agent_id in self._state.agents]
+        following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
         self._set_timer()
 
@@ -403,6 +409,9 @@ class Head:
             if not message.done():
                 message.set_result(None)
             return
+        if isinstance(message, Invite):
+            self._tell_agents(Announcement(text=self._how_to_join()))
+            return
         line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
         if line is None:
             return
@@ -423,6 +432,17 @@ class Head:
         if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
             self._last = event
         self._tell_agents(message)
+
+    def _how_to_join(self) -> str:
+        """Return the sentence that says how another machine joins."""
+        where = f"on another machine: unisono join {self._url} --token-file FILE"
+        token = f" (FILE is a copy of {Path(self._run_dir) / TOKEN_FILE})" if self._run_dir else ""
+        if host_and_port(self._url)[0] in LOOPBACK:
+            return (
+                f"to join, {where.replace('another', 'this')}{token}; other machines cannot reach that address: start "
+                "the run with --bind and an address of this machine that they reach, or with --bind 0.0.0.0"
+            )
+        return f"to join, {where}{token}"
 
     def _note_process(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from unisono.decisions.membership.agents import agent_name
 from unisono.decisions.membership.dispatch import Event, Lags, Tick, take
-from unisono.decisions.membership.draft import Action, Draft, Hangup, Send
+from unisono.decisions.membership.draft import Action, Draft, Hangup, Invite, Send
 from unisono.decisions.membership.generations import follow_up
 from unisono.decisions.membership.heartbeat import routine
 from unisono.decisions.membership.heirs import heirs, keepers, successor, without_lost_heir
@@ -51,6 +51,7 @@ __all__ = [
     "Action",
     "Event",
     "Hangup",
+    "Invite",
     "Lags",
     "Policy",
     "Send",

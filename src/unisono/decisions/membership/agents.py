@@ -115,8 +115,16 @@ def scale(draft: Draft, num_workers: int) -> None:
         raise ProtocolError(f"a run has at least 1 worker, got {num_workers}; `unisono stop` ends it")
     policy = draft.state.policy
     minimum = min(policy.minimum, num_workers)
-    start = min(policy.start, num_workers)
-    draft.put(policy=dataclasses.replace(policy, minimum=minimum, start=start, maximum=num_workers, grows=False))
+    draft.put(
+        policy=dataclasses.replace(
+            policy,
+            minimum=minimum,
+            start=min(policy.start, num_workers),
+            wait_for=min(policy.wait_for, num_workers),
+            maximum=num_workers,
+            grows=False,
+        )
+    )
     staying = [w for w in draft.workers(*ALIVE) if not w.draining]
     missing = num_workers - len(staying)
     why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}"

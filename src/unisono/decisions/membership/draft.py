@@ -10,7 +10,7 @@ from typing import Any
 from unisono.decisions.membership.roster import ALIVE, GONE, Agent, State, Worker, WorkerState
 from unisono.messages import Announcement, Ended, Evict, Message
 
-__all__ = ["Action", "Draft", "Hangup", "Send"]
+__all__ = ["Action", "Draft", "Hangup", "Invite", "Send"]
 
 _S = WorkerState
 
@@ -31,7 +31,12 @@ class Hangup:
     reason: str
 
 
-Action = Send | Hangup
+@dataclass(frozen=True)
+class Invite:
+    """Say on all machines how another machine joins: the run waits for more workers."""
+
+
+Action = Send | Hangup | Invite
 
 
 @dataclass
@@ -67,6 +72,9 @@ class Draft:
 
     def hang_up(self, worker_id: str, reason: str) -> None:
         self.actions.append(Hangup(worker_id, reason))
+
+    def invite(self) -> None:
+        self.actions.append(Invite())
 
     def announce_to(self, agent_id: str, text: str) -> None:
         """Show this on the terminal of one machine."""

@@ -115,9 +115,25 @@ def _plan_first(draft: Draft) -> None:
     policy, ready = draft.state.policy, _ready(draft)
     # Workers that will not come any more are not waited for.
     coming = draft.workers(_S.ORDERED, _S.STARTING)
-    is_complete = len(ready) + len(draft.workers(_S.FINISHED)) >= policy.start
-    if ready and (is_complete or (not coming and len(ready) >= policy.minimum)):
+    is_complete = len(ready) + len(draft.workers(_S.FINISHED)) >= policy.begins_with
+    if ready and (is_complete or (not coming and len(ready) >= policy.least)):
         _announce(draft, ready[: policy.maximum], "all are ready", immediate=False)
+    elif policy.wait_for:
+        _say_that_the_run_waits(draft)
+
+
+def _say_that_the_run_waits(draft: Draft) -> None:
+    """Say how many workers are there and how many are waited for, when all that were ordered have come."""
+    state = draft.state
+    in_calls = {worker_id for call in state.calls if not call.is_decided for worker_id in call.came}
+    there = [w for w in draft.workers(_S.STARTING, _S.READY) if w.state is _S.READY or w.worker_id in in_calls]
+    are_coming = len(there) < len(draft.workers(_S.ORDERED, _S.STARTING, _S.READY))
+    wanted = state.policy.wait_for
+    if are_coming or len(there) == state.waits_with or not len(there) < wanted or state.stopping:
+        return
+    draft.put(waits_with=len(there))
+    draft.reasons.append(f"{len(there)} of {count(wanted, 'worker')} are there; the run begins when all {wanted} are")
+    draft.invite()
 
 
 def _plan_next(draft: Draft) -> None:

@@ -50,6 +50,9 @@ class Policy:
 
     start: int
     """Generation 1 waits for this many workers."""
+    wait_for: int = 0
+    """The run begins with this many, and never with fewer, however many are ordered; 0: with ``start``, or what is left
+    of these."""
     minimum: int = 1
     """With fewer the run pauses."""
     maximum: int
@@ -88,11 +91,31 @@ class Policy:
                 f"a run needs 1 <= minimum <= start <= maximum workers, got {self.minimum}, {self.start} and "
                 f"{self.maximum}"
             )
+        if self.wait_for and self.wait_for < self.minimum:
+            raise UsageError(
+                f"a run that needs {self.minimum} workers cannot begin with {self.wait_for}; got --wait-for "
+                f"{self.wait_for}"
+            )
+        if self.wait_for > self.maximum and not self.grows:
+            raise UsageError(
+                f"the run would wait for ever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
+                "--workers admits at most"
+            )
         if self.max_restarts < 0:
             raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
         for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is a time in seconds above 0, got {getattr(self, name)}")
+
+    @property
+    def begins_with(self) -> int:
+        """The number of workers at which the run begins at once."""
+        return self.wait_for or self.start
+
+    @property
+    def least(self) -> int:
+        """The smallest number of workers that the run may begin with, where no others are on their way."""
+        return max(self.minimum, self.wait_for)
 
 
 class WorkerState(enum.Enum):
@@ -198,6 +221,8 @@ class State:
     """The newest generation that a member held although this head had never announced it; 0: none."""
     before: tuple[str, ...] = ()
     """The members of the generation before a planned one."""
+    waits_with: int = -1
+    """Number of workers at which the user was told last that the run waits for more (`Policy.wait_for`)."""
     held: bool = False
     """A worker has held the run's state: there is something to lose."""
     fingerprint: Mapping[str, str] | None = None

@@ -104,7 +104,7 @@ def _settle(draft: Draft, number: int) -> None:
     elif call.kind == "run.broadcast":
         if open_[0].worker_id in call.came:
             _decide(draft, number, [call.came[open_[0].worker_id]])
-    elif all(w.worker_id in call.came for w in open_) and len(open_) >= draft.state.policy.minimum:
+    elif all(w.worker_id in call.came for w in open_) and len(open_) >= draft.state.policy.least:
         _decide(draft, number, [call.came[w.worker_id] for w in open_] if call.kind == "run.gather" else [])
 
 
