@@ -563,11 +563,11 @@ def test_members_that_leave_take_no_place_from_who_comes() -> None:
     story.says(AGENT, Drain(worker_ids=["w1", "w2"]))
     story.agent(1, "agent1", primary=False)
     story.exits("w0")  # before anybody has moved: two members are left, both about to leave
-    story.says("", Scale(num_workers=1))
-    story.arrive("w3")
+    story.says("", Scale(num_workers=1))  # w3 goes, of the machine that is full, and not the replacement of w0
+    story.arrive("w4")
     story.hold()
     story.hold()
-    assert story.state.members == ("w3",)
+    assert story.state.members == ("w4",)
 
 
 def test_a_machine_that_comes_when_members_have_finished_does_not_hold_the_run_up() -> None:
@@ -637,6 +637,84 @@ def test_scaling_up_starts_more() -> None:
     story = training(2)
     story.says("", Scale(num_workers=4))
     assert story.sent(AGENT, Start)[0].worker_ids == ["w2", "w3"]
+
+
+def placed(story: Story) -> dict[str, int]:
+    """How many workers each machine starts by the last event."""
+    return {agent_id: sum(len(s.worker_ids) for s in story.sent(agent_id, Start)) for agent_id in story.state.agents}
+
+
+def on_machines(start: int, *offers: int) -> Story:
+    """A run on the machines agent0, agent1 ..., that have come with so many workers, all of them training."""
+    story = training(start)
+    for number, offer in enumerate(offers, 1):
+        ids = story.agent(offer, f"agent{number}", primary=False, host=f"host{number}")
+        story.arrive(*ids, host=f"host{number}")
+        for _ in range(2):
+            story.hold()
+    return story
+
+
+def of_machines(story: Story) -> dict[str, int]:
+    """How many members each machine has."""
+    found = [story.state.workers[member].agent for member in story.state.members]
+    return {agent_id: found.count(agent_id) for agent_id in story.state.agents}
+
+
+def test_scaling_up_fills_the_machines_that_have_room_first() -> None:
+    story = on_machines(2, 4, 3)
+    story.says("", Scale(num_workers=3))
+    for worker in [w for w in story.state.workers.values() if w.draining]:
+        story.says(worker.worker_id, Left())
+    story.hold()
+    assert of_machines(story) == {AGENT: 1, "agent1": 1, "agent2": 1}
+    story.says("", Scale(num_workers=9))
+    assert placed(story) == {AGENT: 1, "agent1": 3, "agent2": 2}
+    assert story.reason.endswith("6 new workers: 3 on host1, 2 on host2 and 1 on lab")
+
+
+def test_scaling_beyond_the_room_is_in_proportion() -> None:
+    story = on_machines(2, 4)
+    story.says("", Scale(num_workers=12))
+    assert placed(story) == {AGENT: 2, "agent1": 4}
+
+
+def test_nine_workers_do_not_all_go_to_the_machine_of_the_command() -> None:
+    story = on_machines(1, 1, 1)
+    story.says("", Scale(num_workers=9))
+    assert placed(story) == {AGENT: 2, "agent1": 2, "agent2": 2}
+
+
+def test_a_machine_that_only_starts_the_run_gets_no_worker() -> None:
+    story = Story(2)
+    story.agent(0)
+    story.arrive(*story.agent(2, "agent1", primary=False))
+    story.hold()
+    story.says("", Scale(num_workers=4))
+    assert placed(story) == {AGENT: 0, "agent1": 2}
+
+
+def test_scaling_down_takes_from_the_machine_with_the_highest_load() -> None:
+    story = on_machines(2, 4)
+    story.says("", Scale(num_workers=7))
+    story.arrive(*(i for agent_id in placed(story) for start in story.sent(agent_id, Start) for i in start.worker_ids))
+    story.hold()
+    assert of_machines(story) == {AGENT: 2, "agent1": 5}
+    story.says("", Scale(num_workers=5))
+    assert of_machines(story) == {AGENT: 2, "agent1": 3}
+
+
+def test_the_last_worker_beside_the_command_stays() -> None:
+    """The run's directory may be on its disk only."""
+    story = on_machines(1, 4)
+    story.says("", Scale(num_workers=1))
+    assert story.state.members == ("w0",)
+
+
+def test_the_replacement_of_a_lost_worker_is_on_the_same_machine() -> None:
+    story = on_machines(4, 1)
+    story.says("agent1", WorkerExit(worker_id="w4", exit_code=-9))
+    assert placed(story) == {AGENT: 0, "agent1": 1}
 
 
 def invitations(story: Story) -> int:

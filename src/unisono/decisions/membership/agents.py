@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.restarts import order
-from unisono.decisions.membership.roster import ALIVE, Agent, State, WorkerState
+from unisono.decisions.membership.roster import ALIVE, Agent, State, Worker, WorkerState
+from unisono.decisions.membership.spreading import to_leave, to_start
 from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
-from unisono.words import count
+from unisono.words import count, listed
 
 __all__ = ["agent_name", "drain", "join", "leave", "scale", "stop"]
 
@@ -130,16 +132,25 @@ def scale(draft: Draft, num_workers: int) -> None:
     why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}"
     draft.reasons.append(why)
     if missing < 0:
-        drain(draft, [w.worker_id for w in staying[missing:]], why)
+        leaving = to_leave(staying, draft.state.agents, -missing)
+        drain(draft, [worker.worker_id for worker in sorted(leaving, key=lambda worker: worker.number)], why)
     elif missing > 0:
-        agents = sorted(
-            (agent for agent in draft.state.agents.values() if not agent.refused),
-            key=lambda agent: (not agent.offers, not agent.primary),
-        )
-        if agents:
-            order(draft, agents[0].agent_id, missing, reason="scaled up")
-        else:
-            draft.reasons.append("no agent is connected that could start the missing workers")
+        _start_more(draft, staying, missing)
+
+
+def _start_more(draft: Draft, staying: Iterable[Worker], missing: int) -> None:
+    """Order new workers from the machines that have room for them."""
+    agents = [agent for agent in draft.state.agents.values() if not agent.refused]
+    trusted = [agent for agent in agents if agent.used_restarts < max(draft.state.policy.max_restarts, 1)]
+    agents = trusted or agents  # where workers are lost again and again, none is added
+    started = to_start(agents, Counter(worker.agent for worker in staying), missing)
+    for agent_id, number in started.items():
+        order(draft, agent_id, number, reason="scaled up")
+    if not started:
+        draft.reasons.append("no agent is connected that could start the missing workers")
+    elif len(agents) > 1:
+        places = [f"{number} on {draft.state.agents[agent_id].host}" for agent_id, number in started.items()]
+        draft.reasons.append(f"{count(missing, 'new worker')}: {listed(places)}")
 
 
 def stop(draft: Draft, reason: str) -> None:
