@@ -1,18 +1,19 @@
 """The models that are measured, with data in memory.
 
-=============  ==========  =====================================================================
+=============  ==========  ======================================================================
 case           parameters  what it stands for
-=============  ==========  =====================================================================
+=============  ==========  ======================================================================
 `cnn`          94,000      much to compute, little to exchange, short steps
 `mlp`          25 million  much to exchange, little to compute
+`mlp_small`    1 million   the same with 4 MB of gradients: an exchange between hosts in little time
 `transformer`  5.7 million many parameter tensors, dropout, an embedding
-=============  ==========  =====================================================================
+=============  ==========  ======================================================================
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,14 @@ def _cnn() -> nn.Module:
 
 
 def _mlp() -> nn.Module:
-    widths = [1024, 2048, 2048, 2048, 2048, 2048, 2048, 1000]
+    return _perceptron([1024, 2048, 2048, 2048, 2048, 2048, 2048, 1000])
+
+
+def _small_mlp() -> nn.Module:
+    return _perceptron([1024, 336, 336, 336, 336, 1000])
+
+
+def _perceptron(widths: Sequence[int]) -> nn.Module:
     layers: list[nn.Module] = []
     for width, following in itertools.pairwise(widths):
         layers += [nn.Linear(width, following), nn.ReLU()]
@@ -108,5 +116,6 @@ def _token_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 CASES = {
     "cnn": Case(model=_cnn, data=_pictures, loss=_class_loss, microbatch_size=16),
     "mlp": Case(model=_mlp, data=_vectors, loss=_class_loss, microbatch_size=32),
+    "mlp_small": Case(model=_small_mlp, data=_vectors, loss=_class_loss, microbatch_size=32),
     "transformer": Case(model=_Transformer, data=_sentences, loss=_token_loss, microbatch_size=4),
 }

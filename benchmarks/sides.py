@@ -68,18 +68,26 @@ class Control:
         return True
 
 
-def with_unisono(case: Case, microbatches: int, control: Control, *, directory: str, balance: bool) -> None:
-    """The library as its users use it: alone, or one of the workers of ``unisono run``."""
+def with_unisono(
+    case: Case, microbatches: int, control: Control, *, directory: str, balance: bool, workers: int = 1
+) -> None:
+    """The library as its users use it: alone, or one of the workers of ``unisono run``.
+
+    Args:
+        workers: are waited for before the first step that counts; some of them may join the run.
+    """
     with unisono.Run(directory or None, seed=1, balance=balance) as run:
         model = case.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         run.track(model=model, optimizer=optimizer)
         batch_size = case.microbatch_size * microbatches
         dataset = case.data(batch_size * BATCHES)
+        is_waited_for = True
         for step in run.steps(dataset, batch_size=batch_size, microbatches=microbatches, epochs=1 << 20):
-            if step.number == 0:
+            if is_waited_for and run.num_workers >= workers:
                 control.hello(run.rank)
-            if not control.go_on():
+                is_waited_for = False
+            if not is_waited_for and not control.go_on():
                 break
             for inputs, labels in step:
                 step.backward(case.loss(model, inputs, labels), weight=len(labels))
@@ -96,11 +104,15 @@ def with_ddp(case: Case, microbatches: int, control: Control, *, rank: int, size
     dist.destroy_process_group()
 
 
-def with_plain_loop(case: Case, microbatches: int, control: Control, *, rank: int) -> None:
-    """One process, accumulating gradients as PyTorch does. It knows no other, whatever its rank."""
+def with_plain_loop(case: Case, microbatches: int, control: Control, *, rank: int, size: int = 1) -> None:
+    """One process, accumulating gradients as PyTorch does. It knows no other, whatever its rank.
+
+    Args:
+        size: the micro-batches are divided by so many processes; each computes its part and exchanges nothing.
+    """
     _prepare()
     control.hello(rank)
-    _loop(case.model(), case, microbatches, control, rank=0, size=1)
+    _loop(case.model(), case, microbatches, control, rank=rank if size > 1 else 0, size=size)
 
 
 def _prepare() -> None:
@@ -168,11 +180,18 @@ def main() -> None:
         case = replace(case, microbatch_size=arguments.microbatch_size)
     control = Control(arguments.control)
     if arguments.side == "unisono":
-        with_unisono(case, microbatches, control, directory=arguments.directory, balance=not arguments.unbalanced)
+        with_unisono(
+            case,
+            microbatches,
+            control,
+            directory=arguments.directory,
+            balance=not arguments.unbalanced,
+            workers=arguments.workers,
+        )
     elif arguments.side == "ddp":
         with_ddp(case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting)
     else:
-        with_plain_loop(case, microbatches, control, rank=arguments.rank)
+        with_plain_loop(case, microbatches, control, rank=arguments.rank, size=arguments.workers)
 
 
 if __name__ == "__main__":
