@@ -111,7 +111,7 @@ def _arguments(options: dict[str, Any]) -> list[str]:
             hint = f"did you mean {near[0]}=?" if near else f"there are {', '.join(names)}"
             raise LaunchError(f"launch has no option {name}=; {hint}", "", 2)
         if getattr(known[option], "is_flag", False):
-            found += [option] if value else []
+            found += [option] if value else [] if value is None else known[option].secondary_opts
         elif getattr(known[option], "multiple", False):
             found += [word for each in value for word in (option, str(each))]
         elif value is not None:

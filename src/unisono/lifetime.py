@@ -25,6 +25,7 @@ __all__ = [
     "Memory",
     "adopt_orphans",
     "bind_to_parent",
+    "close_inherited",
     "end_group",
     "end_when_silent",
     "fill_standard_streams",
@@ -189,7 +190,12 @@ def take_token(environment: MutableMapping[str, str]) -> str:
     """
     path = environment.pop(TOKEN_FILE)
     token = Path(path).read_text().strip()
+    close_inherited(path)
+    return token
+
+
+def close_inherited(path: str) -> None:
+    """Close what this process has inherited under `Memory.inherited_path`, so that its own children do not."""
     folder, _, name = path.rpartition("/")
     if folder == "/proc/self/fd":
         os.close(int(name))
-    return token

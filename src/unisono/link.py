@@ -16,9 +16,12 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.uri import parse_uri
 
-from unisono.errors import UnisonoError
+from unisono.certificate import check, client_context
+from unisono.errors import UnisonoError, UsageError
+from unisono.invitation import HeadUrl
 from unisono.lifetime import end_when_silent
 from unisono.messages import is_refusal
+from unisono.records import Clear, Sealed
 
 __all__ = ["Link", "Refused", "host_and_port"]
 
@@ -35,17 +38,22 @@ class Link:
 
     Args:
         sock: connected to the head. It is non-blocking from when the connection `is_open`.
+        url: with ``wss://``, the head proves that it knows the token before the token is sent to it.
 
     Raises:
-        Refused: the head refuses the connection. OSError: there is no connection, or it is lost; also raised by all
-            methods but `close`.
+        Refused: the head refuses the connection. OSError: there is no connection, or it is lost, or the process that
+            answers is not the head (`unisono.certificate.Untrusted`); also raised by all methods but `close`.
     """
 
     def __init__(self, sock: socket.socket, url: str, token: str) -> None:
         self.sock = sock
         self.is_open = False
         """The head has agreed to the connection: messages may be sent."""
-        self._protocol = ClientProtocol(parse_uri(url), max_size=None)  # the head is trusted; its state may be long
+        head = _parsed(url)
+        self._protocol = ClientProtocol(parse_uri(head.place), max_size=None)  # the head is trusted; its state is long
+        self._records: Clear | Sealed = Clear()
+        if head.is_secure:
+            self._records = Sealed(client_context(), lambda certificate: check(certificate, head, token))
         self._unsent = bytearray()
         self._early: list[object] = []
         self._is_at_end = False
@@ -75,12 +83,13 @@ class Link:
         if self._is_at_end:
             return
         if data:
-            self._protocol.receive_data(data)
+            self._protocol.receive_data(self._records.receive(data))
         else:
             self._is_at_end = True
             self._protocol.receive_eof()
         if self.is_open:
             return
+        self.push()
         if (failure := self._protocol.handshake_exc) is not None:
             if isinstance(failure, InvalidStatus) and is_refusal(status := failure.response.status_code):
                 raise Refused(f"HTTP {status}")
@@ -103,8 +112,9 @@ class Link:
 
     def push(self) -> None:
         """Send all data that can be sent now."""
-        for part in self._protocol.data_to_send():
-            self._unsent += part
+        # What is said before the other end is known stays in the protocol.
+        parts = self._protocol.data_to_send() if self._records.is_ready else []
+        self._unsent += self._records.send(b"".join(parts))
         while self._unsent:
             try:
                 sent = self.sock.send(self._unsent)
@@ -158,8 +168,14 @@ def host_and_port(url: str) -> tuple[str, int]:
     Raises:
         ConnectionError: the URL is malformed.
     """
+    head = _parsed(url)
+    return head.host, head.port
+
+
+def _parsed(url: str) -> HeadUrl:
     try:
-        uri = parse_uri(url)
-    except (InvalidURI, ValueError) as error:
+        head = HeadUrl.parse(url)
+        parse_uri(head.place)
+    except (UsageError, InvalidURI, ValueError) as error:
         raise ConnectionError(str(error)) from error
-    return uri.host, uri.port
+    return head

@@ -24,6 +24,7 @@ import msgspec
 
 from unisono.decisions.following import learn_term
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
+from unisono.invitation import shown
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
     Announcement,
@@ -153,7 +154,7 @@ class Member:
         if self._stopped is not None:
             raise self._stopped
         if not answered:
-            raise DeadlineExceeded(f"the head at {self.spec.head} has not answered for {timeout_s:.0f} s")
+            raise DeadlineExceeded(f"the head at {shown(self.spec.head)} has not answered for {timeout_s:.0f} s")
         _current = self
         os.register_at_fork(after_in_child=self._forget)
         return self
@@ -453,7 +454,9 @@ class Member:
         if parent_is_gone():
             os._exit(1)
         if time.monotonic() - away_since > self._head_away_s:
-            self._stop(RunStopped(f"the head at {self.spec.head} has been away for {self._head_away_s:.0f} s: {error}"))
+            self._stop(
+                RunStopped(f"the head at {shown(self.spec.head)} has been away for {self._head_away_s:.0f} s: {error}")
+            )
 
     def _talk(self, link: Link) -> None:
         """Send and receive over one connection until it ends."""

@@ -92,12 +92,21 @@ BEGIN = """
         (["join", "http://x", "--token-file", "here.py"], "the address of a run is ws://HOST:PORT"),
         (
             ["join", "ws://x:99999", "--token-file", "here.py"],
-            "the address of a run is ws://HOST:PORT, got 'ws://x:99999'",
+            "the address of a run is ws://HOST:PORT or wss://HOST:PORT#FINGERPRINT, got 'ws://x:99999'",
         ),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--head-away-s", "nan"], "--head-away-s is a time"),
         (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing holds no token"),
         (["join", "ws://127.0.0.1:1", "--token-file", "missing"], "there is no --token-file missing"),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py"], "no head answers at ws://127.0.0.1:1"),
+        (["join", "-"], "there is no invitation on standard input"),
+        (["stop", "ws://127.0.0.1:1"], "the invitation has no token: ws://127.0.0.1:1 is where the head listens"),
+        (["status", "wss://x@127.0.0.1:1"], "no head answers at wss://127.0.0.1:1"),
+        (["run", "here.py", "--certificate", "x.pem"], "--certificate and --private-key are given together"),
+        (
+            ["run", "here.py", "--certificate", "x.pem", "--private-key", "x.key"],
+            "the certificate x.pem cannot be read",
+        ),
+        (["run", "here.py", "--advertise", "lab:4000"], "--advertise is an address or the name of a host"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "-",
 )
@@ -108,6 +117,7 @@ def test_bad_input_is_one_line_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     for name in ("here.py", "odd-\udcff.py"):
         (tmp_path / name).write_text("print('ran')")
     for name, arguments_there in (("odd-word", ["here.py", 5]), ("odd-module", ["-m"])):
@@ -552,7 +562,9 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
     def main(number: int) -> None: ...
 
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(LaunchError, match=r"^launch has no option foo=; there are allow_.*, bind, .*timeout_s$"):
+    with pytest.raises(
+        LaunchError, match=r"^launch has no option foo=; there are advertise, allow_.*, bind, .*timeout_s, tls$"
+    ):
         launch(main, 1, foo=3)
     with pytest.raises(LaunchError, match=r"^launch has no option time_out_s=; did you mean timeout_s=.$"):
         launch(main, 1, time_out_s=3)

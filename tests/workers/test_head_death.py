@@ -25,10 +25,11 @@ from tests.pure.test_membership import step_done, training
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono import events
-from unisono.cli.reach import Address, NotGoing, ask_status, find
+from unisono.cli.reach import NotGoing, ask_status, find
 from unisono.decisions.membership.roster import Agent, Policy, State, WorkerState
 from unisono.head.memory import Memory
 from unisono.head.server import MAX_STEPS_QUEUED, Head
+from unisono.invitation import Invitation
 from unisono.journal import JOURNAL, compare, read
 from unisono.lifetime import end_when_silent
 from unisono.messages import (
@@ -190,7 +191,7 @@ def test_a_machine_that_has_joined_follows_the_next_head_as_well(
     assert "worker w2 replaces it now" in output
 
 
-def workers_of(address: Address, num_workers: int, without: Collection[str] = ()) -> dict[str, int]:
+def workers_of(address: Invitation, num_workers: int, without: Collection[str] = ()) -> dict[str, int]:
     """The pids of so many workers that wait to be admitted or take part, when they are there."""
     deadline = time.monotonic() + WAIT_S
     while True:

@@ -120,7 +120,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
         f"lost: no machine is left: {left} and {right}",
     ]
     command = rented.commands["right"]
-    assert command.secret == "secret"
+    assert command.secret == "ws://secret@head:1"
     assert "secret" not in " ".join(command.words) + repr(command)
     assert command.words[-4:] == ("--workers", "2", "--head-away-s", "7.0")
 

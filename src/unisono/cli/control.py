@@ -5,31 +5,31 @@ from __future__ import annotations
 import click
 
 from unisono.capacity import check_workers
-from unisono.cli.reach import ask_status, find, tell
+from unisono.cli.reach import RUN, ask_status, find, tell
 from unisono.errors import UsageError
 
 __all__ = ["scale", "stop"]
 
 
-@click.command(context_settings={"ignore_unknown_options": True})  # -1 is a number
+@click.command(context_settings={"ignore_unknown_options": True}, epilog=RUN)  # -1 is a number
 @click.argument("run")
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:
-    """Change the number of workers to WORKERS, from the next possible step on. RUN is the run's directory."""
+    """Change the number of workers to WORKERS, from the next possible step on."""
     from unisono.messages import Scale
 
     if workers < 1:
-        raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop {run}` ends it")
+        raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop` ends it")
     address = find(run)
     check_workers(workers, num_machines=len({worker["host"] for worker in ask_status(address)["workers"]}) or 1)
     click.echo(tell(address, Scale(num_workers=workers)))
     return 0
 
 
-@click.command()
+@click.command(epilog=RUN)
 @click.argument("run")
 def stop(run: str) -> int:
-    """End the run at the end of the step. RUN is the run's directory."""
+    """End the run at the end of the step."""
     from unisono.messages import Stop
 
     click.echo(tell(find(run), Stop(reason="stopped by `unisono stop`")))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,20 @@ import msgspec
 
 from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import check_text, seconds
+from unisono.cli.reach import RUN, ask_status, find, read_token
 from unisono.errors import UsageError
+from unisono.interfaces import is_local
+from unisono.invitation import HeadUrl, Invitation
 from unisono.spec import MachineSpec, RunSpec
+from unisono.words import count
 
 __all__ = ["join"]
 
 
-@click.command()
-@click.argument("url")
-@click.option("--token-file", required=True, metavar="FILE", help="The run's token (RUN/token on the head's machine).")
+@click.command(epilog=RUN)
+@click.argument("run")
+@click.option("--token-file", default="", metavar="FILE", help="RUN is the head's address (url in RUN/head.json), "
+              "and this file holds the token (RUN/token).")  # fmt: skip
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
@@ -28,7 +35,7 @@ __all__ = ["join"]
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", is_flag=True, hidden=True)
 def join(
-    url: str,
+    run: str,
     token_file: str,
     workers: str,
     folder: str,
@@ -37,37 +44,69 @@ def join(
     simulate_hosts: int,
     launched: bool,
 ) -> int:
-    """Add this machine's workers to the run at URL (ws://HOST:PORT, in RUN/head.json).
+    """Add this machine's workers to a run that is going.
 
-    They run the script that the run was started with. Ctrl-C takes them away again, at the end of the step.
+    They run the script that the run was started with, as you. Ctrl-C takes them away again, at the end of the step.
+    The line that `unisono status` shows keeps the invitation out of the list of processes:
+
+        unisono join - <<< 'wss://...'
     """
-    from unisono.cli.reach import Address, ask_status, read_token
     from unisono.machine import agent
 
-    if not url.startswith("ws://"):
-        raise UsageError(f"the address of a run is ws://HOST:PORT (url in RUN/head.json), got {url!r}")
-    try:
-        token = sys.stdin.readline().strip() if token_file == "-" else read_token(token_file)
-    except FileNotFoundError:
-        raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
-    run = _spec_of(ask_status(Address(url, token)))
+    invitation = _from_token_file(run, token_file) if token_file else find(run)
+    spec = _spec_of(status := ask_status(invitation))
     if ":" in workers:
         raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
-    number = parse_workers(workers, run.threads).start
+    number = parse_workers(workers, spec.threads).start
     check_workers(number)
     check_open_files(number)
     check_text("--folder", folder)
     check_text("--run-dir", run_dir)
-    there = Path(folder or run.folder)
-    script = Path(run.arguments[1] if run.arguments[0] == "--callable" else run.arguments[0])
+    there = Path(folder or spec.folder)
+    script = Path(spec.arguments[1] if spec.arguments[0] == "--callable" else spec.arguments[0])
     if not there.is_dir():
         raise UsageError(f"the run works in {there}, which is not on this machine; say where with --folder")
-    if run.arguments[0] != "-m" and not (there / script).is_file():
+    if spec.arguments[0] != "-m" and not (there / script).is_file():
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
     os.chdir(there)
-    run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
-    machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
-    return agent.join(machine, url, token)
+    spec = msgspec.structs.replace(spec, folder=os.getcwd(), run_dir=run_dir or spec.run_dir, head_away_s=head_away_s)
+    if not launched:
+        for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number):
+            click.echo(f"unisono: {line}", err=True)
+    machine = MachineSpec(run=spec, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
+    return agent.join(machine, invitation.url, invitation.token)
+
+
+def _from_token_file(url: str, token_file: str) -> Invitation:
+    url = str(HeadUrl.parse(url))
+    try:
+        token = sys.stdin.readline().strip() if token_file == "-" else read_token(token_file)
+    except FileNotFoundError:
+        raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
+    return Invitation(url, token)
+
+
+def _what_begins(invitation: Invitation, run_id: str, run: RunSpec, num_workers: int) -> list[str]:
+    """Return whom this machine trusts from now on, and what runs here, as whom."""
+    head = HeadUrl.parse(invitation.url)
+    if head.is_secure:
+        why = "which has proved that it is the run's head"
+    elif is_local(head.host):
+        why = "on this machine"
+    else:
+        why = "without TLS: nothing proves that this is the run's head, and others on the network can read the token"
+    arguments = ["a function"] if run.arguments[0] == "--callable" else list(run.arguments)
+    return [
+        f"joins run {run_id} at {head.place}, {why}",
+        f"{count(num_workers, 'worker')} here will run, as {_user()}, in {run.folder}: {shlex.join(arguments)}",
+    ]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the user has no name here, as in some containers
+        return f"user {os.getuid()}"
 
 
 def _spec_of(status: dict[str, Any]) -> RunSpec:

@@ -1,38 +1,46 @@
-"""How the commands reach a run that is going: its directory says where the head is and holds the token."""
+"""How the commands reach a run that is going: by its directory, which says where the head is and holds the token, or
+by an invitation.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import http.client
 import json
-from dataclasses import dataclass
+import sys
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Final
 
 from unisono.errors import UsageError
+from unisono.invitation import HeadUrl, Invitation, is_invitation, shown
 
-__all__ = ["Address", "NotGoing", "ask_status", "find", "read_token", "tell"]
+__all__ = ["RUN", "NotGoing", "ask_status", "find", "read_token", "tell"]
 
 TIMEOUT_S = 10.0
+RUN: Final = (
+    "RUN is the run's directory, an invitation (`unisono status` shows it), or - to read one from standard input."
+)
+"""What all commands that reach a run take."""
 
 
 class NotGoing(UsageError):
     """No head listens at the address in the run directory, or there is no address."""
 
 
-@dataclass(frozen=True)
-class Address:
-    url: str
-    token: str
+def find(run: str) -> Invitation:
+    """Return how to reach a run.
 
-
-def find(run: str) -> Address:
-    """Return where the head of the run in this directory listens.
+    Args:
+        run: its directory; an invitation; "-": the first line of standard input is one.
 
     Raises:
         NotGoing: no run is going there. UsageError: one may be, but this user cannot read how to reach it.
     """
+    if run == "-":
+        return Invitation.parse(_read_line())
+    if is_invitation(run):
+        return Invitation.parse(run)
     folder = Path(run)
     file = folder / "head.json"
     try:
@@ -47,9 +55,19 @@ def find(run: str) -> Address:
     except (ValueError, KeyError, TypeError) as error:
         raise NotGoing(f"{file} cannot be read: {error}") from error
     try:
-        return Address(url, read_token(token_file))
+        return Invitation(url, read_token(token_file))
     except FileNotFoundError as error:
         raise NotGoing(f"no run is going in {run}: there is no {Path(token_file).name}") from error
+
+
+def _read_line() -> str:
+    """Return the invitation that a user pastes, which is not shown, or that is piped in."""
+    if sys.stdin.isatty():
+        return getpass.getpass("the invitation (`unisono status RUN` shows it; it does not appear here): ")
+    line = sys.stdin.readline()
+    if not line.strip():
+        raise UsageError("there is no invitation on standard input: unisono join - <<< 'wss://...'")
+    return line
 
 
 def read_token(path: str) -> str:
@@ -66,46 +84,60 @@ def read_token(path: str) -> str:
     return token
 
 
-def ask_status(address: Address) -> dict[str, Any]:
+def ask_status(invitation: Invitation) -> dict[str, Any]:
     """Return the head's account of the run.
 
     Raises:
-        NotGoing: no head answers. UsageError: the address is malformed, or the token is not the run's.
+        NotGoing: no head answers. UsageError: the address is malformed, what answers there is not the head, or the
+            token is not the run's.
     """
+    from unisono.certificate import Untrusted, check, client_context
     from unisono.messages import is_refusal
 
-    try:
-        parts = urlsplit(address.url)
-        host, port = parts.hostname or "", parts.port or 80
-    except ValueError as error:
-        raise UsageError(f"the address of a run is ws://HOST:PORT, got {address.url!r}: {error}") from error
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    head = HeadUrl.parse(invitation.url)
+    if head.is_secure:
+        context = client_context()
+        connection: Any = http.client.HTTPSConnection(head.host, head.port, timeout=TIMEOUT_S, context=context)
+    else:
+        connection = http.client.HTTPConnection(head.host, head.port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         try:
-            connection.request("GET", "/status", headers={"Authorization": f"Bearer {address.token}"})
+            connection.connect()
+            if head.is_secure:
+                check(connection.sock.getpeercert(binary_form=True), head, invitation.token)
+            connection.request("GET", "/status", headers={"Authorization": f"Bearer {invitation.token}"})
             answer = connection.getresponse()
             body = answer.read()
+        except Untrusted as error:
+            raise UsageError(str(error)) from error
         except (OSError, UnicodeError, http.client.HTTPException) as error:
-            raise NotGoing(f"no head answers at {address.url}: {error}") from error
+            raise NotGoing(f"no head answers at {head.place}: {error}") from error
     if answer.status == http.client.UNAUTHORIZED:
-        raise UsageError(f"the head at {address.url} refuses the token; it is fresh for every run (RUN/token)")
+        raise UsageError(f"the head at {head.place} refuses the token; it is fresh for every run (RUN/token)")
     if not is_refusal(answer.status):  # the head is about to end
-        raise NotGoing(f"the head at {address.url} answers HTTP {answer.status}")
+        raise NotGoing(f"the head at {head.place} answers HTTP {answer.status}")
     if answer.status != http.client.OK:
-        raise UsageError(f"the head at {address.url} answers HTTP {answer.status}")
+        raise UsageError(f"the head at {head.place} answers HTTP {answer.status}")
     found: dict[str, Any] = json.loads(body)
     return found
 
 
-def tell(address: Address, message: Any) -> str:
-    """Send one message to the head, from outside the run; returns the head's answer."""
+def tell(invitation: Invitation, message: Any) -> str:
+    """Send one message to the head, from outside the run; returns the head's answer.
+
+    Raises:
+        NotGoing: no head answers. UsageError: what answers is not the head.
+    """
+    from unisono.certificate import Untrusted
     from unisono.link import Link, Refused
     from unisono.messages import Announcement, decode, encode
 
     try:
-        with contextlib.closing(Link.dial(address.url, address.token, TIMEOUT_S)) as link:
+        with contextlib.closing(Link.dial(invitation.url, invitation.token, TIMEOUT_S)) as link:
             link.put(encode(message))
             answer = decode(link.wait(TIMEOUT_S)[0])
+    except Untrusted as error:
+        raise UsageError(str(error)) from error
     except (OSError, Refused) as error:
-        raise NotGoing(f"no head answers at {address.url}: {error}") from error
+        raise NotGoing(f"no head answers at {shown(invitation.url)}: {error}") from error
     return answer.text if isinstance(answer, Announcement) else str(answer)

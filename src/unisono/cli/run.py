@@ -16,6 +16,7 @@ from unisono.capacity import Workers, parse_workers
 from unisono.cli.given import check_directory, check_text, script_arguments, seconds
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
+from unisono.invitation import HeadUrl
 from unisono.spec import RunSpec, StartMethod
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ _OPTIONS: Final = (
     option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
            "machines need one that they can reach."),
     option("--port", default=0, show_default="any", help="The head's port."),
+    option("--advertise", default="", metavar="HOST", help="The address or name at which other machines reach the "
+           "head, where that is not the one of --bind."),
+    option("--tls/--no-tls", default=None, help="Whether connections to the head are encrypted.  [default: if other "
+           "machines can reach it]"),
+    option("--certificate", default="", metavar="FILE", help="The head's certificate (PEM) instead of one that is "
+           "made for the run."),
+    option("--private-key", default="", metavar="FILE", help="The private key of --certificate (PEM, no password)."),
     option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced."),
     option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ."),
     option("--allow-different-script", is_flag=True, help="Admit workers whose script has another text than the "
@@ -135,6 +143,10 @@ class Options:
     exchange: str
     bind: str
     port: int
+    advertise: str
+    tls: bool | None
+    certificate: str
+    private_key: str
     max_restarts: int
     strict: bool
     allow_different_script: bool
@@ -166,6 +178,12 @@ class Options:
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
+        if self.advertise and not HeadUrl.is_host(self.advertise):
+            raise UsageError(f"--advertise is an address or the name of a host, without a port; got {self.advertise!r}")
+        if bool(self.certificate) != bool(self.private_key):
+            raise UsageError("--certificate and --private-key are given together, or neither")
+        if self.certificate and self.tls is False:
+            raise UsageError("--certificate is for TLS, and --no-tls turns it off; leave one of them out")
         if self.simulate_hosts < 1:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
@@ -189,7 +207,15 @@ class Options:
             hang_s=self.hang_s,
             away_s=self.head_away_s,
         )
-        return Service(policy=policy, bind=self.bind, port=self.port)
+        return Service(
+            policy=policy,
+            bind=self.bind,
+            port=self.port,
+            advertise=self.advertise.strip("[]"),
+            tls=self.tls,
+            certificate=self.certificate,
+            private_key=self.private_key,
+        )
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:

@@ -9,21 +9,31 @@ from typing import Any
 
 import click
 
-from unisono.cli.reach import NotGoing, ask_status, find
+from unisono.cli.reach import RUN, NotGoing, ask_status, find
 from unisono.errors import UsageError
+from unisono.interfaces import is_local
+from unisono.invitation import HeadUrl, Invitation, is_invitation
 from unisono.words import progress
 
 __all__ = ["status"]
 
 
-@click.command()
+@click.command(epilog=RUN)
 @click.argument("run")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def status(run: str, as_json: bool) -> int:
-    """Show the state of the run in the directory RUN, or how the run ended."""
+    """Show the state of a run, and the line with which other machines join it; or how the run has ended.
+
+    Keep the line to yourself: whoever has it can run programs as you.
+    """
     try:
-        found = ask_status(find(run))
+        invitation = find(run)
+        found = ask_status(invitation)
+        # Where the head is now: the next one may be on another machine.
+        found["invitation"] = Invitation(found.get("url") or invitation.url, invitation.token).line
     except NotGoing:
+        if run == "-" or is_invitation(run):
+            raise
         found = _afterwards(Path(run))
     click.echo(json.dumps(found, indent=2) if as_json else _words(found))
     return 0
@@ -58,4 +68,10 @@ def _words(found: dict[str, Any]) -> str:
             f"{worker['worker_id']:<8}{rank!s:<6}{worker['state']:<10}{worker['pid']:<9}{worker['device']:<9}"
             f"{worker['step']:<7}{worker['host']}"
         )
+    if line := found.get("invitation"):
+        invitation = Invitation.parse(line)
+        if is_local(HeadUrl.parse(invitation.url).host):
+            lines.append("other machines cannot join: the head listens on this machine only (unisono run --bind)")
+        else:
+            lines.append(f"other machines join with: {invitation.command}")
     return "\n".join(lines)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from unisono.certificate import server_context
 from unisono.decisions.following import SUPERSEDED
 from unisono.decisions.membership import Policy
 from unisono.head.server import Head
-from unisono.lifetime import bind_to_parent, name_process, take_token
+from unisono.lifetime import bind_to_parent, close_inherited, name_process, take_token
 from unisono.spec import RunSpec
 
 __all__ = ["Settings", "main"]
@@ -33,11 +34,16 @@ class Settings:
     spec: RunSpec
     term: int = 1
     """One more than that of the head before this one."""
+    identity: str = ""
+    """The file with the head's certificate and private key (`Memory.inherited_path`); "": connections are in the clear.
+    """
     snapshot: int = -1
     """File descriptor of the memory of a head that has died; -1: this is the first."""
 
 
 async def _serve(settings: Settings, token: str) -> int:
+    tls = server_context(settings.identity) if settings.identity else None
+    close_inherited(settings.identity)
     snapshot = b""
     if settings.snapshot >= 0:
         with os.fdopen(settings.snapshot, "rb") as memory:
@@ -55,7 +61,7 @@ async def _serve(settings: Settings, token: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, head.over.set)
     try:
-        await head.run(socket.socket(fileno=settings.listener))
+        await head.run(socket.socket(fileno=settings.listener), tls)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -10,6 +10,7 @@ import logging
 import math
 import signal
 import socket
+import ssl
 import time
 import traceback
 from pathlib import Path
@@ -143,12 +144,17 @@ class Head:
         """The term of a head that has taken over from this one."""
         self.over = asyncio.Event()
 
-    async def run(self, listener: socket.socket) -> None:
-        """Serve until the run is over and all agents know that, or `over` is set."""
+    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Serve until the run is over and all agents know that, or `over` is set.
+
+        Args:
+            tls: settings of TLS (`unisono.certificate.server_context`); None: connections are in the clear.
+        """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
         server: Server = await serve(
             self._serve,
             sock=listener,
+            ssl=tls,
             process_request=self._request,
             compression=None,
             ping_interval=None,

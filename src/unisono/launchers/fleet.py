@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from unisono.invitation import Invitation
 from unisono.launchers.protocol import AgentCommand, Handle, Launcher, Machine
 from unisono.machine.children import TERMINATE_S, Listener, leave_to_others, reaped_by_others
 from unisono.spec import RunSpec
@@ -40,7 +41,7 @@ class Fleet:
     """Starts an agent on each machine, shows the agents' output, ends them.
 
     Args:
-        url: the head's address.
+        url: the head's address, with its fingerprint.
         token: the run's token.
     """
 
@@ -134,8 +135,9 @@ class Fleet:
 
     def _command(self, machine: Machine) -> AgentCommand:
         options = ["--workers", str(machine.num_workers), "--head-away-s", str(self._run.head_away_s)]
-        join = ["join", self._url, "--token-file", "-", "--launched", *options]
-        return AgentCommand(words=(sys.executable, "-P", "-m", "unisono", *join), secret=self._token)
+        join = ["join", "-", "--launched", *options]
+        invitation = Invitation(self._url, self._token)
+        return AgentCommand(words=(sys.executable, "-P", "-m", "unisono", *join), secret=invitation.line)
 
     def _on_line(self, listener: Listener, agent: _Agent, text: str) -> None:
         agent.room.release()

@@ -6,9 +6,10 @@ its own machine. On every other machine the launcher starts an agent, which is `
     command (head, agent of HERE)  --Launcher.start-->  agent on machine a  -->  its workers
                                    --Launcher.start-->  agent on machine b  -->  its workers
 
-An agent reads the run's token from its standard input, so the token is on no command line and in no environment. The
-standard input then stays open: at its end the agent ends its workers and itself. So no process outlives a command that
-was killed, if the launcher passes on the end of the pipe (``ssh``, ``srun`` and ``mpirun`` do so).
+An agent reads the invitation (`unisono.invitation`) from its standard input, so the token is on no command line and in
+no environment. The standard input then stays open: at its end the agent ends its workers and itself. So no process
+outlives a command that was killed, if the launcher passes on the end of the pipe (``ssh``, ``srun`` and ``mpirun`` do
+so).
 """
 
 from __future__ import annotations

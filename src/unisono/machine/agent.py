@@ -30,11 +30,13 @@ from unisono.checkpoint import files
 from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
+from unisono.invitation import Invitation
 from unisono.journal import conclude
 from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, address, listen, reachable
+from unisono.machine.headprocess import HeadProcess, Service, listen, url_of
+from unisono.machine.inviting import welcome_words
 from unisono.machine.workers import Workers, machine_label
 from unisono.messages import (
     AgentHello,
@@ -87,14 +89,14 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
     fill_standard_streams()
     listener = listen(service)
     token = secrets.token_urlsafe(32)
-    secret = Memory("unisono-token", token.encode())
-    url = address(reachable(service.bind), listener.getsockname()[1])
-    try:
+    with contextlib.ExitStack() as held:
+        held.enter_context(listener)
+        secret = held.enter_context(Memory("unisono-token", token.encode()))
+        identity = service.identity(listener, token)
+        certificate = held.enter_context(Memory("unisono-head", identity.pem)) if identity is not None else None
+        url = str(url_of(service, listener, identity))
         others = machines(url, token) if machines is not None else None
-        return asyncio.run(_run(spec, service, listener, secret, token, url, others))
-    finally:
-        listener.close()
-        secret.close()
+        return asyncio.run(_run(spec, service, listener, secret, certificate, token, url, others))
 
 
 async def _run(
@@ -102,6 +104,7 @@ async def _run(
     service: Service,
     listener: socket.socket,
     secret: Memory,
+    certificate: Memory | None,
     token: str,
     url: str,
     machines: Machines | None,
@@ -113,8 +116,10 @@ async def _run(
         "url": url,
         "spec": spec.run,
     }
-    head = HeadProcess(settings, listener, secret)
+    head = HeadProcess(settings, listener, secret, certificate)
     agent = _Agent(spec, url, token, secret, Stream([make("terminal")]), head, machines)
+    for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
+        agent.announce(text)
     try:
         return await agent.run()
     finally:

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import msgspec
 
 from unisono.decisions.following import SUPERSEDED, Followed
+from unisono.invitation import shown
 from unisono.link import Link, Refused, host_and_port
 from unisono.machine.children import NOT_STARTED, Child
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess
@@ -137,10 +138,10 @@ class Following:
             try:
                 why = await self._follow()
             except Refused as refused:
-                why = f"the head at {self._url} refuses this machine with {refused}"
+                why = f"the head at {shown(self._url)} refuses this machine with {refused}"
                 self._end(Ended(ok=False, reason=why, exit_code=1))
             except OSError as error:
-                why = f"the connection to the head at {self._url} broke: {error}"
+                why = f"the connection to the head at {shown(self._url)} broke: {error}"
             except Exception as error:
                 self._end(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
                 raise

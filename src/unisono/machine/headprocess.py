@@ -15,16 +15,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from unisono.certificate import Identity, derived, given
 from unisono.decisions.membership import Policy
 from unisono.errors import UsageError
+from unisono.interfaces import Interface, interfaces, is_local
+from unisono.invitation import HeadUrl
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory
 from unisono.machine.children import TERMINATE_S, Child, spawn
 
-__all__ = ["MAX_HEADS", "HeadProcess", "Service", "address", "listen", "reachable"]
+__all__ = ["MAX_HEADS", "HeadProcess", "Service", "listen", "other_addresses", "reachable", "url_of"]
 
 MAX_HEADS: Final = 4
 HEADS_WITHIN_S: Final = 30.0
@@ -37,6 +41,26 @@ class Service:
     policy: Policy
     bind: str = "127.0.0.1"
     port: int = 0
+    advertise: str = ""
+    """The address at which other machines reach the head; "": found (`reachable`)."""
+    tls: bool | None = None
+    """Whether connections are by TLS; None: where the head listens on more than the loopback interface."""
+    certificate: str = ""
+    """A file with the head's certificate; "": it is made for the run, from the token."""
+    private_key: str = ""
+
+    def identity(self, listener: socket.socket, token: str) -> Identity | None:
+        """Return the certificate of the heads that listen on this socket; None: they speak no TLS.
+
+        Raises:
+            UsageError: the certificate's files cannot be used.
+        """
+        is_asked = bool(self.certificate) or not is_local(str(listener.getsockname()[0]))
+        if not (is_asked if self.tls is None else self.tls):
+            return None
+        if self.certificate:
+            return given(Path(self.certificate), Path(self.private_key))
+        return derived(token)
 
 
 def listen(service: Service) -> socket.socket:
@@ -68,21 +92,44 @@ def reachable(bind: str) -> str:
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((far, 9))
                 return str(probe.getsockname()[0])
-        return "127.0.0.1"
+        return next((found.address for found in _listening(bind)), "127.0.0.1")
     return bind
 
 
-def address(host: str, port: int) -> str:
-    """Return the URL of a head."""
-    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+def _listening(bind: str) -> list[Interface]:
+    """Return the interfaces at which a socket listens that is bound to all of them."""
+    return [found for found in interfaces() if ":" in bind or ":" not in found.address]
+
+
+def other_addresses(service: Service) -> list[Interface]:
+    """Return where the head can be reached besides the address that was chosen; none where the user has named one."""
+    with contextlib.suppress(ValueError):
+        if not service.advertise and ipaddress.ip_address(service.bind).is_unspecified:
+            chosen = reachable(service.bind)
+            return [found for found in _listening(service.bind) if found.address != chosen]
+    return []
+
+
+def url_of(service: Service, listener: socket.socket, identity: Identity | None) -> HeadUrl:
+    """Return the URL at which workers, here and elsewhere, reach the heads that listen on this socket."""
+    host = service.advertise or reachable(service.bind)
+    fingerprint = identity.fingerprint if identity is not None else ""
+    return HeadUrl(host, listener.getsockname()[1], identity is not None, fingerprint)
 
 
 class HeadProcess:
-    """Starts and ends the heads of this agent, one after the other."""
+    """Starts and ends the heads of this agent, one after the other.
 
-    def __init__(self, settings: dict[str, Any], listener: socket.socket, secret: Memory) -> None:
-        self._settings = settings
-        self._descriptors = (listener.fileno(), secret.descriptor)
+    Args:
+        secret: the run's token.
+        identity: the heads' certificate and private key (`unisono.certificate.Identity.pem`); None: no TLS.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], listener: socket.socket, secret: Memory, identity: Memory | None = None
+    ) -> None:
+        self._settings = {**settings, "identity": identity.inherited_path if identity is not None else ""}
+        self._descriptors = (listener.fileno(), secret.descriptor, *([identity.descriptor] if identity else []))
         self._environment = {**os.environ, TOKEN_FILE: secret.inherited_path, PARENT: str(os.getpid())}
         self._starts: deque[float] = deque(maxlen=MAX_HEADS)
         self.child: Child | None = None

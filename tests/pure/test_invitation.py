@@ -1,0 +1,103 @@
+"""Invitations: what a line means, and what a user reads who has pasted half of one."""
+
+from __future__ import annotations
+
+import ssl
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.certificate import Untrusted, check, derived
+from unisono.errors import UsageError
+from unisono.interfaces import is_local
+from unisono.invitation import HeadUrl, Invitation, shown
+
+FINGERPRINT = "0123456789abcdef" * 4
+HOSTS = st.sampled_from(["lab", "node-7.cluster.example", "10.0.0.1", "fd00::2", "fe80::1%eth0"])
+TOKENS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1)
+
+
+@given(HOSTS, st.integers(1, 65535), st.booleans(), TOKENS)
+def test_a_line_says_what_it_was_made_from(host: str, port: int, is_secure: bool, token: str) -> None:
+    url = HeadUrl(host, port, is_secure, FINGERPRINT if is_secure else "")
+    invitation = Invitation(str(url), token)
+    assert Invitation.parse(invitation.line) == invitation
+    assert Invitation.parse(f" {invitation.line!r}\n") == invitation, "pasted with its quotes"
+    assert HeadUrl.parse(invitation.url) == url
+
+
+def test_the_form_of_an_invitation() -> None:
+    """It stands in the documentation, and other programs make it."""
+    invitation = Invitation.parse(f"wss://tok-EN_1@[fd00::2]:4000#{FINGERPRINT}")
+    assert (invitation.token, invitation.url) == ("tok-EN_1", f"wss://[fd00::2]:4000#{FINGERPRINT}")
+    assert HeadUrl.parse(invitation.url) == HeadUrl("fd00::2", 4000, True, FINGERPRINT)
+    assert invitation.command == f"unisono join - <<< 'wss://tok-EN_1@[fd00::2]:4000#{FINGERPRINT}'"
+    assert Invitation.parse("ws://t@lab:4000").url == "ws://lab:4000"
+
+
+def test_a_fingerprint_may_be_in_capital_letters() -> None:
+    assert HeadUrl.parse(f"wss://lab:4000#{FINGERPRINT.upper()}").fingerprint == FINGERPRINT
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "the address of a run is ws://HOST:PORT or wss://HOST:PORT#FINGERPRINT, got ''"),
+        ("http://token@lab:80", "got 'http://lab:80'"),
+        ("wss://token@lab", "the port is a number from 1 to 65535"),
+        ("wss://token@lab:0", "the port is a number from 1 to 65535"),
+        ("wss://token@lab:70000", "the port is a number from 1 to 65535"),
+        (f"wss://token@lab:4000#{FINGERPRINT[:-1]}", "has 64 hexadecimal digits, this one 63 characters"),
+        (f"wss://token@lab:4000#{FINGERPRINT[:-1]}x", "has 64 hexadecimal digits"),
+        (f"ws://token@lab:4000#{FINGERPRINT}", "so the URL begins with wss://"),
+        (f"wss://lab:4000#{FINGERPRINT}", "the invitation has no token: wss://lab:4000 is where the head listens"),
+        (f"wss://@lab:4000#{FINGERPRINT}", "the invitation has no token"),
+        ("wss://token@lab:4000 and more", "got 'wss://lab:4000 and more'"),
+        ("wss://tok%0Aen@lab:4000", "characters that no token has"),
+    ],
+)
+def test_what_is_no_invitation_is_refused_in_words_without_the_token(text: str, why: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Invitation.parse(text)
+    assert why in str(raised.value)
+    assert "token@" not in str(raised.value)
+
+
+def test_what_is_printed_of_an_invitation_is_not_secret() -> None:
+    invitation = Invitation(f"wss://lab:4000#{FINGERPRINT}", "token")
+    assert "token" not in repr(invitation)
+    assert shown(invitation.url) == "wss://lab:4000"
+    assert b"PRIVATE" in derived("token").pem
+    assert "PRIVATE" not in repr(derived("token"))
+
+
+def test_whoever_has_the_token_has_the_same_certificate() -> None:
+    """Also with another version of the libraries that make it: machines of one run need not have the same."""
+    assert derived("token") == derived("token")
+    assert derived("token").fingerprint == "fd1a4d3a05a702ea4a2984dd7b5e903860bbe74d81256a7715bd04aa267464fd"
+    assert derived("another").fingerprint != derived("token").fingerprint
+
+
+def test_a_certificate_is_that_of_the_invitation_or_that_of_the_token() -> None:
+    der = der_of("token")
+    plain = HeadUrl("lab", 4000, True)
+    check(der, plain, "token")
+    check(der, HeadUrl("lab", 4000, True, derived("token").fingerprint), "another")
+    check(der, HeadUrl("lab", 4000, True, FINGERPRINT), "token")  # the next head is elsewhere
+    for certificate, url, token in ((der, plain, "another"), (None, plain, "token"), (b"", plain, "token")):
+        with pytest.raises(Untrusted, match=r"the process at wss://lab:4000 is not the head of this run"):
+            check(certificate, url, token)
+
+
+def der_of(token: str) -> bytes:
+    pem = derived(token).pem.decode()
+    return ssl.PEM_cert_to_DER_cert(pem[pem.index("-----BEGIN CERTIFICATE-----") :])
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("lab", False)],
+)
+def test_addresses_of_this_machine_only(host: str, local: bool) -> None:
+    assert is_local(host) is local

@@ -1,0 +1,244 @@
+"""Who may talk to a run, whom its workers believe, and that strangers change no bit of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import WAIT_S
+from tests.workers.conftest import Command, Unisono
+from tests.workers.gates import Gates
+from unisono.certificate import Identity, Untrusted, derived, given, server_context
+from unisono.cli.reach import NotGoing, ask_status, find, tell
+from unisono.errors import UsageError
+from unisono.invitation import HeadUrl, Invitation
+from unisono.journal import compare
+from unisono.lifetime import Memory
+from unisono.link import Link
+from unisono.messages import Stop
+from unisono.testing import run_workers
+
+SCRIPT = Path(__file__).with_name("small_training.py")
+STEPS = 30
+STANDARD_INPUT = ("sh", "-c", 'exec "$@" < "$0"')
+"""Starts a command with a file, the first word after this, as its standard input."""
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one worker that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)])
+    assert outcome.exit_code == 0, outcome.output
+    return folder
+
+
+def start(unisono: Unisono, run_dir: Path, gates: Gates, *options: object) -> Command:
+    place = ("--run-dir", run_dir, *options, "--", "--steps", STEPS, "--gates", gates.folder)
+    return unisono("run", SCRIPT, "-n", 2, *place)
+
+
+def finish(command: Command, run_dir: Path, calm: Path) -> None:
+    assert command.wait() == 0, command.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+
+
+def next_status(invitation: Invitation) -> dict[str, Any]:
+    """What the head says of three workers, when there is one again."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(NotGoing):
+            found = ask_status(invitation)
+            if len(found["workers"]) == 3:
+                return found
+    raise AssertionError("no head, or not all workers with it")
+
+
+# -- a run with TLS ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_machine_joins_with_the_line_that_status_shows_and_follows_the_next_head(
+    unisono: Unisono, tmp_path: Path, calm: Path
+) -> None:
+    """All connections are by TLS, and the next head has the certificate of the one before."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (3, 20)) as gates:
+        command = start(unisono, run_dir, gates, "--bind", "0.0.0.0")
+        gates.wait(3)
+        invitation = find(str(run_dir))
+        head = HeadUrl.parse(invitation.url)
+        assert head.is_secure
+        assert head.fingerprint == derived(invitation.token).fingerprint
+        hint = command.line("other machines join with the line that `unisono status")
+        assert invitation.token not in hint, "it would stand in a file that others may read"
+
+        status = unisono("status", run_dir)
+        assert status.wait() == 0
+        line = status.line("other machines join with: ").partition("join with: ")[2]
+        assert shlex.split(line) == ["unisono", "join", "-", "<<<", invitation.line]
+        (tmp_path / "line").write_text(invitation.line + "\n")
+        from_standard_input = (*STANDARD_INPUT, str(tmp_path / "line"))
+        guest = unisono("join", "-", "-n", 1, before=from_standard_input)
+        trust = guest.line("joins run ")
+        assert f" at {head.place}, which has proved that it is the run's head" in trust
+        assert f"in {tmp_path}: {SCRIPT} --steps {STEPS}" in guest.line("1 worker here will run, as ")
+        gates.open(3, command.generation("w2 joins; generation 2 with 3 workers"))
+
+        gates.wait(20)
+        os.kill(json.loads((run_dir / "head.json").read_text())["pid"], signal.SIGKILL)
+        command.line("another one takes over")
+        assert next_status(invitation)["url"] == invitation.url
+        scaled = unisono("scale", "-", 3, before=from_standard_input)
+        assert scaled.wait() == 0, scaled.err
+        gates.open(20)
+        finish(command, run_dir, calm)
+        assert guest.wait() == 0, guest.err
+    shown = [*command.out, *command.err, *guest.out, *guest.err]
+    assert not [text for text in shown if invitation.token in text]
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_certificate_of_ones_own(unisono: Unisono, tmp_path: Path, own: Identity) -> None:
+    with Gates(tmp_path / "gates", (1,)) as gates:
+        files = ("--certificate", tmp_path / "own.crt", "--private-key", tmp_path / "own.key")
+        command = start(unisono, tmp_path / "run", gates, *files)
+        gates.wait(1)
+        invitation = find(str(tmp_path / "run"))
+        head = HeadUrl.parse(invitation.url)
+        assert (head.host, head.is_secure, head.fingerprint) == ("127.0.0.1", True, own.fingerprint)
+        assert ask_status(invitation)["state"] == "training"
+        with pytest.raises(UsageError, match="is not the head of this run: its certificate is"):
+            ask_status(Invitation(str(HeadUrl(head.host, head.port, True)), invitation.token))
+        assert "the run ends at the end of the step" in tell(invitation, Stop(reason="enough"))
+        gates.open(1)
+        assert command.wait() == 0
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Identity:
+    """A certificate that does not belong to the run's token, in two files."""
+    identity = derived("somebody's")
+    key, certificate = identity.pem.split(b"-----BEGIN CERTIFICATE-----")
+    (tmp_path / "own.key").write_bytes(key)
+    (tmp_path / "own.crt").write_bytes(b"-----BEGIN CERTIFICATE-----" + certificate)
+    return identity
+
+
+def test_files_that_are_no_certificate_are_named(own: Identity, tmp_path: Path) -> None:
+    certificate, key, other = tmp_path / "own.crt", tmp_path / "own.key", tmp_path / "other.key"
+    other.write_bytes(derived("another").pem)
+    assert given(certificate, key) == own
+    for pair, why in (
+        ((tmp_path / "missing", key), "missing cannot be read: No such file"),
+        ((key, key), "own.key holds no certificate in PEM form"),
+        ((certificate, certificate), "own.crt holds no private key in PEM form"),
+        ((certificate, other), "other.key does not belong to the certificate"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            given(*pair)
+
+
+# -- false heads -------------------------------------------------------------------------------------
+
+
+class FalseHead:
+    """Answers with a certificate of its own, and notes what it is sent after the handshake."""
+
+    def __init__(self, identity: Identity) -> None:
+        with Memory("unisono-test", identity.pem) as memory:
+            context = server_context(memory.path)
+        self._listener = context.wrap_socket(socket.create_server(("127.0.0.1", 0)), server_side=True)
+        self.url = HeadUrl("127.0.0.1", self._listener.getsockname()[1], True)
+        self.heard: list[bytes] = []
+        self._thread = threading.Thread(target=self._serve, name="unisono-test-false-head")
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except ssl.SSLError:
+                continue
+            except OSError:
+                return  # closed
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(WAIT_S)
+                self.heard.append(connection.recv(4096))
+
+    def close(self) -> None:
+        """Twice does no harm."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(WAIT_S)
+        self._listener.close()
+
+
+@pytest.fixture
+def false_head() -> Iterator[FalseHead]:
+    found = FalseHead(derived("the stranger's own"))
+    yield found
+    found.close()
+
+
+ASK: dict[str, Callable[[Invitation], object]] = {
+    "a worker, an agent": lambda to: Link.dial(to.url, to.token, WAIT_S),
+    "unisono status": ask_status,
+    "unisono stop": lambda to: tell(to, Stop(reason="enough")),
+}
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["with a fingerprint", "without"])
+@pytest.mark.parametrize("who", ASK)
+def test_a_false_head_is_sent_nothing(who: str, is_named: bool, false_head: FalseHead) -> None:
+    """The token least of all. Who has an address and a token only can tell a head from others, too."""
+    fingerprint = derived("token").fingerprint if is_named else ""
+    url = HeadUrl("127.0.0.1", false_head.url.port, True, fingerprint)
+    with pytest.raises((Untrusted, UsageError), match=r"is not the head of this run: .* Nothing was sent to it"):
+        ASK[who](Invitation(str(url), "token"))
+    false_head.close()
+    assert b"".join(false_head.heard) == b""
+
+
+def test_a_false_head_starts_nothing_on_a_machine_that_would_join(
+    unisono: Unisono, tmp_path: Path, false_head: FalseHead
+) -> None:
+    (tmp_path / "line").write_text(Invitation(str(false_head.url), "token").line)
+    guest = unisono("join", "-", before=(*STANDARD_INPUT, str(tmp_path / "line")))
+    assert guest.wait() == 2
+    assert "is not the head of this run" in "\n".join(guest.err)
+    assert not [line for line in guest.err if "will run" in line]
+
+
+def test_a_head_without_tls_is_no_head_for_who_expects_tls() -> None:
+    """Somebody on the path could otherwise take the TLS away."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = str(HeadUrl("127.0.0.1", listener.getsockname()[1], True))
+        heard = []
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
+
+        thread = threading.Thread(target=serve, name="unisono-test-clear-head")
+        thread.start()
+        with pytest.raises(ConnectionError, match="the TLS connection failed"):
+            Link.dial(url, "token", WAIT_S)
+        thread.join(WAIT_S)
+    assert b"token" not in heard[0]
