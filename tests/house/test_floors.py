@@ -48,6 +48,7 @@ FLOORS = {
     "stacks": 2,
     "storecalls": 2,
     "link": 2,
+    "packed": 2,
     "fingerprint": 2,
     "capacity": 2,
     "lifetime": 2,
@@ -106,7 +107,7 @@ NEIGHBOURS = {
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
     "member": {"lifetime", "link", "progress", "stacks", "storecalls"},
-    "link": {"lifetime"},
+    "link": {"lifetime", "packed"},
     "store": {"member"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
