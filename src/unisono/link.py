@@ -21,6 +21,7 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.invitation import HeadUrl
 from unisono.lifetime import end_when_silent
 from unisono.messages import is_refusal
+from unisono.packed import unpack
 from unisono.records import Clear, Sealed
 
 __all__ = ["Link", "Refused", "host_and_port"]
@@ -136,7 +137,7 @@ class Link:
             self.feed(self.sock.recv(MAX_BYTES))
         events, self._early = [*self._early, *self._protocol.events_received()], []
         self.push()
-        found = [bytes(e.data) for e in events if isinstance(e, Frame) and e.opcode is Opcode.BINARY]
+        found = [unpack(bytes(e.data)) for e in events if isinstance(e, Frame) and e.opcode is Opcode.BINARY]
         closed = self._is_at_end or any(isinstance(e, Frame) and e.opcode is Opcode.CLOSE for e in events)
         if closed and not found:
             raise ConnectionError("the head closed the connection")

@@ -53,6 +53,7 @@ FLOORS = {
     "certificate": 2,
     "records": 2,
     "interfaces": 2,
+    "packed": 2,
     "fingerprint": 2,
     "capacity": 2,
     "lifetime": 2,
@@ -112,7 +113,7 @@ NEIGHBOURS = {
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
     "member": {"invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
-    "link": {"certificate", "invitation", "lifetime", "records"},
+    "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
     "store": {"member"},
     "training.life": {"process", "stacks"},

@@ -28,7 +28,7 @@ from unisono.decisions.membership import (
     step,
 )
 from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
+from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, noted, resumed
 from unisono.errors import ProtocolError, UsageError
 from unisono.messages import (
     AgentHello,
@@ -2104,6 +2104,50 @@ def decisions_of_a_run(rng: random.Random) -> list[tuple[float, str, tuple[Actio
             if story.actions:
                 found.append((story.now, story.reason, tuple(story.actions)))
         found.append((story.now, str({i: w.heard_at for i, w in story.state.workers.items()}), ()))
+        check_deadline(story.state, story.now)
+    return found
+
+
+def check_deadline(state: State, now: float) -> None:
+    """The next deadline, which is found by groups of workers, is the first of all."""
+    times = list(state.silent_at(now).values())
+    times += [agent.away_at + state.policy.away_s for agent in state.agents.values() if agent.away_at is not None]
+    if state.suspected_at is not None:
+        times.append(state.suspected_at + state.policy.suspect_s)
+    if state.ended is None:
+        assert noted(state, now).due_at == min(times, default=None)
+
+
+def test_no_event_costs_the_square_of_the_number_of_workers() -> None:
+    """With 8 times as many workers an event costs 8 times as many calls at most, and not 64 times as many."""
+    small, large = calls_of_events(32), calls_of_events(256)
+    for name, calls in small.items():
+        assert large[name] < 10 * calls + 100, (name, calls, large[name])
+
+
+def calls_of_events(num_workers: int) -> dict[str, int]:
+    """How many functions the table calls for some events of a run with so many members."""
+    story = Story(num_workers)
+    ids = story.agent(num_workers)
+    for worker_id in ids:
+        story.says(worker_id, Hello(info=info(worker_id), fingerprint={}))
+    for worker_id in ids[:-1]:
+        story.says(worker_id, Ready(phase=0))
+    found = {}
+    acts: dict[str, Callable[[], object]] = {
+        "the last is ready": lambda: story.says(ids[-1], Ready(phase=0)),
+        "the first holds": lambda: story.hold(ids[0]),
+        "others hold": lambda: story.hold(*ids[1:-1]),
+        "the last holds": lambda: story.hold(ids[-1]),
+        "a step is done": lambda: story.says("w0", step_done(1)),
+        "one is lost": lambda: story.exits("w7"),
+        "one is drained": lambda: story.says(AGENT, Drain(worker_ids=["w8"])),
+    }
+    for name, act in acts.items():
+        with counting() as calls:
+            act()
+        found[name] = len(calls) // (num_workers if name == "others hold" else 1)
+    assert story.state.generation == 2
     return found
 
 
@@ -2454,6 +2498,7 @@ class World:
         numbers = [w.number for w in state.workers.values()]
         assert len(set(numbers)) == len(numbers)
         assert all(agent.used_restarts <= state.policy.max_restarts for agent in state.agents.values())
+        check_deadline(state, self.story.now)
 
     def says(self, source: str, message: Message | Tick) -> None:
         self.perform(lambda: self.story.says(source, message))

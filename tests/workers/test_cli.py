@@ -563,7 +563,8 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(
-        LaunchError, match=r"^launch has no option foo=; there are advertise, allow_.*, bind, .*timeout_s, tls, wait_for$"
+        LaunchError,
+        match=r"^launch has no option foo=; there are advertise, allow_.*, bind, .*timeout_s, tls, wait_for$",
     ):
         launch(main, 1, foo=3)
     with pytest.raises(LaunchError, match=r"^launch has no option time_out_s=; did you mean timeout_s=.$"):

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
+from tests.waiting import WAIT_S
+from unisono.decisions.membership import Lags
 from unisono.decisions.membership.roster import WorkerState
 from unisono.head.keys import Keys
 from unisono.head.memory import Memory
 from unisono.head.server import Head
-from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreCall, decode
+from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreAnswer, StoreCall, decode
+from unisono.packed import unpack
 from unisono.spec import RunSpec
 
 
@@ -110,3 +113,54 @@ def test_a_head_forgets_the_keys_of_the_generations_before_the_last_two() -> Non
         assert sorted(head._keys._values) == ["generation-2/all/0"]
 
     asyncio.run(work())
+
+
+def test_a_key_wakes_those_only_for_whom_it_is_the_last_one() -> None:
+    """All members of a group wait for a key of each: with 1,000 of them, a look at all for each key would be a
+    thousand million looks.
+    """
+
+    async def work() -> None:
+        keys, num_members = Keys(), 64
+        names = [f"generation-1/all/here-{number}" for number in range(num_members)]
+
+        async def do(operation: str, wanted: list[str], timeout_s: float = WAIT_S) -> StoreAnswer:
+            values = [b""] * len(wanted) if operation == "set" else []
+            call = StoreCall(call=1, operation=operation, keys=wanted, values=values, timeout_s=timeout_s, generation=1)
+            return await keys.answer(call)
+
+        waiting = [asyncio.create_task(do("wait", names)) for _ in range(num_members)]
+        await asyncio.sleep(0)
+        for name in names[:-1]:
+            with counting() as calls:
+                await do("set", [name])
+            assert len(calls) < 30, "nobody wakes up"
+        assert not any(task.done() for task in waiting)
+        late = await do("wait", [*names, "never"], timeout_s=0.0)
+        assert late.error == f"timeout: no key {names[-1]}, never within 0.0 s"
+        await do("set", names[-1:])
+        assert [answer.error for answer in await asyncio.gather(*waiting)] == [""] * num_members
+        assert not keys._waiting
+
+    asyncio.run(work())
+
+
+def test_a_list_of_all_members_is_encoded_once_for_all_of_them() -> None:
+    async def work() -> list[bytes]:
+        story = Story(400)
+        ids = story.agent(400)
+        head, _ = head_of(story)
+        said = asyncio.Queue[bytes]()
+        for worker_id in ids:
+            head._lines[worker_id] = cast("Any", SimpleNamespace(queue=said, put=said.put_nowait))
+            head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}))
+        del head._lines[AGENT]
+        head._happens(AGENT, Lags())
+        for worker_id in ids:
+            head._happens(worker_id, Ready(phase=0))
+        return [said.get_nowait() for _ in range(said.qsize())]
+
+    found = asyncio.run(work())
+    assert len(found) == 400
+    assert all(data is found[0] for data in found)
+    assert len(decode(unpack(found[0])).members) == 400

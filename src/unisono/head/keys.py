@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from unisono.errors import DeadlineExceeded, ProtocolError
 from unisono.messages import StoreAnswer, StoreCall
@@ -20,7 +20,7 @@ class Keys:
         self._values: dict[str, bytes] = {}
         self._made_for: dict[int, set[str]] = {}
         self._oldest = 0
-        self._changed: set[asyncio.Event] = set()
+        self._waiting: dict[str, set[_Waiter]] = {}  # by the key that is missing
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
         """Return the answer to one call of `unisono.store.HeadStore`; it carries errors as well."""
@@ -79,25 +79,47 @@ class Keys:
         self._values[key] = value
         if call.generation > 0:
             self._made_for.setdefault(call.generation, set()).add(key)
-        for event in self._changed:
-            event.set()
+        for waiter in self._waiting.pop(key, ()):
+            waiter.num_missing -= 1
+            if waiter.num_missing == 0:
+                waiter.has_all.set()
 
-    async def _wait(self, keys: Iterable[str], timeout_s: float) -> None:
-        missing = [key for key in keys if key not in self._values]
+    async def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
+        missing = {key for key in keys if key not in self._values}
         if not missing:
             return
-        event = asyncio.Event()
-        self._changed.add(event)
+        # All members wait for a key of each member: who waits for a key is found without a look at all who wait.
+        waiter = _Waiter(len(missing))
+        for key in missing:
+            self._waiting.setdefault(key, set()).add(waiter)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                while missing := [key for key in missing if key not in self._values]:
-                    event.clear()
-                    await event.wait()
+                await waiter.has_all.wait()
         except TimeoutError:
-            shown = ", ".join(missing[:3])
+            late = [key for key in keys if waiter in self._waiting.get(key, ())]
+            shown = ", ".join(late[:3])
             raise DeadlineExceeded(f"timeout: no key {shown} within {timeout_s:.1f} s") from None
         finally:
-            self._changed.discard(event)
+            self._forget(waiter, missing)
+
+    def _forget(self, waiter: _Waiter, keys: Iterable[str]) -> None:
+        """Take a waiter from the keys that have not come."""
+        if waiter.num_missing == 0:
+            return
+        for key in keys:
+            waiting = self._waiting.get(key)
+            if waiting is not None:
+                waiting.discard(waiter)
+                if not waiting:
+                    del self._waiting[key]
+
+
+class _Waiter:
+    """A call that waits for keys."""
+
+    def __init__(self, num_missing: int) -> None:
+        self.num_missing = num_missing
+        self.has_all = asyncio.Event()
 
 
 def _integer(key: str, value: bytes) -> int:

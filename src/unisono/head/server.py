@@ -71,6 +71,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.packed import pack
 from unisono.rundir import TOKEN_FILE
 from unisono.spec import RunSpec
 
@@ -136,6 +137,7 @@ class Head:
         for worker in self._state.workers.values():
             self._note_process(worker)
         self._url = url
+        self._encoded_last: tuple[Message | None, bytes] = (None, b"")
         self._informed: set[str] = set()  # agents and workers that have got the end of the run
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
@@ -252,7 +254,8 @@ class Head:
             line.put(None)
             if name and self._lines.get(name) is line:
                 del self._lines[name]
-                self._happens(name, Lost(reason=why))
+                if not self.over.is_set():  # else this head closes all connections, and decides nothing more
+                    self._happens(name, Lost(reason=why))
             if self._state.ended is not None and self._all_informed():
                 self.over.set()
             await line.sender
@@ -425,11 +428,19 @@ class Head:
             line.put(encode(Ended(ok=False, reason=message.reason, exit_code=1)))
             line.put(None)
         else:
-            line.put(encode(message.message))
+            line.put(self._encoded(message.message))
             if isinstance(message.message, Ended):
                 self._informed.add(message.to)
             elif isinstance(message.message, WorkerLate):
                 self._pass_on(Happened(event=events.WorkerLate(**msgspec.structs.asdict(message.message))))
+
+    def _encoded(self, message: Message) -> bytes:
+        """Return what to send for a message; one that goes to all members is encoded once."""
+        known, data = self._encoded_last
+        if known is not message:
+            data = pack(encode(message))
+            self._encoded_last = (message, data)
+        return data
 
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import http
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from websockets.asyncio.server import ServerConnection
@@ -39,20 +39,20 @@ def respond(
 
 def workers_status(state: State) -> list[dict[str, Any]]:
     """Return the workers that have connected, without those that were lost or have left."""
+    ranks = {worker_id: rank for rank, worker_id in enumerate(state.members)}
     return [
-        _worker_status(state, worker)
+        _worker_status(ranks, worker)
         for worker in state.workers.values()
         if worker.info is not None and worker.state not in (WorkerState.LEFT, WorkerState.LOST)
     ]
 
 
-def _worker_status(state: State, worker: Worker) -> dict[str, Any]:
+def _worker_status(ranks: Mapping[str, int], worker: Worker) -> dict[str, Any]:
     assert worker.info is not None
-    members = state.members
-    is_member = worker.worker_id in members and worker.state in (WorkerState.ADMITTED, WorkerState.HOLDING)
+    is_member = worker.state in (WorkerState.ADMITTED, WorkerState.HOLDING)
     return {
         "worker_id": worker.worker_id,
-        "rank": members.index(worker.worker_id) if is_member else None,
+        "rank": ranks.get(worker.worker_id) if is_member else None,
         "state": worker.state.value,
         "pid": worker.info.pid,
         "host": worker.info.host,

@@ -11,6 +11,7 @@ from unisono.decisions.membership import Action, keepers, successor
 from unisono.head.line import Line
 from unisono.head.memory import Memory
 from unisono.messages import Snapshot, encode
+from unisono.packed import pack
 
 __all__ = ["Outgoing", "Versions"]
 
@@ -59,7 +60,7 @@ class Versions:
         connected = [agent_id for agent_id in keepers(state) if agent_id in self._lines]
         if connected:
             snapshot = Snapshot(term=state.term, number=self.number, state=memory.encode(), successor=successor(state))
-            data = encode(snapshot)
+            data = pack(encode(snapshot))
             for agent_id in connected:
                 self._lines[agent_id].put(data)
 

@@ -61,7 +61,7 @@ def _greet_again(draft: Draft, worker: Worker, message: Hello) -> None:
     draft.put_worker(worker_id, closed_at=None)
     notice = draft.state.notice
     # A worker that was left out meanwhile also gets the notice that the others have gone on.
-    is_concerned = worker_id in {*draft.state.members, *draft.state.before}
+    is_concerned = worker_id in draft.state.member_ids or worker_id in draft.state.before
     is_concerned = is_concerned or message.generation > 0  # perhaps in a generation that this head does not know
     if notice is not None and (is_concerned or worker.state in (_S.ADMITTED, _S.HOLDING, _S.ASIDE)):
         draft.send(worker_id, notice)

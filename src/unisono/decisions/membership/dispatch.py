@@ -211,7 +211,7 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
         case TalkDone():
             take_talk_done(draft, worker, message)
         case Left():
-            if worker.worker_id in draft.state.members:
+            if worker.worker_id in draft.state.member_ids:
                 draft.broken.append(f"{worker.name} has left")
             elif not draft.state.stopping:
                 draft.reasons.append(f"{worker.name} has left")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.decisions.membership.roster import ALIVE, GONE, Agent, State, Worker, WorkerState
+from unisono.decisions.membership.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, number_of
 from unisono.messages import Announcement, Ended, Evict, Message
 
 __all__ = ["Action", "Draft", "Hangup", "Invite", "Send"]
 
 _S = WorkerState
+_STATE = operator.attrgetter("state")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,13 @@ class Draft:
         worker = dataclasses.replace(self.state.workers[worker_id], **changes)
         self.put(workers={**self.state.workers, worker_id: worker})
         return worker
+
+    def put_workers(self, worker_ids: Iterable[str], **changes: Any) -> None:
+        """Make the same changes to several workers."""
+        known = self.state.workers
+        changed = {worker_id: dataclasses.replace(known[worker_id], **changes) for worker_id in worker_ids}
+        if changed:
+            self.put(workers={**known, **changed})
 
     def put_agent(self, agent_id: str, **changes: Any) -> Agent:
         agent = dataclasses.replace(self.state.agents[agent_id], **changes)
@@ -115,33 +125,49 @@ class Draft:
 
     def workers(self, *states: WorkerState) -> list[Worker]:
         """Return the workers in these states, in the order in which they were started."""
-        return sorted((w for w in self.state.workers.values() if w.state in states), key=lambda w: w.number)
+        found = [w for w in self.state.workers.values() if w.state in states]
+        found.sort(key=_start)
+        return found
+
+    def num_workers(self, *states: WorkerState) -> int:
+        """Return the number of workers in these states."""
+        counts = Counter(map(_STATE, self.state.workers.values()))
+        return sum(counts[state] for state in states)
 
     def members(self, *states: WorkerState) -> list[Worker]:
         """Return the workers in these states that belong to the newest generation."""
-        return [w for w in self.workers(*states) if w.worker_id in self.state.members]
+        members = self.state.member_ids
+        return [w for w in self.workers(*states) if w.worker_id in members]
 
     def holders(self) -> list[str]:
         """Return the workers that could go on if the newest generation broke now (see the package's docstring)."""
-        pool = set(self.state.members)
-        if not self.has_moved():
-            pool |= set(self.state.before)
+        pool = self.state.member_ids
+        if self.state.before and not self.has_moved():
+            pool = pool.union(self.state.before)
         return [w.worker_id for w in self.workers(_S.HOLDING) if w.worker_id in pool]
 
     def has_moved(self) -> bool:
         """Return whether a member has taken the newest generation."""
         state = self.state
-        return any(state.workers[m].generation == state.generation for m in state.members)
+        generation, workers = state.generation, state.workers
+        return any(workers[m].generation == generation for m in state.members)
 
     def is_taken(self) -> bool:
         """Return whether all members have taken the newest generation."""
-        generation = self.state.generation
-        return all(
-            worker.state in GONE or (worker.state is _S.HOLDING and worker.generation == generation)
-            for worker in (self.state.workers[m] for m in self.state.members)
-        )
+        generation, workers = self.state.generation, self.state.workers
+        for worker_id in self.state.members:
+            worker = workers[worker_id]
+            has_taken = worker.state is _S.HOLDING and worker.generation == generation
+            if not has_taken and worker.state not in GONE:
+                return False
+        return True
 
     def workers_of(self, agents: Iterable[str]) -> list[Worker]:
         """Return the living workers of these agents."""
         chosen = set(agents)
         return [w for w in self.workers(*ALIVE) if w.agent in chosen]
+
+
+def _start(worker: Worker) -> int:
+    """Return the position of a worker in the order in which workers were started."""
+    return number_of(worker.worker_id)

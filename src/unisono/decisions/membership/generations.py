@@ -112,11 +112,13 @@ def _ready(draft: Draft) -> list[str]:
 
 
 def _plan_first(draft: Draft) -> None:
-    policy, ready = draft.state.policy, _ready(draft)
+    policy = draft.state.policy
+    num_here = draft.num_workers(_S.READY, _S.FINISHED)
     # Workers that will not come any more are not waited for.
-    coming = draft.workers(_S.ORDERED, _S.STARTING)
-    is_complete = len(ready) + len(draft.workers(_S.FINISHED)) >= policy.begins_with
-    if ready and (is_complete or (not coming and len(ready) >= policy.least)):
+    are_coming = draft.num_workers(_S.ORDERED, _S.STARTING) > 0
+    ready = _ready(draft) if num_here >= policy.begins_with or not are_coming else []
+    is_complete = len(ready) + draft.num_workers(_S.FINISHED) >= policy.begins_with
+    if ready and (is_complete or (not are_coming and len(ready) >= policy.least)):
         _announce(draft, ready[: policy.maximum], "all are ready", immediate=False)
     elif policy.wait_for:
         _say_that_the_run_waits(draft)
@@ -144,8 +146,9 @@ def _plan_next(draft: Draft) -> None:
     if not staying and draft.workers(_S.ORDERED, _S.STARTING, _S.READY):
         staying = [w.worker_id for w in holding]  # until a newcomer has taken over the state
     wanted = staying + admitted
-    joins = [i for i in wanted if i not in state.members]
-    leaves = [i for i in state.members if i not in wanted and state.workers[i].state is _S.HOLDING]
+    joins = [i for i in wanted if i not in state.member_ids]
+    going_on = set(wanted)
+    leaves = [i for i in state.members if i not in going_on and state.workers[i].state is _S.HOLDING]
     is_enough = len(wanted) >= policy.minimum
     is_paused = state.notice is not None and state.notice.paused
     if leaves or (is_enough and (joins or is_paused)):
@@ -170,7 +173,7 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
         reason = why
     else:
         reason = f"{why}; generation {generation} with {count(len(infos), 'worker')}"
-    new = [state.workers[info.worker_id] for info in infos if info.worker_id not in state.members]
+    new = [state.workers[info.worker_id] for info in infos if info.worker_id not in state.member_ids]
     notice = Notice(
         generation=generation,
         members=infos,
@@ -179,7 +182,7 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
         reason=reason,
         warnings=[worker.warning for worker in new if worker.warning],
     )
-    concerned = {*state.members, *state.before, *(info.worker_id for info in infos)}
+    concerned = {*state.member_ids, *state.before, *(info.worker_id for info in infos)}
     draft.put(
         notice=notice,
         before=() if immediate else state.members,
@@ -187,9 +190,8 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
         suspicions=dataclasses.replace(state.suspicions, reports={}),
         unreached=False,
     )
-    for info in infos:
-        if state.workers[info.worker_id].state is _S.READY:
-            draft.put_worker(info.worker_id, state=_S.ADMITTED)
+    ready = [info.worker_id for info in infos if state.workers[info.worker_id].state is _S.READY]
+    draft.put_workers(ready, state=_S.ADMITTED)
     if not any(known.startswith(reason) for known in draft.reasons):
         # A loss is named before its consequence, and a request before its result.
         draft.reasons.insert(0 if immediate else len(draft.reasons), reason)
@@ -201,5 +203,7 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
 def _by_rank(found: Iterable[MemberInfo | None]) -> list[MemberInfo]:
     """Return members in the order of their ranks: those of one host together, else by their worker numbers."""
     infos = sorted((info for info in found if info is not None), key=lambda info: number_of(info.worker_id))
-    hosts = list(dict.fromkeys(info.host for info in infos))
-    return sorted(infos, key=lambda info: hosts.index(info.host))
+    hosts: dict[str, int] = {}
+    for info in infos:
+        hosts.setdefault(info.host, len(hosts))
+    return sorted(infos, key=lambda info: hosts[info.host])

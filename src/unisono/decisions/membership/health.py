@@ -127,7 +127,7 @@ def _waiting_for(draft: Draft, worker: Worker) -> Waiting:
 
 def _is_left_behind(draft: Draft, worker: Worker) -> bool:
     """Return whether the others have gone on without a worker that holds the run's state, and is to leave."""
-    return worker.worker_id not in draft.state.members and worker.worker_id not in draft.holders()
+    return worker.worker_id not in draft.state.member_ids and worker.worker_id not in draft.holders()
 
 
 def _note_hang(draft: Draft, worker: Worker, beat: Beat) -> None:
@@ -151,7 +151,7 @@ def take_suspect(draft: Draft, worker: Worker, message: Suspect) -> None:
         and worker.worker_id in state.before
         and message.generation == worker.generation
     )
-    if not is_overtaken and (message.generation != state.generation or worker.worker_id not in state.members):
+    if not is_overtaken and (message.generation != state.generation or worker.worker_id not in state.member_ids):
         return  # the cause is known already
     if message.generation == state.generation and worker.worker_id in state.before:
         draft.put(unreached=True)

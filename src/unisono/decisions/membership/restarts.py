@@ -43,7 +43,7 @@ def order(draft: Draft, agent_id: str, num_workers: int, delay_s: float = 0.0, r
 def lose(draft: Draft, worker_id: str, why: str, *, replace: bool = True) -> None:
     """Lose a worker for good; the newest generation is broken if the worker belonged to it."""
     worker = draft.state.workers[worker_id]
-    if worker_id in draft.state.members or worker_id in draft.holders():
+    if worker_id in draft.state.member_ids or worker_id in draft.holders():
         draft.broken.append(why)
     else:
         draft.reasons.append(why)

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.hangs import Hang, Limits
 from unisono.decisions.membership.suspicion import Suspicions
+from unisono.decisions.membership.team import team_of
 from unisono.errors import UsageError
 from unisono.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 
@@ -142,6 +144,8 @@ class WorkerState(enum.Enum):
 
 GONE: Final = frozenset({WorkerState.FINISHED, WorkerState.LEFT, WorkerState.LOST})
 ALIVE: Final = frozenset(WorkerState) - GONE
+# A name of the class is looked up by a function.
+_STARTING, _READY, _HOLDING = _USUAL = (WorkerState.STARTING, WorkerState.READY, WorkerState.HOLDING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +266,13 @@ class State:
 
     @property
     def members(self) -> tuple[str, ...]:
-        return tuple(info.worker_id for info in self.notice.members) if self.notice else ()
+        """Ids of the members of the newest generation, by rank."""
+        return team_of(self.notice).by_rank
+
+    @property
+    def member_ids(self) -> frozenset[str]:
+        """The same, for questions who is one."""
+        return team_of(self.notice).ids
 
     @property
     def label(self) -> str:
@@ -279,28 +289,8 @@ class State:
         Args:
             now: if the worker would be lost after ``now`` because others do send messages, that time counts.
         """
-        policy, agents = self.policy, self.agents
-        alone_at = (
-            self.witnessed_at - self.quiet_s
-        )  # a worker whose last message is older was silent while others were not
-        alone_s, together_s = policy.heartbeat_timeout_s, max(policy.heartbeat_timeout_s, policy.hang_s)
-        times = {}
-        for worker in self.workers.values():
-            if worker.state not in ALIVE:
-                continue
-            if worker.state is WorkerState.ORDERED:
-                time = worker.heard_at + START_HANGS * policy.hang_s
-            elif worker.closed_at is not None:
-                time = worker.closed_at + (policy.reconnect_s if worker.agent in agents else policy.grace_s)
-            # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
-            elif worker.state is WorkerState.STARTING or worker.state is WorkerState.READY:
-                time = worker.heard_at + together_s
-            elif worker.heard_at <= alone_at or worker.heard_at + alone_s > now:
-                time = worker.heard_at + alone_s
-            else:
-                time = worker.heard_at + together_s
-            times[worker.worker_id] = time
-        return times
+        due = _Silence.of(self, now)
+        return {worker.worker_id: due.at(worker) for worker in self.workers.values() if worker.state not in GONE}
 
     @property
     def limits(self) -> Limits:
@@ -345,12 +335,16 @@ def resumed(state: State, term: int, now: float) -> State:
 
 def noted(state: State, now: float) -> State:
     """Return the state with the notes that `heartbeat.routine` and `next_deadline` need of all workers."""
-    witnesses = [worker for worker in state.workers.values() if worker.state is WorkerState.HOLDING]
-    witness_state = WorkerState.HOLDING if witnesses else WorkerState.ADMITTED
-    witnesses = witnesses or [worker for worker in state.workers.values() if worker.state is WorkerState.ADMITTED]
-    witnessed_at = max((worker.heard_at for worker in witnesses), default=0.0)
+    witness_state, heard_at = WorkerState.HOLDING, _heard_at(state, WorkerState.HOLDING)
+    if not heard_at:
+        witness_state, heard_at = WorkerState.ADMITTED, _heard_at(state, WorkerState.ADMITTED)
+    witnessed_at = max(heard_at, default=0.0)
     state = dataclasses.replace(state, witness_state=witness_state, witnessed_at=witnessed_at)
     return dataclasses.replace(state, due_at=_due_at(state, now))
+
+
+def _heard_at(state: State, of: WorkerState) -> list[float]:
+    return [worker.heard_at for worker in state.workers.values() if worker.state is of]
 
 
 def _due_at(state: State, now: float) -> float | None:
@@ -358,13 +352,65 @@ def _due_at(state: State, now: float) -> float | None:
     if state.ended is not None:
         return None
     policy = state.policy
-    times = [*state.silent_at(now).values()]
+    times = [_Silence.of(state, now).soonest(state.workers.values())]
     times += [agent.away_at + policy.away_s for agent in state.agents.values() if agent.away_at is not None]
     if state.suspected_at is not None:
         times.append(state.suspected_at + policy.suspect_s)
-    return min(times, default=None)
+    soonest = min(times)
+    return soonest if soonest < math.inf else None
 
 
+@dataclass(frozen=True)
+class _Silence:
+    """Times at which living workers count as lost if no message arrives any more; see `State.silent_at`."""
+
+    agents: Mapping[str, Agent]
+    policy: Policy
+    alone_at: float
+    """A worker whose last message is older was silent while others were not."""
+    together_s: float
+    now: float
+
+    @staticmethod
+    def of(state: State, now: float) -> _Silence:
+        policy = state.policy
+        together_s = max(policy.heartbeat_timeout_s, policy.hang_s)
+        return _Silence(state.agents, policy, state.witnessed_at - state.quiet_s, together_s, now)
+
+    def at(self, worker: Worker) -> float:
+        policy = self.policy
+        if worker.state is WorkerState.ORDERED:
+            return worker.heard_at + START_HANGS * policy.hang_s
+        if worker.closed_at is not None:
+            return worker.closed_at + (policy.reconnect_s if worker.agent in self.agents else policy.grace_s)
+        # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
+        if worker.state is WorkerState.STARTING or worker.state is WorkerState.READY:
+            return worker.heard_at + self.together_s
+        return self._of_member(worker.heard_at)
+
+    def soonest(self, workers: Collection[Worker]) -> float:
+        """Return the first of these times; infinity if there is none. Asked for after every event."""
+        connected = [worker for worker in workers if worker.closed_at is None]
+        members = [worker.heard_at for worker in connected if worker.state is _HOLDING]
+        times = []
+        if members:
+            first = min(members) + self.policy.heartbeat_timeout_s
+            # As long as the first one is not overdue, none is, and each counts by the same time.
+            times = [first] if first > self.now else [self._of_member(heard_at) for heard_at in members]
+        newcomers = [worker.heard_at for worker in connected if worker.state is _STARTING or worker.state is _READY]
+        if newcomers:
+            times.append(min(newcomers) + self.together_s)
+        if len(members) + len(newcomers) < len(workers):
+            others = [w for w in workers if w.closed_at is not None or w.state not in _USUAL]
+            times += [self.at(worker) for worker in others if worker.state not in GONE]
+        return min(times, default=math.inf)
+
+    def _of_member(self, heard_at: float) -> float:
+        alone = heard_at + self.policy.heartbeat_timeout_s
+        return alone if heard_at <= self.alone_at or alone > self.now else heard_at + self.together_s
+
+
+@functools.lru_cache(maxsize=65536)
 def number_of(worker_id: str) -> int:
     """Return the position of a worker in the order in which workers were started; 0 for a name of another kind."""
     digits = worker_id.removeprefix("w")

@@ -1,0 +1,377 @@
+"""Simulated agents and workers: real connections to a head with real messages, and no processes that compute.
+
+Several processes of `Population` together make as many connections as a large run would. A population does what its
+owner asks for through a pipe (`Population.METHODS`), one request after the other, and answers each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import msgspec
+
+from unisono.events import Seconds, StepFinished, WorkerTimes
+from unisono.link import Link
+from unisono.messages import (
+    AgentHello,
+    Beat,
+    Happened,
+    Hello,
+    Holding,
+    Kept,
+    MemberInfo,
+    Message,
+    Ready,
+    Snapshot,
+    Start,
+    StepDone,
+    Welcome,
+    WorkerExit,
+    decode,
+    encode,
+)
+
+__all__ = ["Population", "Site", "work"]
+
+TICK_S: Final = 0.01
+FINGERPRINT: Final = {
+    "torch": "2.13.0+cpu",
+    "python": "3.11",
+    "machine": "x86_64",
+    "processor": "AMD EPYC 9555 64-Core Processor",
+    "instructions": "AVX512",
+    "threads": "1",
+    "device": "cpu",
+}
+
+
+class _Head(msgspec.Struct):
+    """The first fields of any message: a simulated worker need not read a list of members."""
+
+    type: str
+    generation: int = 0
+
+
+_heads: Final = msgspec.msgpack.Decoder(_Head)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a population connects to, and how many of the run's agents are its own."""
+
+    url: str
+    token: str
+    agents: range
+    workers_per_agent: int
+    heartbeat_s: float
+
+
+class _Line:
+    """One connection of an agent or a worker."""
+
+    def __init__(self, site: Site, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._link = Link.dial(site.url, site.token, 60.0)
+        self.is_open = True
+        self._loop.add_reader(self._link.sock, self._pump)
+
+    def send(self, message: Message) -> None:
+        if self.is_open:
+            self._link.put(encode(message))
+            self._write()
+
+    def close(self) -> None:
+        """End the connection as the end of the process would."""
+        if self.is_open:
+            self.is_open = False
+            self._loop.remove_reader(self._link.sock)
+            self._loop.remove_writer(self._link.sock)
+            self._link.sock.close()
+
+    def _write(self) -> None:
+        self._link.push()
+        if self._link.wants_to_write:
+            self._loop.add_writer(self._link.sock, self._write)
+        else:
+            self._loop.remove_writer(self._link.sock)
+
+    def _pump(self) -> None:
+        try:
+            for data in self._link.take():
+                self._take(data)
+        except OSError:
+            self.close()
+
+
+class _Worker:
+    def __init__(self, population: Population, agent: _Agent, number: int, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.agent = agent
+        self.generation = 0
+        self.heard_at = 0.0
+        self.is_welcome = False
+        self.due = 0.0
+        self._population = population
+        info = MemberInfo(
+            worker_id=worker_id,
+            host=agent.host,
+            pid=100_000 + number,
+            device="cpu",
+            page=f"/proc/{100_000 + number}/fd/7",
+            address=f"10.0.{agent.index // 250}.{agent.index % 250 + 1}",
+        )
+        self.line = _Line(population.site, self._receive)
+        self.line.send(Hello(info=info, fingerprint=FINGERPRINT, script="0f1e2d3c"))
+
+    def _receive(self, data: bytes) -> None:
+        now = time.monotonic()
+        message = _heads.decode(data)
+        self._population.count(message.type, data)
+        if message.type == "Welcome":
+            self.is_welcome = True
+        elif message.type == "Notice" and message.generation > self.generation:
+            self.generation, self.heard_at = message.generation, now
+
+    def beat(self, now: float, step: int, progress: int) -> None:
+        self.line.send(
+            Beat(
+                generation=self.generation,
+                phase=0,
+                step=step,
+                microbatch=progress % 8,
+                progress=progress,
+                waiting=bool(progress % 3),
+                num_steps=max(step, 0),
+                seconds_at=0.05,
+            )
+        )
+
+
+class _Agent:
+    def __init__(self, population: Population, index: int) -> None:
+        self.index = index
+        self.host = f"node{index:03d}-{index * 37 % 65536:04x}"
+        self.workers: dict[str, _Worker] = {}
+        self._population = population
+        self.line = _Line(population.site, self._receive)
+        self.line.send(AgentHello(host=self.host, pid=50_000 + index, num_workers=population.site.workers_per_agent))
+
+    def _receive(self, data: bytes) -> None:
+        message = decode(data)
+        self._population.count(type(message).__name__, data)
+        if isinstance(message, Snapshot):
+            self.line.send(Kept(term=message.term, number=message.number))
+        elif isinstance(message, Start):
+            for worker_id in message.worker_ids:
+                self._population.start(self, worker_id)
+        elif isinstance(message, Welcome):
+            pass
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.line.close()
+        self.line.close()
+
+
+class Population:
+    """The agents of a `Site`, with their workers."""
+
+    METHODS: Final = ("join", "ready", "hold", "train", "calm", "kill_worker", "kill_agent", "told", "newest", "counts")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._agents: dict[int, _Agent] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._training: asyncio.Task[None] | None = None
+        self._num: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._step = 0
+
+    def count(self, kind: str, data: bytes) -> None:
+        """Note a message that has arrived."""
+        self._num[kind] += 1
+        self._bytes[kind] += len(data)
+
+    def start(self, agent: _Agent, worker_id: str) -> None:
+        """Do what an agent's order says: start a worker."""
+        worker = _Worker(self, agent, int(worker_id[1:]), worker_id)
+        agent.workers[worker_id] = self._workers[worker_id] = worker
+
+    # -- what the owner asks for ---------------------------------------------------------------------
+
+    async def join(self) -> int:
+        """Connect all agents, and with the head's orders all workers; returns how many workers are welcome."""
+        for index in self.site.agents:
+            self._agents[index] = _Agent(self, index)
+            await asyncio.sleep(0)
+        wanted = len(self.site.agents) * self.site.workers_per_agent
+        while len(self._workers) < wanted or not all(worker.is_welcome for worker in self._workers.values()):
+            await asyncio.sleep(TICK_S)
+        return len(self._workers)
+
+    async def ready(self) -> float:
+        """Let all workers come to their training loops; returns when the last one did."""
+        for worker in self._living():
+            worker.line.send(Ready(phase=0))
+        return time.monotonic()
+
+    async def hold(self) -> None:
+        """Let all members take the newest generation."""
+        for worker in self._living():
+            worker.line.send(Holding(generation=worker.generation))
+
+    async def train(self, steps_per_s: float, main: str) -> None:
+        """Send what a training sends, until `calm`: heartbeats, and from worker ``main`` the steps."""
+        self._training = asyncio.create_task(self._train(steps_per_s, main))
+
+    async def calm(self) -> None:
+        if self._training is not None:
+            self._training.cancel()
+            await asyncio.gather(self._training, return_exceptions=True)
+            self._training = None
+
+    async def kill_worker(self, worker_id: str) -> float:
+        """End a worker, if it is one of these, as its agent sees it; returns the time (0.0: of another population)."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is None:
+            return 0.0
+        now = time.monotonic()
+        worker.agent.line.send(WorkerExit(worker_id=worker_id, exit_code=-9))
+        worker.line.close()
+        return now
+
+    async def kill_agent(self, index: int) -> float:
+        """End an agent with its workers, as the end of a machine; returns the time (0.0: of another population)."""
+        agent = self._agents.pop(index, None)
+        if agent is None:
+            return 0.0
+        now = time.monotonic()
+        agent.close()
+        for worker_id in agent.workers:
+            self._workers.pop(worker_id, None)
+        return now
+
+    async def told(self, generation: int) -> tuple[int, float]:
+        """Return how many living workers have heard of this generation, or a later one, and when the last one did."""
+        times = [worker.heard_at for worker in self._living() if worker.generation >= generation]
+        return len(times), max(times, default=0.0)
+
+    async def newest(self) -> int:
+        """Return the newest generation that a worker has heard of."""
+        return max((worker.generation for worker in self._living()), default=0)
+
+    async def counts(self) -> dict[str, tuple[int, int]]:
+        """Return by kind the messages that have arrived since the last call, and their bytes."""
+        found = {kind: (number, self._bytes[kind]) for kind, number in self._num.items()}
+        self._num.clear()
+        self._bytes.clear()
+        return found
+
+    # ------------------------------------------------------------------------------------------------
+
+    def _living(self) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if worker.line.is_open]
+
+    async def _train(self, steps_per_s: float, main: str) -> None:
+        period = self.site.heartbeat_s
+        began = time.monotonic()
+        living = self._living()
+        for number, worker in enumerate(living):
+            worker.due = began + period * number / len(living)
+        due_step = began
+        while True:
+            now = time.monotonic()
+            for worker in self._living():
+                if now >= worker.due:
+                    worker.beat(now, self._step, int((now - began) * 20))
+                    worker.due += period
+            while steps_per_s > 0 and now >= due_step:
+                due_step += 1 / steps_per_s
+                self._step += 1
+                if main in self._workers:
+                    self._finish_step(self._workers[main], self._step)
+            await asyncio.sleep(TICK_S)
+
+    def _finish_step(self, worker: _Worker, step: int) -> None:
+        """Report a step as the main worker of a run does."""
+        worker.line.send(StepDone(step=step, seconds=0.5))
+        times = WorkerTimes(leaves=1, data=0.0012, compute=0.4321, last=Seconds(0.0012, 0.4321, 0.0456, 0.0123, 0.0021))
+        num = worker_count(self.site)
+        event = StepFinished(
+            step=step,
+            epoch=0,
+            loss=2.345678,
+            weight=1024.0,
+            samples=1024,
+            digest="0123456789abcdef",
+            num_steps=100_000,
+            generation=worker.generation,
+            seconds=times.last,
+            workers={f"w{number}": times for number in range(num)},
+            logs={"accuracy": 0.5},
+        )
+        worker.line.send(Happened(event=event, number=step))
+
+
+def worker_count(site: Site) -> int:
+    """Return the number of workers of the whole run that ``site`` is a part of."""
+    return int(os.environ.get("UNISONO_BENCH_WORKERS", len(site.agents) * site.workers_per_agent))
+
+
+def work(site: Site, pipe: Connection) -> None:
+    """Be the process of a population, until the pipe ends."""
+    asyncio.run(_work(site, pipe))
+
+
+async def _work(site: Site, pipe: Connection) -> None:
+    population = Population(site)
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Queue[Any] = asyncio.Queue()
+
+    def read() -> None:
+        try:
+            asked.put_nowait(pipe.recv())
+        except (EOFError, OSError):
+            loop.remove_reader(pipe.fileno())
+            asked.put_nowait(None)
+
+    loop.add_reader(pipe.fileno(), read)
+    while (request := await asked.get()) is not None:
+        method, arguments = request
+        assert method in Population.METHODS
+        pipe.send(await getattr(population, method)(*arguments))
+
+
+class Process:
+    """A population in a process of its own, and the pipe to it."""
+
+    def __init__(self, site: Site) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=work, args=(site, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, method: str, *arguments: Any) -> None:
+        self._pipe.send((method, arguments))
+
+    def answer(self, timeout_s: float = 120.0) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"a population has not answered for {timeout_s:.0f} s")
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(5.0)
+        with contextlib.suppress(ValueError):
+            self._process.kill()
