@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from tests.waiting import WAIT_S
+from tests.workers import strangers
 from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
 from unisono.certificate import Identity, Untrusted, derived, given, server_context
 from unisono.cli.reach import NotGoing, ask_status, find, tell
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl, Invitation
-from unisono.journal import compare
+from unisono.journal import compare, read
 from unisono.lifetime import Memory
 from unisono.link import Link
 from unisono.messages import Stop
@@ -242,3 +243,41 @@ def test_a_head_without_tls_is_no_head_for_who_expects_tls() -> None:
             Link.dial(url, "token", WAIT_S)
         thread.join(WAIT_S)
     assert b"token" not in heard[0]
+
+
+# -- strangers ---------------------------------------------------------------------------------------
+
+
+def test_strangers_change_nothing(unisono: Unisono, tmp_path: Path, calm: Path) -> None:
+    """Each attack on the head of a training run, which goes on under all of them with few open files; then the bits."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", range(2, 27, 3)) as gates:
+        place = ("--run-dir", run_dir, "--tls", "--", "--steps", STEPS, "--gates", gates.folder)
+        few_files = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+        command = unisono("run", SCRIPT, "-n", 2, *place, before=few_files)
+        gates.wait(2)
+        invitation = find(str(run_dir))
+        said = strangers.recorded(invitation)
+        assert said
+        assert invitation.token.encode() not in said
+        for step, attack in zip(range(2, 26, 3), strangers.ATTACKS.values(), strict=False):
+            gates.open(step)
+            attack(invitation)
+            gates.wait(step + 3)
+        with strangers.dialled(invitation) as replayed:
+            replayed.sendall(said)
+            assert b"HTTP" not in strangers.answer(replayed)
+        with (
+            strangers.flood(invitation, 200, b"", with_tls=False),
+            strangers.flood(invitation, 100, b"\x16\x03\x01\x02\x00", with_tls=False),
+            strangers.flood(invitation, 100, b"GET / HTTP/1.1\r\nX: y", with_tls=True),
+        ):
+            assert ask_status(invitation)["generation"] == 1, "a member finds room where 400 strangers stand"
+            for step in range(2 + 3 * len(strangers.ATTACKS), 27, 3):
+                gates.open(step)
+            finish(command, run_dir, calm)
+    told = [line for line in command.err if "refused" in line]
+    assert len(told) == 1, "not one line for each attempt"
+    assert "refused a connection without the run's token, from 127.0.0.1; the run goes on" in told[0]
+    assert not [line for line in (*command.out, *command.err) if "Traceback" in line or "lost" in line]
+    assert {len(line["workers"]) for line in read(run_dir) if line["kind"] == "step"} == {2}

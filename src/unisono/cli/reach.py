@@ -18,6 +18,7 @@ from unisono.invitation import HeadUrl, Invitation, is_invitation, shown
 __all__ = ["RUN", "NotGoing", "ask_status", "find", "read_token", "tell"]
 
 TIMEOUT_S = 10.0
+TLS_ALERT = "\x15\x03"
 RUN: Final = (
     "RUN is the run's directory, an invitation (`unisono status` shows it), or - to read one from standard input."
 )
@@ -110,6 +111,10 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
             body = answer.read()
         except Untrusted as error:
             raise UsageError(str(error)) from error
+        except http.client.BadStatusLine as error:
+            if str(error).startswith(TLS_ALERT):
+                raise UsageError(f"the head at {head.place} speaks TLS: its address begins with wss://") from error
+            raise NotGoing(f"no head answers at {head.place}: {error}") from error
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise NotGoing(f"no head answers at {head.place}: {error}") from error
     if answer.status == http.client.UNAUTHORIZED:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import logging
 import math
 import signal
 import socket
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
@@ -40,9 +39,11 @@ from unisono.decisions.membership.roster import ALIVE, Policy, Worker, resumed
 from unisono.errors import ProtocolError
 from unisono.events import StepFinished
 from unisono.head.address import AddressFiles
+from unisono.head.door import Caller, open_door
 from unisono.head.keys import Keys
 from unisono.head.line import Line
 from unisono.head.memory import Memory
+from unisono.head.refusals import Refusals
 from unisono.head.status import respond, workers_status
 from unisono.head.versions import Outgoing, Versions
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -77,7 +78,6 @@ from unisono.spec import RunSpec
 
 __all__ = ["Head"]
 
-MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
@@ -130,6 +130,10 @@ class Head:
         self._due = math.inf
         self._listens_until = 0.0
         self._full_at = -math.inf
+        self._refusals = Refusals(
+            lambda text: self._tell_agents(Announcement(text=text)),
+            lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
+        )
         self._address = AddressFiles(run_id, url, token, made=memory.run_dir if snapshot else "")
         # Pids and start times of the workers of this machine whose end was not reported to this head: the report may
         # have been lost with the head before.
@@ -153,17 +157,7 @@ class Head:
             tls: settings of TLS (`unisono.certificate.server_context`); None: connections are in the clear.
         """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
-        server: Server = await serve(
-            self._serve,
-            sock=listener,
-            ssl=tls,
-            process_request=self._request,
-            compression=None,
-            ping_interval=None,
-            max_size=MAX_MESSAGE_BYTES,
-            close_timeout=1.0,
-            logger=_SILENT,
-        )
+        server = await open_door(listener, tls, self._refusals, request=self._request, handler=self._serve)
         try:
             if self._run_dir:
                 self._write_address(self._run_dir)
@@ -178,6 +172,7 @@ class Head:
                 async with asyncio.timeout(LAST_WORDS_S):
                     await asyncio.gather(*(line.sender for line in self._lines.values()), return_exceptions=True)
             server.close()
+            listener.close()
 
     def end_workers(self) -> None:
         """End this machine's workers, with their children, unless their agent has seen them end."""
@@ -226,7 +221,7 @@ class Head:
                 )
             )
 
-    async def _serve(self, connection: ServerConnection) -> None:
+    async def _serve(self, connection: Caller) -> None:
         line = Line(connection)
         name = ""
         why = "its connection closed"
@@ -245,6 +240,8 @@ class Head:
         except ProtocolError as error:
             why = str(error)
             line.put(encode(Announcement(text=why)))
+            if not name:
+                self._refusals.note(f"with the run's token ({why})", connection.where)
         except ConnectionClosed:
             pass
         except Exception:  # a bug of this library: connections without the token do not get here
@@ -494,17 +491,6 @@ class Head:
                 self._run_dir = run_dir
         except OSError as error:
             self._tell_agents(Announcement(text=f"cannot write the head's address to {run_dir}: {error}"))
-
-
-def _silent() -> logging.Logger:
-    """Return a logger that drops everything: websockets logs a traceback for whatever a stranger sends."""
-    logger = logging.getLogger("unisono.head.websockets")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    return logger
-
-
-_SILENT = _silent()
 
 
 def _binary(data: str | bytes) -> bytes:

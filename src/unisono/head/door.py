@@ -1,0 +1,156 @@
+"""Who comes in: the head's listening socket, and what it does with those who have not shown the run's token.
+
+A stranger costs the head a descriptor and a moment. So there is room for a number of them at a time; the one that has
+been there longest makes way for the next (a member needs milliseconds), and none stays for longer than `OPEN_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.http11 import Request, Response
+
+from unisono.head.refusals import Refusals
+
+__all__ = ["MAX_MESSAGE_BYTES", "Caller", "Door", "most_strangers", "open_door"]
+
+MAX_MESSAGE_BYTES: Final = 4 * 2**20
+OPEN_S: Final = 10.0  # for the TLS handshake, and as long again for the request
+AT_ONCE: Final = 16  # connections that are accepted between two looks at the members' messages
+FEWEST_STRANGERS, MOST_STRANGERS = 64, 4096
+WITHOUT_TOKEN: Final = "without the run's token"
+NO_REQUEST: Final = "that spoke another protocol"
+TOO_SLOW: Final = f"that had not said what it wants after {OPEN_S:.0f} s"
+NO_ROOM: Final = "that was silent while others waited"
+
+
+def most_strangers() -> int:
+    """Return how many connections without the token there may be: they must leave descriptors for the members."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MOST_STRANGERS
+    return max(FEWEST_STRANGERS, min(MOST_STRANGERS, limit // 4))
+
+
+class Door(socket.socket):
+    """A socket that listens, and remembers whom it has let in and who is still a stranger."""
+
+    def __init__(self, listener: socket.socket, refusals: Refusals) -> None:
+        family, kind, protocol = listener.family, listener.type, listener.proto
+        super().__init__(family, kind, protocol, os.dup(listener.fileno()))
+        self._refusals = refusals
+        self._most = most_strangers()
+        self._strangers: dict[int, tuple[socket.socket, str]] = {}  # by descriptor; the oldest first
+
+    def listen(self, backlog: int = 0, /) -> None:
+        """Do nothing: the socket listens, with the backlog that its maker has chosen."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        self._strangers.pop(connection.fileno(), None)  # that one has closed
+        if len(self._strangers) >= self._most:
+            self._make_room()
+        self._strangers[connection.fileno()] = connection, str(address[0])
+        return connection, address
+
+    def admit(self, descriptor: int) -> None:
+        """Note that the connection with this descriptor is no stranger's."""
+        self._strangers.pop(descriptor, None)
+
+    def _make_room(self) -> None:
+        self._strangers = {fd: known for fd, known in self._strangers.items() if known[0].fileno() == fd}
+        if len(self._strangers) >= self._most:
+            oldest, where = self._strangers.pop(next(iter(self._strangers)))
+            self._refusals.note(NO_ROOM, where)
+            with contextlib.suppress(OSError):  # it has just gone
+                oldest.shutdown(socket.SHUT_RDWR)
+
+
+class Caller(ServerConnection):
+    """A connection that may be a stranger's."""
+
+    refusals: Refusals
+    where = ""
+    """The address that it comes from."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.where = str((transport.get_extra_info("peername") or ["an unknown address"])[0])
+
+    async def handshake(self, *arguments: Any, **more: Any) -> None:
+        try:
+            await super().handshake(*arguments, **more)
+        except asyncio.CancelledError:  # its time is up, or the head ends
+            if self.server.is_serving():
+                self.refusals.note(NO_REQUEST if self.protocol.handshake_exc else TOO_SLOW, self.where)
+            raise
+        failure = self.protocol.handshake_exc
+        if self.response is not None and self.response.status_code == HTTPStatus.UNAUTHORIZED:
+            self.refusals.note(WITHOUT_TOKEN, self.where)
+        elif self.request is None and failure is not None and not isinstance(failure.__cause__, EOFError):
+            self.refusals.note(NO_REQUEST, self.where)  # an early end is a probe of the port: no refusal
+
+
+async def open_door(
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    refusals: Refusals,
+    *,
+    request: Callable[[ServerConnection, Request], Response | None],
+    handler: Callable[[Caller], Awaitable[None]],
+) -> Server:
+    """Serve on a socket that listens.
+
+    Args:
+        tls: settings of TLS; None: connections are in the clear.
+        request: answers a request; None: the caller has the token and wants a WebSocket.
+        handler: talks to those.
+    """
+    door = Door(listener, refusals)
+    calls = type("Caller", (Caller,), {"refusals": refusals})
+
+    def ask(connection: ServerConnection, asked: Request) -> Response | None:
+        response = request(connection, asked)
+        if response is None:
+            door.admit(connection.transport.get_extra_info("socket").fileno())
+        return response
+
+    async def talk(connection: ServerConnection) -> None:
+        assert isinstance(connection, Caller)
+        await handler(connection)
+
+    return await serve(
+        talk,
+        sock=door,
+        ssl=tls,
+        backlog=AT_ONCE,
+        create_connection=calls,
+        process_request=ask,
+        compression=None,
+        ping_interval=None,
+        open_timeout=OPEN_S,
+        max_size=MAX_MESSAGE_BYTES,
+        close_timeout=1.0,
+        logger=_SILENT,
+    )
+
+
+def _silent() -> logging.Logger:
+    """Return a logger that drops everything: websockets logs a traceback for whatever a stranger sends."""
+    logger = logging.getLogger("unisono.head.websockets")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger
+
+
+_SILENT = _silent()
