@@ -82,7 +82,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     agent: int = 0
     """Process id of the agent that has started this worker."""
     local_rank: int = 0
-    """Position among the workers of its machine: the number of the GPU that it takes."""
+    """Position among the workers of its machine."""
+    gpu: int = -1
+    """Number of the GPU that it takes, among those that its agent may use; -1: by its local rank."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

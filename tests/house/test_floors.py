@@ -50,6 +50,7 @@ FLOORS = {
     "link": 2,
     "fingerprint": 2,
     "capacity": 2,
+    "seats": 2,
     "lifetime": 2,
     "training.settings": 2,
     "training.life": 2,
@@ -83,6 +84,7 @@ FLOORS = {
     "machine.headprocess": 4,
     "machine.children": 4,
     "machine.placement": 4,
+    "machine.places": 4,
     "machine.workers": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
@@ -107,6 +109,7 @@ NEIGHBOURS = {
     "exchange": {"faults", "exchange.flat"},
     "member": {"lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"lifetime"},
+    "capacity": {"seats"},  # what other runs hold cannot be had
     "store": {"member"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
@@ -124,7 +127,7 @@ NEIGHBOURS = {
     },
     "machine.following": {"machine.children", "machine.headprocess"},
     "machine.headprocess": {"machine.children"},
-    "machine.workers": {"machine.children", "machine.placement"},
+    "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
