@@ -1,4 +1,4 @@
-"""Number of workers: what a command line asks for, and how many this machine has GPUs or cores for."""
+"""Number of workers: what a command line asks for, and how many this machine has free GPUs or cores for."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import subprocess
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from unisono import seats
 from unisono.errors import UsageError
 from unisono.words import count
 
-__all__ = ["Workers", "check_open_files", "check_workers", "count_workers", "parse_workers"]
+__all__ = [
+    "Workers",
+    "check_open_files",
+    "check_workers",
+    "count_workers",
+    "cpu_limit",
+    "free_workers",
+    "machine_cores",
+    "machine_gpus",
+    "parse_workers",
+]
 
 WORKERS_PER_CORE: Final = 64
 """More workers than that are a typing error, and would overload the machine."""
 
 FILES_PER_WORKER: Final = 2  # the agent reads its output; others of its machine map its memory
-FILES_BESIDE: Final = 40
+FILES_BESIDE: Final = 40  # and one for every core and GPU that it holds
 
 
 class Workers(NamedTuple):
@@ -33,7 +44,7 @@ class Workers(NamedTuple):
 
     def on_one_machine(self, threads: int) -> int:
         """Return how many workers one machine starts, if it is the only one: of a range, as many as it has room for."""
-        return self.start if self.grows else min(self.maximum, max(self.start, count_workers(threads)))
+        return self.start if self.grows else min(self.maximum, max(self.start, free_workers(threads)))
 
 
 def parse_workers(text: str, threads: int) -> Workers:
@@ -44,7 +55,7 @@ def parse_workers(text: str, threads: int) -> Workers:
     """
     wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {text!r}")
     if text == "auto":
-        number = count_workers(threads)
+        number = free_workers(threads)
         return Workers(number, 1, number, grows=True)
     first, colon, last = text.partition(":")
     try:
@@ -58,17 +69,73 @@ def parse_workers(text: str, threads: int) -> Workers:
 
 def count_workers(threads: int) -> int:
     """Return how many workers this machine can run: one for every GPU, else for every core. Does not import torch."""
-    gpus = _count_gpus()
-    if gpus:
-        return gpus
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads)
+    gpus = machine_gpus()
+    return len(gpus) if gpus else max(1, len(machine_cores()) // threads)
+
+
+def free_workers(threads: int) -> int:
+    """Return how many workers this machine has room for now, beside other runs; 1 where all is taken.
+
+    This process takes all free GPUs and cores at the same time (`unisono.seats`), so two runs that start together do
+    not count the same ones. The agent keeps those of its workers.
+    """
+    gpus = seats.take(machine_gpus())
+    cores = seats.take(machine_cores())
+    return max(1, len(gpus) if machine_gpus() else len(cores) // threads)
+
+
+def machine_cores() -> list[str]:
+    """Return names of the cores that this process may use. Of a container with a limit of CPU time: so many of them."""
+    if hasattr(os, "sched_getaffinity"):
+        numbers = sorted(os.sched_getaffinity(0))
+    else:
+        numbers = list(range(os.cpu_count() or 1))
+    limit = cpu_limit()
+    return [f"core-{number}" for number in (numbers if limit is None else numbers[: max(1, int(limit))])]
+
+
+def cpu_limit() -> float | None:
+    """Return how many cores' time the control group of this process may use; None: there is no limit."""
+    found: list[float] = []
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, read = Path("/sys/fs/cgroup"), _limit_of_version_2
+        elif "cpu" in controllers.split(","):
+            base, read = Path("/sys/fs/cgroup") / controllers, _limit_of_version_1
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        found += [limit for place in (folder, *folder.parents) if place.is_relative_to(base) for limit in read(place)]
+    return min(found, default=None)
+
+
+def _limit_of_version_2(folder: Path) -> list[float]:
+    quota, _, period = _text(folder / "cpu.max").partition(" ")
+    return [int(quota) / int(period)] if quota.isdecimal() else []
+
+
+def _limit_of_version_1(folder: Path) -> list[float]:
+    quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    return [int(quota) / int(period)] if quota.isdecimal() else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def machine_gpus() -> list[str]:
+    """Return names of the GPUs that this process may use, in the order in which CUDA counts them. Imports no torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [f"gpu-{name.strip()}" for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return [f"gpu-{number}" for number in range(_count_gpus())]
 
 
 def _count_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return len(list(folder.iterdir()))

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-__all__ = ["WORKER", "MachineSpec", "RunSpec", "StartMethod", "WorkerSpec"]
+__all__ = ["WORKER", "MachineSpec", "RunSpec", "StartMethod", "WhenIdle", "WorkerSpec"]
 
 WORKER: Final = "UNISONO_WORKER"
 """Name of the environment variable with a worker's `WorkerSpec` (JSON, without the token)."""
@@ -55,6 +55,14 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return json.dumps({"folder": self.folder, "arguments": self.arguments})
 
 
+class WhenIdle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a machine takes part in a run: only while nobody else uses it (`unisono.decisions.idleness`)."""
+
+    idle_s: float
+    load: float
+    inputs: tuple[str, ...]
+
+
 class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine's part of a run: what its agent does."""
 
@@ -66,6 +74,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """For tests: workers get this many different host labels."""
     launched: bool = False
     """A launcher has started the agent: it ends with its standard input, and prints the workers' output only."""
+    when_idle: WhenIdle | None = None
+    """The agent offers its workers only while nobody uses the machine; None: always."""
     outcome: str = ""
     """File for a description of how the run ended (JSON); the traceback is then not printed."""
 
@@ -82,7 +92,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     agent: int = 0
     """Process id of the agent that has started this worker."""
     local_rank: int = 0
-    """Position among the workers of its machine: the number of the GPU that it takes."""
+    """Position among the workers of its machine."""
+    gpu: int = -1
+    """Number of the GPU that it takes, among those that its agent may use; -1: by its local rank."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

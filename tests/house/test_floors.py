@@ -35,6 +35,7 @@ FLOORS = {
     "decisions.layout": 1,
     "telemetry": 1,
     "decisions.signals": 1,
+    "decisions.idleness": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,
@@ -56,6 +57,7 @@ FLOORS = {
     "packed": 2,
     "fingerprint": 2,
     "capacity": 2,
+    "seats": 2,
     "lifetime": 2,
     "training.settings": 2,
     "training.life": 2,
@@ -90,6 +92,8 @@ FLOORS = {
     "machine.inviting": 4,
     "machine.children": 4,
     "machine.placement": 4,
+    "machine.idleness": 4,
+    "machine.places": 4,
     "machine.workers": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
@@ -115,6 +119,7 @@ NEIGHBOURS = {
     "member": {"invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
+    "capacity": {"seats"},  # what other runs hold cannot be had
     "store": {"member"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
@@ -128,13 +133,14 @@ NEIGHBOURS = {
         "machine.following",
         "machine.headprocess",
         "machine.inviting",
+        "machine.idleness",
         "machine.workers",
         "watch",
     },
     "machine.following": {"machine.children", "machine.headprocess"},
     "machine.headprocess": {"machine.children"},
     "machine.inviting": {"machine.headprocess"},
-    "machine.workers": {"machine.children", "machine.placement"},
+    "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller

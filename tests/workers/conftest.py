@@ -20,8 +20,10 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
+from unisono import seats
 from unisono.lifetime import PARENT
 from unisono.machine.worker import STACK_SIGNAL
+from unisono.seats import LEDGER
 
 MARK = "UNISONO_TEST"
 END_S = 60.0  # then what still lives after a test was left behind; a process that ends at once takes a moment, too
@@ -85,6 +87,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv(MARK, value)
+    monkeypatch.setenv(LEDGER, value)  # a test has the machine for itself
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(STACK_SIGNAL, "SIGUSR1")  # for `Command.give_up`
@@ -92,6 +95,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     open_before = own_descriptors()
     threads_before = {thread for thread in threading.enumerate() if thread.name.startswith("unisono")}
     yield value
+    seats.release()
     deadline = time.monotonic() + END_S
     while (left := marked(value) | forked()) and time.monotonic() < deadline:
         wait_until_gone(set(left), deadline)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -18,10 +19,13 @@ from unisono.cli.reach import RUN, ask_status, find, read_token
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation
-from unisono.spec import MachineSpec, RunSpec
+from unisono.spec import MachineSpec, RunSpec, WhenIdle
 from unisono.words import count
 
 __all__ = ["join"]
+
+NICE: Final = 10
+INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev/input/mice", "/proc/interrupts")
 
 
 @click.command(epilog=RUN)
@@ -32,6 +36,28 @@ __all__ = ["join"]
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
 @seconds("--head-away-s", 60.0, "How long workers go on without the head.")
+@click.option(
+    "--when-idle",
+    is_flag=True,
+    help="Take part only while nobody else uses this machine; its workers leave "
+    "at the end of the step when somebody does.",
+)
+@seconds("--idle-s", 300.0, "With --when-idle: without input and load for this long, the machine is idle.")
+@click.option(
+    "--idle-load",
+    default=0.5,
+    show_default=True,
+    metavar="CORES",
+    help="With --when-idle: what other processes may use.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="PATTERN",
+    help="With --when-idle: files that show input, "
+    "instead of the terminals and input devices; e.g. one that a program touches.",
+)
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", is_flag=True, hidden=True)
 def join(
@@ -41,6 +67,10 @@ def join(
     folder: str,
     run_dir: str,
     head_away_s: float,
+    when_idle: bool,
+    idle_s: float,
+    idle_load: float,
+    inputs: tuple[str, ...],
     simulate_hosts: int,
     launched: bool,
 ) -> int:
@@ -73,7 +103,13 @@ def join(
     if not launched:
         for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number):
             click.echo(f"unisono: {line}", err=True)
-    machine = MachineSpec(run=spec, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
+    machine = MachineSpec(
+        run=spec,
+        num_workers=number,
+        simulate_hosts=simulate_hosts,
+        launched=launched,
+        when_idle=_when_idle(idle_s, idle_load, inputs) if when_idle else None,
+    )
     return agent.join(machine, invitation.url, invitation.token)
 
 
@@ -107,6 +143,14 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # the user has no name here, as in some containers
         return f"user {os.getuid()}"
+
+
+def _when_idle(idle_s: float, load: float, inputs: tuple[str, ...]) -> WhenIdle:
+    """Return when this machine takes part, and let its workers stand back behind the processes of who uses it."""
+    if not 0 < load < math.inf:
+        raise UsageError(f"--idle-load is a number of cores above 0, got {load}")
+    os.nice(NICE)
+    return WhenIdle(idle_s=idle_s, load=load, inputs=inputs or INPUTS)
 
 
 def _spec_of(status: dict[str, Any]) -> RunSpec:

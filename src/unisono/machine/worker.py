@@ -110,19 +110,19 @@ def _connect(spec: WorkerSpec) -> Member:
     from unisono.exchange.pages import WorkerPage
     from unisono.fingerprint import fingerprint, script_checksum
 
-    device = _device(spec.local_rank)
+    device = _device(spec.gpu if spec.gpu >= 0 else spec.local_rank)
     page = WorkerPage()
     info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, page=page.address)
     script = script_checksum(sys.argv[1:])  # the script may have been edited since the other workers began
     return Member(spec, info, fingerprint(device), page, script=script).connect()
 
 
-def _device(local_rank: int) -> str:
+def _device(number: int) -> str:
     import torch
 
     if not torch.cuda.is_available():
         return "cpu"
-    device = f"cuda:{local_rank % torch.cuda.device_count()}"
+    device = f"cuda:{number % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     return device
 

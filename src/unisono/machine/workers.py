@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono import seats
 from unisono.lifetime import Memory
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
 from unisono.machine.placement import PLACEMENTS, Placement
+from unisono.machine.places import Places
 from unisono.messages import WorkerExit
 from unisono.spec import MachineSpec, WorkerSpec
 
@@ -87,6 +89,8 @@ class Workers:
         self._host = host
         self._on_exit = on_exit
         self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, listener, self._report)
+        self._listener = listener
+        self._places = Places(spec.run.threads)
         self._states: dict[str, _State] = {}
         self._is_closing = False
 
@@ -96,6 +100,8 @@ class Workers:
         Raises:
             OSError, UsageError: see `Placement.open`.
         """
+        if words := self._places.reserve(0 if self._spec.when_idle else self._spec.num_workers):
+            self._listener.on_notice(words)
         if self._spec.num_workers:
             self._placement.open()
 
@@ -153,10 +159,14 @@ class Workers:
                 self.kill()
                 await self.ended_within(TERMINATE_S)
         await self._placement.close()
+        seats.release()
 
     def _report(self, child: Child) -> None:
         assert child.exit_code is not None
         words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
+        state = self._states.get(child.name)
+        if child.exit_code == 0 and isinstance(state, _Started):
+            self._places.give_back(state.local_rank)  # it is not replaced
         self._on_exit(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_output=words))
 
     # -- one worker ------------------------------------------------------------------------------------
@@ -195,7 +205,13 @@ class Workers:
         if spec.simulate_hosts > 1:
             host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
         return WorkerSpec(
-            run=spec.run, head=self._head, worker_id=worker_id, host=host, agent=os.getpid(), local_rank=local_rank
+            run=spec.run,
+            head=self._head,
+            worker_id=worker_id,
+            host=host,
+            agent=os.getpid(),
+            local_rank=local_rank,
+            gpu=self._places.of(local_rank).gpu,
         )
 
     def _started(self) -> list[_Started]:

@@ -1,0 +1,71 @@
+"""Seats: the cores and GPUs of a machine, handed out to the runs that share it, without a daemon and without a file.
+
+A seat is taken by binding a name in the abstract namespace of Unix sockets (Linux): the kernel gives a name to one
+process only, and frees it when that process ends, however it ends. So nothing is left behind after ``kill -9``, and
+there is no list that could be wrong. The names hold for all users of the machine, and for one network namespace: a
+container with a network of its own hands out its own seats.
+
+What a process holds is one fact for the whole process, so this module keeps it. Elsewhere than on Linux every seat can
+be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+__all__ = ["LEDGER", "holder", "release", "take"]
+
+LEDGER: Final = "UNISONO_LEDGER"
+"""Name of the environment variable with a name for this machine's seats; programs with different ones do not see each
+other."""
+
+_held: Final[dict[str, socket.socket]] = {}  # by address
+
+
+def take(names: Iterable[str]) -> list[str]:
+    """Take these seats; return those that this process holds now. It may have held some of them before."""
+    return [name for name in names if _take(name)]
+
+
+def release(names: Iterable[str] | None = None) -> None:
+    """Give these seats back; default: all that this process holds."""
+    for address in list(_held) if names is None else map(_address, names):
+        if (held := _held.pop(address, None)) is not None:
+            held.close()
+
+
+def holder(name: str) -> int:
+    """Return the id of the process that holds a seat; 0 where none does, or the system does not say."""
+    if _address(name) in _held:
+        return os.getpid()
+    if sys.platform != "linux":
+        return 0
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        probe.connect(_address(name))
+        return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+    return 0
+
+
+def _take(name: str) -> bool:
+    if (address := _address(name)) in _held or sys.platform != "linux":
+        return True
+    seat = socket.socket(socket.AF_UNIX)  # not inherited by programs that this one starts
+    try:
+        seat.bind(address)
+        seat.listen()  # so that `holder` can ask
+    except OSError:
+        seat.close()
+        return False
+    _held[address] = seat
+    return True
+
+
+def _address(name: str) -> str:
+    return f"\0unisono/{os.environ.get(LEDGER, '')}/{name}"
