@@ -47,6 +47,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time between two heartbeats of a worker."""
     head_away_s: float = 60.0
     """How long workers go on without the head."""
+    plain: bool = False
+    """The script is one for torchrun, and does not use this library."""
 
     def command(self) -> str:
         """Return what ``unisono run --resume`` needs to start the script again (JSON); "" for a function."""
@@ -83,6 +85,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Process id of the agent that has started this worker."""
     local_rank: int = 0
     """Position among the workers of its machine: the number of the GPU that it takes."""
+    variables: dict[str, str] = {}
+    """What torchrun would tell a plain script's process in its environment (RANK, WORLD_SIZE ...)."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

@@ -83,6 +83,7 @@ FLOORS = {
     "machine.headprocess": 4,
     "machine.children": 4,
     "machine.placement": 4,
+    "machine.plain": 4,
     "machine.workers": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
@@ -119,6 +120,7 @@ NEIGHBOURS = {
         "machine.children",
         "machine.following",
         "machine.headprocess",
+        "machine.plain",
         "machine.workers",
         "watch",
     },
