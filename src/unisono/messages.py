@@ -49,6 +49,8 @@ __all__ = [
     "Leaving",
     "Left",
     "Lost",
+    "Meet",
+    "MeetingPoint",
     "MemberInfo",
     "Message",
     "Notice",
@@ -66,6 +68,7 @@ __all__ = [
     "TalkAnswer",
     "TalkCall",
     "TalkDone",
+    "Team",
     "Welcome",
     "WorkerExit",
     "WorkerLate",
@@ -357,6 +360,27 @@ class WorkerExit(Message):
     """Negative: killed by that signal."""
     last_output: str = ""
     """The end of its standard error."""
+    failed_at: float = 0.0
+    """Seconds since 1970: when it began to show an error, or ended."""
+
+
+class Team(Message):
+    """The processes of a plain script (``unisono run --plain``), as one machine needs to know them."""
+
+    first_rank: int
+    """Of the first process on this machine."""
+    world_size: int
+    group_rank: int
+    """Position of the machine."""
+    num_groups: int
+    """Number of machines."""
+    address: str
+    """Of the machine of rank 0."""
+    port: int
+    """A free one there."""
+    restarts: int
+    """How often all processes were started again because one had failed."""
+    max_restarts: int
 
 
 class Start(Message):
@@ -365,6 +389,23 @@ class Start(Message):
     worker_ids: list[str]
     delay_s: float = 0.0
     reason: str = ""
+    team: Team | None = None
+    """Of a plain script; its processes are started in the order of their ranks."""
+
+
+class Meet(Message):
+    """Order to the agent of rank 0 of a plain script: find a free port, at which the processes can meet."""
+
+    attempt: int
+    """Number of the start of all processes."""
+
+
+class MeetingPoint(Message):
+    """Agent to head: the answer to `Meet`."""
+
+    attempt: int
+    address: str
+    port: int
 
 
 class Evict(Message):
@@ -372,6 +413,8 @@ class Evict(Message):
 
     worker_id: str
     reason: str
+    patience_s: float = 0.0
+    """Time from SIGTERM to SIGKILL; 0: SIGKILL at once."""
 
 
 class Snapshot(Message):
@@ -443,7 +486,7 @@ _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
     | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement | Snapshot
-    | Kept
+    | Kept | Meet | MeetingPoint
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -47,6 +47,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time between two heartbeats of a worker."""
     head_away_s: float = 60.0
     """How long workers go on without the head."""
+    plain: bool = False
+    """The script is one for torchrun, and does not use this library."""
 
     def command(self) -> str:
         """Return what ``unisono run --resume`` needs to start the script again (JSON); "" for a function."""
@@ -95,6 +97,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Position among the workers of its machine."""
     gpu: int = -1
     """Number of the GPU that it takes, among those that its agent may use; -1: by its local rank."""
+    variables: dict[str, str] = {}
+    """What torchrun would tell a plain script's process in its environment (RANK, WORLD_SIZE ...)."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

@@ -9,8 +9,10 @@ __all__ = ["count", "exit_words", "listed", "position_words", "progress"]
 
 
 def count(number: int, noun: str) -> str:
-    """Return ``1 worker``, ``2 workers``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Return ``1 worker``, ``2 workers``, ``3 processes``."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
 
 
 def listed(names: Sequence[str]) -> str:

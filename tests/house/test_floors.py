@@ -94,6 +94,7 @@ FLOORS = {
     "machine.placement": 4,
     "machine.idleness": 4,
     "machine.places": 4,
+    "machine.plain": 4,
     "machine.workers": 4,
     "head": 4,
     # 5, the doors: the command line, and launching from Python.
@@ -134,6 +135,7 @@ NEIGHBOURS = {
         "machine.headprocess",
         "machine.inviting",
         "machine.idleness",
+        "machine.plain",
         "machine.workers",
         "watch",
     },

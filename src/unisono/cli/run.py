@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "read", "run", "run_options", "start"]
 
+RESTARTS: Final = 10
+PLAIN_RESTARTS: Final = 0
+
 
 # fmt: off
 _OPTIONS: Final = (
@@ -54,7 +57,10 @@ _OPTIONS: Final = (
     option("--certificate", default="", metavar="FILE", help="The head's certificate (PEM) instead of one that is "
            "made for the run."),
     option("--private-key", default="", metavar="FILE", help="The private key of --certificate (PEM, no password)."),
-    option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced."),
+    option("--max-restarts", type=int, show_default="10; 0 with --plain", help="How many lost workers of a machine are "
+           "replaced; with --plain, how often all processes are started again."),
+    option("--plain", is_flag=True, help="The script is one for torchrun: it does not use Unisono, and reads RANK, "
+           "WORLD_SIZE and the like."),
     option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ."),
     option("--allow-different-script", is_flag=True, help="Admit workers whose script has another text than the "
            "run's, with a warning. It may change the result."),
@@ -147,7 +153,8 @@ class Options:
     tls: bool | None
     certificate: str
     private_key: str
-    max_restarts: int
+    max_restarts: int | None
+    plain: bool
     strict: bool
     allow_different_script: bool
     heartbeat_s: float
@@ -174,6 +181,8 @@ class Options:
                 f"--heartbeat-s must be smaller than --heartbeat-timeout-s, got --heartbeat-s {self.heartbeat_s} and "
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
             )
+        if self.plain:
+            self._check_plain()
         if not self.bind:
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
         if not 0 <= self.port <= 65535:
@@ -187,6 +196,19 @@ class Options:
         if self.simulate_hosts < 1:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
+    def _check_plain(self) -> None:
+        given = {"--resume": self.resume, "--overwrite": self.overwrite, "--strict": self.strict}
+        for name in (name for name, value in given.items() if value):
+            raise UsageError(f"{name} is for scripts that use Unisono, and not for a plain one")
+        if self.function:
+            raise UsageError("--plain is for scripts; the functions that `unisono.launch` calls use Unisono")
+
+    def _max_restarts(self) -> int:
+        """Return the number of restarts; the default for a plain script is that of torchrun."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return PLAIN_RESTARTS if self.plain else RESTARTS
+
     def service(self, workers: Workers) -> Service:
         """Return the settings of the head of a run that begins with so many workers."""
         from unisono.decisions.membership import Policy
@@ -198,7 +220,8 @@ class Options:
             minimum=workers.minimum,
             maximum=workers.maximum,
             grows=workers.grows,
-            max_restarts=self.max_restarts,
+            max_restarts=self._max_restarts(),
+            plain=self.plain,
             strict=self.strict,
             allow_different_script=self.allow_different_script,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
@@ -238,7 +261,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     if run_dir:
         check_directory(Path(run_dir))
     arguments = _arguments(options, before)
-    threads = options.threads or before.threads()
+    threads = options.threads or (_plain_threads() if options.plain else before.threads())
     workers = parse_workers(options.workers, threads)
     spec = RunSpec(
         arguments=tuple(arguments),
@@ -251,8 +274,15 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,
         head_away_s=options.head_away_s,
+        plain=options.plain,
     )
     return spec, workers
+
+
+def _plain_threads() -> int:
+    """Return the threads of a process of a plain script: as for torchrun, the environment may say so."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else 1
 
 
 def _arguments(options: Options, before: Resumed) -> list[str]:

@@ -39,6 +39,7 @@ from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, listen, url_of
 from unisono.machine.idleness import Watching
 from unisono.machine.inviting import welcome_words
+from unisono.machine.plain import free_port, variables
 from unisono.machine.workers import Workers, machine_label
 from unisono.messages import (
     AgentHello,
@@ -46,6 +47,8 @@ from unisono.messages import (
     Ended,
     Evict,
     Happened,
+    Meet,
+    MeetingPoint,
     Message,
     Offer,
     RunDirectory,
@@ -230,7 +233,10 @@ class _Agent:
     def receive(self, message: Message) -> None:
         match message:
             case Start():
-                self._workers.start(message.worker_ids, message.delay_s)
+                self._start_workers(message)
+            case Meet():
+                host = self._following.own_address()
+                self._following.send(MeetingPoint(attempt=message.attempt, address=host, port=free_port(host)))
             case Happened(event=RunEnded() as event):
                 self._digests = event.digests  # the run ends for this machine when the head says so
             case Happened():
@@ -239,12 +245,18 @@ class _Agent:
                 if not self._spec.launched:  # the command that has started the run shows it
                     self.announce(message.text)
             case Evict():
-                self._workers.evict(message.worker_id)
+                self._workers.evict(message.worker_id, message.patience_s)
             case Ended():
                 self.end(self._with_own_exit_code(message))
             case RunDirectory():
                 self._checkpoint_code = message.on_signal
                 self.run_dir = message.path
+
+    def _start_workers(self, order: Start) -> None:
+        told = {}
+        if order.team is not None:
+            told = variables(order.team, order.worker_ids, self._following.run_id)
+        self._workers.start(order.worker_ids, order.delay_s, told)
 
     def announce(self, text: str) -> None:
         self._stream.emit(Announcement(text=text))

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
@@ -35,6 +36,7 @@ __all__ = [
 
 LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 65536
+TRACEBACK: Final = "Traceback (most recent call last)"
 PIPE_BYTES: Final = 1 << 20  # the most that a pipe holds
 NOT_STARTED: Final = "could not be started: {}; see the limits of processes, open files and memory (ulimit -a)"
 TERMINATE_S: Final = 3.0  # from SIGTERM to SIGKILL
@@ -61,6 +63,8 @@ class Output:
     def __init__(self, descriptors: tuple[int, int], on_line: Callable[[str, bool], None]) -> None:
         self._on_line = on_line
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.error_at = 0.0
+        """When the last traceback was begun (`time.time`); 0: there was none."""
         self._loop = asyncio.get_running_loop()
         self._out, self._error = descriptors
         self._rest = {descriptor: bytearray() for descriptor in descriptors}
@@ -106,6 +110,8 @@ class Output:
         is_error = descriptor == self._error
         if is_error:
             self.last_lines.append(text)
+            if TRACEBACK in text:
+                self.error_at = time.time()
         self._on_line(text, is_error)
 
     def _close(self, descriptor: int) -> None:

@@ -118,6 +118,10 @@ class Following:
         """Stop all waits for the head, after a second signal."""
         self._is_answered.set()
 
+    def own_address(self) -> str:
+        """Return the address of this machine at which others reach it: that of its connection to the head."""
+        return str(self._link.sock.getsockname()[0]) if self._link is not None else "127.0.0.1"
+
     def leave(self) -> None:
         """Note that the run is over for this machine: do not start a head after this one."""
         self._is_over = True

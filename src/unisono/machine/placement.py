@@ -30,7 +30,7 @@ from unisono.machine.children import (
 from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
 from unisono.spec import RunSpec, WorkerSpec
 
-__all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Spawn"]
+__all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Plain", "Spawn"]
 
 NURSERY: Final = "UNISONO_NURSERY"
 """Name of the environment variable with the socket of a nursery that stands by itself."""
@@ -45,7 +45,7 @@ OnEnd = Callable[[Child], None]
 
 
 class Placement(Protocol):
-    """One way to start workers on this machine. Complete: `Fork` and `Spawn`."""
+    """One way to start workers on this machine. Complete: `Fork`, `Spawn` and `Plain`."""
 
     def open(self) -> None:
         """Start the processes that this placement needs itself.
@@ -139,9 +139,30 @@ class Fork:
             await self._nursery.close()
 
 
+class Plain(Spawn):
+    """Starts each process of a plain script as torchrun does. It knows nothing of the run, and gets no token."""
+
+    def start(self, spec: WorkerSpec, on_started: OnStarted) -> None:
+        own = {PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(self._run.threads)}
+        command = [sys.executable, "-P", "-m", "unisono.machine.plain", *self._run.arguments]
+        try:
+            child = spawn(
+                spec.worker_id,
+                command,
+                {**os.environ, **own, **spec.variables},
+                (),
+                on_line=partial(self._listener.on_line, spec.worker_id),
+                on_end=self._on_end,
+            )
+        except OSError as error:
+            on_started(error)
+        else:
+            on_started(child)
+
+
 Builder = Callable[[RunSpec, Memory, Listener, OnEnd], Placement]
-PLACEMENTS: Final[Mapping[str, Builder]] = {"fork": Fork, "spawn": Spawn}
-"""By `MachineSpec.start`."""
+PLACEMENTS: Final[Mapping[str, Builder]] = {"fork": Fork, "spawn": Spawn, "plain": Plain}
+"""By `MachineSpec.start`; the last one where `RunSpec.plain` says so."""
 
 
 class Nursery:

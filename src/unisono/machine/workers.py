@@ -7,8 +7,9 @@ import contextlib
 import os
 import signal
 import socket
+import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,9 @@ class Workers:
         self._head = head
         self._host = host
         self._on_exit = on_exit
-        self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, listener, self._report)
+        start = "plain" if spec.run.plain else spec.start
+        self._placement: Placement = PLACEMENTS[start](spec.run, secret, listener, self._report)
+        self._variables: dict[str, Mapping[str, str]] = {}
         self._listener = listener
         self._places = Places(spec.run.threads)
         self._states: dict[str, _State] = {}
@@ -105,8 +108,15 @@ class Workers:
         if self._spec.num_workers:
             self._placement.open()
 
-    def start(self, worker_ids: Iterable[str], delay_s: float = 0.0) -> None:
-        """Start these workers, each of them once in its life: a head that follows another one may repeat an order."""
+    def start(
+        self, worker_ids: Iterable[str], delay_s: float = 0.0, variables: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        """Start these workers, each of them once in its life: a head that follows another one may repeat an order.
+
+        Args:
+            variables: of each worker of a plain script, beside the environment that all have.
+        """
+        self._variables.update(variables or {})
         for worker_id in worker_ids:
             if worker_id in self._states:
                 continue
@@ -116,14 +126,21 @@ class Workers:
             else:
                 self._start(worker_id)
 
-    def evict(self, worker_id: str) -> None:
-        """End a worker. A delayed one does not start; one that is being forked is killed as soon as it is there."""
+    def evict(self, worker_id: str, patience_s: float = 0.0) -> None:
+        """End a worker. A delayed one does not start; one that is being forked is killed as soon as it is there.
+
+        Args:
+            patience_s: time from SIGTERM to SIGKILL; 0: SIGKILL at once.
+        """
         match self._states.get(worker_id):
             case _Delayed(timer):
                 timer.cancel()
                 self._states[worker_id] = _Evicted()
             case _Starting(local_rank):
                 self._states[worker_id] = _Starting(local_rank, is_evicted=True)
+            case _Started(child=child) if patience_s:
+                child.signal_group(signal.SIGTERM)
+                asyncio.get_running_loop().call_later(patience_s, child.kill)
             case _Started(child=child):
                 child.kill()
             case None:
@@ -167,7 +184,10 @@ class Workers:
         state = self._states.get(child.name)
         if child.exit_code == 0 and isinstance(state, _Started):
             self._places.give_back(state.local_rank)  # it is not replaced
-        self._on_exit(WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_output=words))
+        failed_at = child.output.error_at or time.time()
+        self._on_exit(
+            WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_output=words, failed_at=failed_at)
+        )
 
     # -- one worker ------------------------------------------------------------------------------------
 
@@ -212,6 +232,7 @@ class Workers:
             agent=os.getpid(),
             local_rank=local_rank,
             gpu=self._places.of(local_rank).gpu,
+            variables=dict(self._variables.get(worker_id, {})),
         )
 
     def _started(self) -> list[_Started]:

@@ -13,6 +13,7 @@ reason in one sentence. All decisions of the head about members are made here::
     ending       workers come to the end of the training
     generations  consequences: the next generation, or the end of the run
     heirs        which agents hold the state, and which of them starts the next head
+    plain        scripts for torchrun: rules of their own, from machines that join to the end of the run
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
 
@@ -36,6 +37,7 @@ counts against no worker.
 
 from __future__ import annotations
 
+from unisono.decisions.membership import plain
 from unisono.decisions.membership.agents import agent_name
 from unisono.decisions.membership.dispatch import Event, Lags, Tick, take
 from unisono.decisions.membership.draft import Action, Draft, Hangup, Invite, Send
@@ -80,6 +82,10 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     if isinstance(event.message, Beat) and (found := routine(state, event.source, event.message, now)) is not None:
         return found, (), ""
     draft = Draft(state, now)
+    if state.policy.plain:
+        plain.take(draft, event)
+        plain.follow_up(draft)
+        return draft.state, tuple(draft.actions), "; ".join(dict.fromkeys(draft.reasons))
     take(draft, event)
     if draft.actions or draft.broken or not isinstance(event.message, Beat):  # most events are heartbeats
         follow_up(draft)

@@ -14,7 +14,7 @@ from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
 from unisono.words import count, listed
 
-__all__ = ["agent_name", "drain", "drain_withdrawn", "join", "leave", "offer", "scale", "stop"]
+__all__ = ["agent_name", "drain", "drain_withdrawn", "enlist", "join", "leave", "offer", "scale", "stop"]
 
 _S = WorkerState
 
@@ -36,6 +36,15 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
         draft.put_agent(agent_id, away_at=None, lags=False)
         _repeat_start(draft, agent_id)
         return
+    known = enlist(draft, agent_id, hello)
+    _repeat_start(draft, agent_id)
+    agent = draft.state.agents[agent_id]
+    order(draft, agent_id, hello.num_workers if known is None else _missing(draft, agent))
+
+
+def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
+    """Add a machine to those that are connected; return what was known of it, if its connection broke before."""
+    state = draft.state
     known = state.absent.get(hello.agent_id)
     adds = hello.num_workers if state.policy.grows and not hello.primary else 0
     fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
@@ -52,8 +61,7 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
         draft.reasons.append(f"{hello.host} joins, and offers workers while nobody uses it")
     elif not hello.primary:
         draft.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
-    _repeat_start(draft, agent_id)
-    order(draft, agent_id, hello.num_workers if known is None else _missing(draft, agent))
+    return known
 
 
 def _missing(draft: Draft, agent: Agent) -> int:

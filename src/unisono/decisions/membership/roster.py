@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.decisions.membership.attempts import Attempt
 from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.hangs import Hang, Limits
 from unisono.decisions.membership.suspicion import Suspicions
@@ -84,6 +85,8 @@ class Policy:
     """A worker that an agent watches may connect again for so long after its connection closed."""
     away_s: float = 60.0
     """Time for a machine to connect to a head that has taken over."""
+    plain: bool = False
+    """The script is one for torchrun: `unisono.decisions.membership.plain` has the rules."""
     suspect_s: float = 1.0
     """Time in which a loss may explain a broken exchange, before the same members try again."""
 
@@ -251,6 +254,10 @@ class State:
     suspicions: Suspicions = field(default_factory=Suspicions)
     unreached: bool = False
     """In the newest generation, a planned one, a member of the generation before could not exchange."""
+    attempt: Attempt | None = None
+    """The newest start of all processes of a plain script."""
+    settled_at: float = 0.0
+    """Until then more machines may come, for a plain script."""
     finishing: bool = False
     stopping: str = ""
     ended: Ended | None = None
@@ -281,6 +288,8 @@ class State:
         """State of the run in one word: waiting, training, paused, finished or failed."""
         if self.ended is not None:
             return "finished" if self.ended.ok else "failed"
+        if self.attempt is not None and self.attempt.is_started:
+            return "training"
         if self.notice is None or not self.notice.members:
             return "waiting"
         return "paused" if self.notice.paused else "training"

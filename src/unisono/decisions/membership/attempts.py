@@ -1,0 +1,90 @@
+"""Attempts: the starts of all processes of a plain script (``unisono run --plain``), one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.words import exit_words
+
+__all__ = ["Attempt", "Failure", "Part", "spread"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The processes of one machine."""
+
+    agent: str
+    num_processes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The end of a process with another exit code than 0."""
+
+    name: str
+    host: str
+    exit_code: int
+    at: float
+    """When it began to show an error."""
+    last_output: str
+
+    def words(self) -> str:
+        code = self.exit_code
+        return f"{self.name} on {self.host} {exit_words(code) if code < 0 else f'ended with exit code {code}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of all processes, on some machines. Nothing of it is kept when a process fails or a machine comes."""
+
+    number: int
+    """Counted over the whole run, from 1."""
+    parts: tuple[Part, ...]
+    """By rank: the first part has rank 0."""
+    restarts: int = 0
+    """How many attempts before this one have failed."""
+    is_started: bool = False
+    """The machines have the order to start. Before, the agent of rank 0 looks for a free port."""
+    address: str = ""
+    """Of the machine of rank 0."""
+    port: int = 0
+    """Where the processes meet there."""
+    failures: tuple[Failure, ...] = ()
+    """Of processes that nobody had ended."""
+    ending: str = ""
+    """Why all processes are being ended; "" while none needs to end."""
+
+    waits: bool = False
+    """It is over, and there are too few machines for the next one."""
+
+    @property
+    def num_processes(self) -> int:
+        return sum(part.num_processes for part in self.parts)
+
+    @property
+    def cause(self) -> Failure | None:
+        """The failure that came first: where a process fails, the others lose their connections to it and fail too."""
+        return min(self.failures, key=lambda failure: failure.at, default=None)
+
+    def name(self, rank: int) -> str:
+        """Return the name of a process, which is not used again."""
+        return f"rank{rank}" if self.number == 1 else f"rank{rank}.{self.number}"
+
+    def names(self) -> dict[str, list[str]]:
+        """Return the names of the processes of each agent, by rank."""
+        found, first = {}, 0
+        for part in self.parts:
+            found[part.agent] = [self.name(rank) for rank in range(first, first + part.num_processes)]
+            first += part.num_processes
+        return found
+
+
+def spread(offers: dict[str, int], maximum: int) -> tuple[Part, ...]:
+    """Return how many processes each agent is to have: as many as it offers, in this order, up to the maximum."""
+    parts = []
+    for agent, offered in offers.items():
+        number = min(offered, maximum)
+        maximum -= number
+        if number:
+            parts.append(Part(agent=agent, num_processes=number))
+    return tuple(parts)
