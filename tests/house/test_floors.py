@@ -82,6 +82,9 @@ FLOORS = {
     "machine.following": 4,
     "machine.headprocess": 4,
     "machine.children": 4,
+    "machine.descendants": 4,
+    "machine.holder": 4,
+    "machine.shipped": 4,
     "machine.placement": 4,
     "machine.workers": 4,
     "head": 4,
@@ -117,6 +120,7 @@ NEIGHBOURS = {
     "cli": {"launchers"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.children",
+        "machine.descendants",
         "machine.following",
         "machine.headprocess",
         "machine.workers",
@@ -124,6 +128,7 @@ NEIGHBOURS = {
     },
     "machine.following": {"machine.children", "machine.headprocess"},
     "machine.headprocess": {"machine.children"},
+    "machine.holder": {"machine.descendants"},
     "machine.workers": {"machine.children", "machine.placement"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks

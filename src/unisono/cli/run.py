@@ -19,10 +19,12 @@ from unisono.errors import UsageError
 from unisono.spec import RunSpec, StartMethod
 
 if TYPE_CHECKING:
-    from unisono.launchers import Launcher
+    from unisono.launchers import Launcher, Request
     from unisono.machine.headprocess import Service
 
 __all__ = ["Options", "read", "run", "run_options", "start"]
+
+LOOPBACK: Final = "127.0.0.1"
 
 
 # fmt: off
@@ -41,8 +43,20 @@ _OPTIONS: Final = (
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
-    option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
-           "machines need one that they can reach."),
+    option("--hosts", default="", metavar="A,B:2,C", help="Machines to train on, by ssh: B with 2 workers, the others "
+           "with as many as they have room for. This machine takes part only if it is named (localhost)."),
+    option("--hostfile", default="", metavar="FILE", help="The same, one a line: HOST, HOST:N or HOST slots=N."),
+    option("--ssh", default="ssh", show_default=True, metavar="COMMAND", help="How machines are reached, with "
+           "options: 'ssh -F config'."),
+    option("--remote-python", default="", metavar="PATH", show_default="the path of this one", help="Python on the "
+           "other machines."),
+    option("--pass-env", multiple=True, metavar="NAME", help="An environment variable that the workers of --hosts get "
+           "from here."),
+    option("--ship", is_flag=True, help="Send the current folder, without what .gitignore names, to machines that "
+           "lack it."),
+    option("--ship-limit", type=float, default=100.0, show_default=True, metavar="MB", help="Most that --ship sends."),
+    option("--bind", metavar="ADDRESS", show_default="127.0.0.1; with --hosts, one that these reach", help="Where the "
+           "head listens; other machines need an address that they can reach."),
     option("--port", default=0, show_default="any", help="The head's port."),
     option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced."),
     option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ."),
@@ -100,15 +114,14 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
 
     spec, workers = read(options)
     if launcher is None:
-        request = launchers.Request(
-            workers=workers, threads=spec.threads, environment=dict(os.environ), launcher=options.launcher
-        )
-        launcher = launchers.choose(request)
+        launcher = launchers.choose(options.request(spec, workers))
     machines = launcher.machines()
+    if options.workers == "auto":
+        workers = parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
     return launchers.run(
         spec,
         launcher,
-        options.service(workers),
+        options.service(workers, launcher.bind() if isinstance(launcher, launchers.Reached) else ""),
         machines=machines,
         start=options.start,
         simulate_hosts=options.simulate_hosts,
@@ -130,7 +143,14 @@ class Options:
     resume: str
     resume_anyway: tuple[str, ...]
     exchange: str
-    bind: str
+    hosts: str
+    hostfile: str
+    ssh: str
+    remote_python: str
+    pass_env: tuple[str, ...]
+    ship: bool
+    ship_limit: float
+    bind: str | None
     port: int
     max_restarts: int
     strict: bool
@@ -157,15 +177,52 @@ class Options:
                 f"--heartbeat-s must be smaller than --heartbeat-timeout-s, got --heartbeat-s {self.heartbeat_s} and "
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
             )
-        if not self.bind:
+        if self.bind == "":
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
         if self.simulate_hosts < 1:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
 
-    def service(self, workers: Workers) -> Service:
-        """Return the settings of the head of a run that begins with so many workers."""
+        if self.ship_limit <= 0:
+            raise UsageError(f"--ship-limit is a size in MB above 0, got {self.ship_limit}")
+        if not (self.hosts or self.hostfile):
+            given = {"--ship": self.ship, "--remote-python": self.remote_python, "--pass-env": self.pass_env}
+            for name in (name for name, value in given.items() if value):
+                raise UsageError(f"{name} is for machines that --hosts or --hostfile name")
+
+    def request(self, spec: RunSpec, workers: Workers) -> Request:
+        """Return what a launcher is asked for."""
+        from unisono.launchers import Remote, Request
+
+        remote = Remote(
+            hosts=self.hosts,
+            hostfile=self.hostfile,
+            ssh=self.ssh,
+            python=self.remote_python,
+            variables=self.pass_env,
+            ship=self.ship,
+            ship_mb=self.ship_limit,
+        )
+        return Request(
+            workers=workers,
+            threads=spec.threads,
+            environment=dict(os.environ),
+            launcher=self.launcher,
+            takes_all=self.workers == "auto",
+            spec=spec,
+            bind=self.bind or "",
+            port=self.port,
+            allow_different_script=self.allow_different_script,
+            remote=remote,
+        )
+
+    def service(self, workers: Workers, bind: str) -> Service:
+        """Return the settings of the head of a run that begins with so many workers.
+
+        Args:
+            bind: where it listens if the user has not said it; "": on the loopback interface.
+        """
         from unisono.decisions.membership import Policy
         from unisono.machine.headprocess import Service
 
@@ -183,7 +240,7 @@ class Options:
             hang_s=self.hang_s,
             away_s=self.head_away_s,
         )
-        return Service(policy=policy, bind=self.bind, port=self.port)
+        return Service(policy=policy, bind=self.bind or bind or LOOPBACK, port=self.port)
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:

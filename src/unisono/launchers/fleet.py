@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from unisono.launchers.protocol import AgentCommand, Handle, Launcher, Machine
+from unisono.launchers.protocol import AgentCommand, Explained, Handle, Launcher, Machine
 from unisono.machine.children import TERMINATE_S, Listener, leave_to_others, reaped_by_others
 from unisono.spec import RunSpec
 from unisono.words import exit_words, listed
@@ -158,6 +158,10 @@ class Fleet:
 
 
 def _how_it_ended(agent: _Agent) -> str:
+    if isinstance(agent.handle, Explained) and (
+        known := agent.handle.explain(agent.exit_code or 0, tuple(agent.last_lines))
+    ):
+        return f"the agent of {agent.name} {known}"
     words = f": {agent.last_lines[-1]}" if agent.last_lines else ""
     code = agent.exit_code or 0
     return f"the agent of {agent.name} {exit_words(code) if code < 0 else f'ended with exit code {code}'}{words}"

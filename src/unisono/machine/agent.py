@@ -31,8 +31,9 @@ from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, StopRun, re
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.journal import conclude
-from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
+from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
+from unisono.machine.descendants import end_descendants
 from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, address, listen, reachable
 from unisono.machine.workers import Workers, machine_label
@@ -128,6 +129,8 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     secret = Memory("unisono-token", token.encode())
+    if spec.launched:
+        adopt_orphans(True)
 
     async def work() -> int:
         stream = Stream([make("relay" if spec.launched else "terminal")])
@@ -137,6 +140,8 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
         return asyncio.run(work())
     finally:
         secret.close()
+        if spec.launched:  # also what a script has put into a session of its own
+            end_descendants(TERMINATE_S)
 
 
 class _Agent:
