@@ -49,6 +49,7 @@ __all__ = [
     "Leaving",
     "Left",
     "Lost",
+    "MachinesGone",
     "MemberInfo",
     "Message",
     "Notice",
@@ -407,6 +408,12 @@ class Drain(Message):
     reason: str = ""
 
 
+class MachinesGone(Message):
+    """Report of the command: so many of the agents that it has started on other machines have ended."""
+
+    number: int
+
+
 class Scale(Message):
     """Request from outside: change the number of workers."""
 
@@ -434,7 +441,8 @@ class Lost(Message):
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
     | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
-    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot | Kept
+    | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement
+    | Snapshot | Kept
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -114,6 +115,6 @@ def run(
         outcome=outcome,
     )
     others = [machine for machine in machines if machine.name != HERE]
-    return agent.run(
-        here, service or Service(policy=Policy(start=total, maximum=total)), partial(Fleet, launcher, others, spec)
-    )
+    service = service or Service(policy=Policy(start=total, maximum=total))
+    service = replace(service, policy=replace(service.policy, machines=len(others)))
+    return agent.run(here, service, partial(Fleet, launcher, others, spec))

@@ -54,8 +54,12 @@ class Fleet:
         self._is_closing = False
         self._is_hurried = asyncio.Event()
 
-    def start(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
-        """Start the agents. ``on_lost`` receives why none is left, while the run may not be over.
+    def start(self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[int], None]) -> None:
+        """Start the agents.
+
+        Args:
+            on_lost: receives why none is left, while the run may not be over.
+            on_gone: receives how many have ended, whenever one does.
 
         Raises:
             UsageError: one of them cannot be started.
@@ -88,7 +92,7 @@ class Fleet:
             finally:
                 reaped_by_others(agent.pid)
             reader.join(LAST_LINES_S)  # not for long: another process may hold the pipe
-            post(self._on_end, listener, on_lost, agent, code)
+            post(self._on_end, listener, on_lost, on_gone, agent, code)
 
         for machine in self._machines:
             agent = _Agent(machine.name, self._launcher.start(machine, self._command(machine)))
@@ -142,9 +146,18 @@ class Fleet:
         agent.last_lines.append(text)
         listener.on_line(agent.name, text, False)
 
-    def _on_end(self, listener: Listener, on_lost: Callable[[str], None], agent: _Agent, exit_code: int) -> None:
+    def _on_end(
+        self,
+        listener: Listener,
+        on_lost: Callable[[str], None],
+        on_gone: Callable[[int], None],
+        agent: _Agent,
+        exit_code: int,
+    ) -> None:
         agent.exit_code = exit_code
         agent.ended.set()
+        if not self._is_closing:
+            on_gone(sum(other.ended.is_set() for other in self._agents))
         asyncio.get_running_loop().call_later(VERDICT_S, self._report, listener, on_lost, agent)
 
     def _report(self, listener: Listener, on_lost: Callable[[str], None], agent: _Agent) -> None:

@@ -43,6 +43,7 @@ from unisono.messages import (
     Ended,
     Evict,
     Happened,
+    MachinesGone,
     Message,
     RunDirectory,
     Start,
@@ -64,8 +65,12 @@ TELL_S: Final = 10.0  # for a head that stands still to tell the other machines 
 class Machines(Protocol):
     """Agents on other machines that this command has started (`unisono.launchers.fleet.Fleet`)."""
 
-    def start(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
-        """Start the agents. ``on_lost`` receives why none is left, while the run may not be over.
+    def start(self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[int], None]) -> None:
+        """Start the agents.
+
+        Args:
+            on_lost: receives why none is left, while the run may not be over.
+            on_gone: receives how many have ended, whenever one does.
 
         Raises:
             UsageError: one of them cannot be started.
@@ -196,7 +201,7 @@ class _Agent:
         talk = asyncio.create_task(self._following.run())
         try:
             if self._machines is not None:
-                self._machines.start(self, self._on_machines_lost)
+                self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
             if self._spec.launched:
                 loop.add_reader(sys.stdin.fileno(), self._on_input)
             ended = await self._over
@@ -261,6 +266,9 @@ class _Agent:
     def _on_machines_lost(self, reason: str) -> None:
         if not self._workers.running():
             self._end_now(reason, 1)
+
+    def _on_machines_gone(self, number: int) -> None:
+        self._following.send(MachinesGone(number=number))
 
     def _on_exit(self, message: WorkerExit) -> None:
         self._following.send(message)

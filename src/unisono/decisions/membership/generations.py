@@ -114,7 +114,7 @@ def _ready(draft: Draft) -> list[str]:
 def _plan_first(draft: Draft) -> None:
     policy, ready = draft.state.policy, _ready(draft)
     # Workers that will not come any more are not waited for.
-    coming = draft.workers(_S.ORDERED, _S.STARTING)
+    coming = draft.workers(_S.ORDERED, _S.STARTING) or draft.state.num_coming
     is_complete = len(ready) + len(draft.workers(_S.FINISHED)) >= policy.start
     if ready and (is_complete or (not coming and len(ready) >= policy.minimum)):
         _announce(draft, ready[: policy.maximum], "all are ready", immediate=False)

@@ -56,6 +56,8 @@ class Policy:
     """More are not admitted."""
     grows: bool = True
     """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
+    machines: int = 0
+    """The command starts agents on so many other machines; generation 1 waits for those that may still come."""
     max_restarts: int = 10
     """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
@@ -191,6 +193,8 @@ class State:
     """Agents whose connection broke; if they connect again, they keep their names."""
     num_agents: int = 0
     """Number of agents so far: names are not used again."""
+    num_gone: int = 0
+    """Number of the agents that the command has started on other machines, and that have ended."""
     next_number: int = 0
     notice: Notice | None = None
     """The newest."""
@@ -238,6 +242,13 @@ class State:
     @property
     def members(self) -> tuple[str, ...]:
         return tuple(info.worker_id for info in self.notice.members) if self.notice else ()
+
+    @property
+    def num_coming(self) -> int:
+        """Number of machines that the command has started an agent on, and that may still come."""
+        others = [agent for agent in (*self.agents.values(), *self.absent.values()) if not agent.primary]
+        never_came = max(0, self.num_gone - sum(not agent.primary for agent in self.absent.values()))
+        return max(0, self.policy.machines - len(others) - never_came)
 
     @property
     def label(self) -> str:
