@@ -21,7 +21,7 @@ import pytest
 
 from tests.waiting import WAIT_S
 
-__all__ = ["SshMachine", "Sshd", "run_sshd"]
+__all__ = ["SshMachine", "Sshd", "children", "run_sshd"]
 
 PASSED = ("UNISONO_TEST", "UNISONO_NURSERY", "UNISONO_STACK_SIGNAL", "OMP_NUM_THREADS", "TMPDIR")
 """Variables that come along, so that a test finds what it has started, and its runs begin quickly."""

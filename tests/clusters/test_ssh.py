@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.sshd import Sshd, SshMachine, run_sshd
+from tests.clusters.sshd import Sshd, SshMachine, children, run_sshd
 from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
@@ -39,7 +39,7 @@ def island(sshd: Sshd, tmp_path: Path) -> Iterator[SshMachine]:
     """A machine that can die, and that does not see the folder `hidden` of the test."""
     if os.getuid() != 0:
         pytest.skip("network namespaces are not permitted here")
-    hidden, name = tmp_path / "hidden", f"island-{os.getpid()}-{id(tmp_path)}"
+    hidden, name = tmp_path / "hidden", f"island{len(sshd.machines)}"
     hidden.mkdir()
     prepare = f"mount -t tmpfs none {hidden}"
     machine = sshd.start(name, apart=True, prepare=prepare, environment=f"XDG_CACHE_HOME={tmp_path / 'cache'}")
@@ -194,7 +194,8 @@ def test_a_folder_is_sent_to_the_machines_that_lack_it(
 
     refused = train("no")
     assert refused.wait() == 2
-    assert f"  {island.name}: there is no train.py" in "\n".join(refused.err) or "is not in" in "\n".join(refused.err)
+    assert refused.err[0] == "unisono: 1 of 2 hosts is not ready, so nothing was started:"
+    assert refused.err[1].startswith(f"  {island.name}: train.py is not in {project} there; copy the project to it, or")
     for name in ("first", "second"):
         command = train(name, "--ship")
         assert command.wait() == 0, command.err
@@ -202,11 +203,20 @@ def test_a_folder_is_sent_to_the_machines_that_lack_it(
         assert num_workers(tmp_path / name)[-1] == 2
         copies = list((tmp_path / "cache" / "unisono" / "shipped").iterdir())
         assert len(copies) == 1
-        assert sorted(path.name for path in (copies[0] / "folder").iterdir() if path.name != "__pycache__") == [
-            ".gitignore",
-            "helper.py",
-            "train.py",
-        ]
+        sent = {path.name for path in (copies[0] / "folder").iterdir()} - {"__pycache__"}
+        assert sent == {".gitignore", "helper.py", "train.py"}
+
+
+def test_the_user_is_told_where_the_runs_directory_is_if_it_is_not_here(
+    sshd: Sshd, island: SshMachine, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "hidden" / "run"
+    options = ("--hosts", f"{island.name}:1", "--ssh", sshd.command, "--run-dir", directory)
+    command = unisono("run", SCRIPT, *options, "--", "--steps", STEPS)
+    assert command.wait() == 0, command.err
+    command.line(f"the run's directory {directory} is not on this machine")
+    there = Path(f"/proc/{children(island.process.pid)[0]}/root")
+    assert is_the_same(calm, there / directory.relative_to("/"))
 
 
 def test_every_machine_that_is_not_ready_is_named_before_anything_is_started(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from unisono.capacity import Workers
 from unisono.errors import UsageError
+from unisono.launchers.answers import why_ssh_failed
 from unisono.launchers.hosts import Host, is_this_machine, parse_hostfile, parse_hosts, spread
-from unisono.launchers.ssh import why_ssh_failed
 
 
 @pytest.mark.parametrize(

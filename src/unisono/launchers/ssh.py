@@ -8,9 +8,7 @@ runs on a machine is held there (`unisono.machine.holder`): nothing of it outliv
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +26,7 @@ from unisono.capacity import check_open_files, check_workers, count_workers
 from unisono.errors import UsageError
 from unisono.fingerprint import SWITCHES, script_checksum
 from unisono.launchers import probe
+from unisono.launchers.answers import SSH_FAILED, VERSION, Answer, why_no_answer, why_ssh_failed
 from unisono.launchers.beacon import Beacon, own_addresses
 from unisono.launchers.hosts import Host, is_this_machine, parse_hosts, read_hostfile, spread
 from unisono.launchers.processes import Processes
@@ -37,7 +36,7 @@ from unisono.machine import holder, shipped
 from unisono.machine.headprocess import reachable
 from unisono.words import count, exit_words
 
-__all__ = ["OPTIONS", "Ssh", "is_asked", "why_ssh_failed"]
+__all__ = ["OPTIONS", "Ssh", "is_asked"]
 
 OPTIONS: Final = (
     *("-T", "-x", "-a"),
@@ -51,29 +50,12 @@ OPTIONS: Final = (
 )
 """Options of ssh. Those of ``--ssh`` go before, so they count."""
 
-VERSION: Final[str] = importlib.import_module("unisono").__version__
-SSH_FAILED: Final = 255
-"""ssh's own exit code; a holder never ends with it."""
-NOT_FOUND: Final = 127
 PROBE_S: Final = 60.0
 SHIP_S: Final = 600.0
 AT_ONCE: Final = 32
 CLOSE_S: Final = 2 * holder.TERMINATE_S
 VARIABLES: Final = ("PYTHONHASHSEED", *SWITCHES)
 """Always passed on where they are set here: the bits depend on them."""
-
-_LOST: Final = r"closed by|broken pipe|not responding|reset by|connection abort|connection closed"
-_CAUSES: Final = (
-    (r"permission denied|too many authentication", "refuses the key of this user"),
-    (r"host key verification failed|identification has changed", "has an unknown or a changed host key"),
-    (r"could not resolve|connection refused|timed out|no route|unreachable|banner exchange", "cannot be reached"),
-    (_LOST, "has lost its connection"),
-)
-_ADVICE: Final = {
-    "refuses the key of this user": "`ssh-copy-id {name}`, or an agent (`ssh-add`): ssh must not have to ask",
-    "has an unknown or a changed host key": "call `ssh {name}` once by hand and check the key",
-    "cannot be reached": "see `ssh {name}`, and the name, port and jump host in the configuration of ssh",
-}
 
 
 @dataclass(frozen=True)
@@ -223,8 +205,8 @@ class Ssh:
         output, words, code = _run(command, probe.program(dict(question)).encode(), PROBE_S)
         answer = probe.find_answer(output)
         if answer is None:
-            raise _Unfit(_why_no_answer(host.name, python, code, words or output))
-        found = msgspec.convert(answer, _Answer)
+            raise _Unfit(why_no_answer(host.name, python, code, words or output))
+        found = msgspec.convert(answer, Answer)
         if why := found.why_not(python):
             raise _Unfit(why)
         folder = self._folder_there(found, question["shipped"] is not None)
@@ -232,7 +214,7 @@ class Ssh:
             raise _Unfit(self._why_not_reached(question))
         return _Place(host, python, host.slots or found.room, folder, tuple(found.reached))
 
-    def _folder_there(self, found: _Answer, ships: bool) -> str:
+    def _folder_there(self, found: Answer, ships: bool) -> str:
         """Return where the run's folder is on a machine; "" where it has to be sent."""
         if ships:
             return self._folder if found.has_tree else found.copy
@@ -297,44 +279,13 @@ class Ssh:
                         if "folder" in answer:
                             return _Place(host, place.python, place.room, answer["folder"], place.reached)
                         raise _Unfit(f"it did not take the folder: {answer['error']}")
-                raise _Unfit(_why_no_answer(host.name, place.python, code, words or output))
+                raise _Unfit(why_no_answer(host.name, place.python, code, words or output))
 
             return _for_all([place.host for place in places], send)
 
     def _at(self, host: Host, python: str, module: str, *arguments: str) -> tuple[str, ...]:
         """Return the command that runs a module on a machine. Words that any shell there reads alike."""
         return (*self._command, *OPTIONS, host.name, f"exec {shlex.join([python, '-P', '-m', module, *arguments])}")
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """What `probe.answer` returns."""
-
-    python: tuple[int, int, int]
-    executable: str
-    host: str
-    unisono: str = ""
-    torch: str = ""
-    error: str = ""
-    room: int = 0
-    has_folder: bool = False
-    script: str = ""
-    has_tree: bool = False
-    copy: str = ""
-    reached: tuple[str, ...] = ()
-
-    def why_not(self, python: str) -> str:
-        """Return why the Python there cannot run an agent; "" if it can."""
-        version = ".".join(map(str, self.python))
-        other = "name another interpreter with --remote-python"
-        if self.python < (3, 11, 0):
-            return f"{python} is Python {version} there, and 3.11 is the oldest that Unisono runs with; {other}"
-        if not self.unisono:
-            return f"{python} has no unisono there ({self.error}); install version {VERSION}, or {other}"
-        if self.unisono != VERSION:
-            return f"{python} has unisono {self.unisono} there, and this is {VERSION}; install the same"
-        if not self.torch:
-            return f"{python} has no torch there ({self.error}); install it, or {other}"
-        return ""
 
 
 class _Session:
@@ -364,7 +315,9 @@ class _Session:
     def explain(self, exit_code: int, last_lines: Sequence[str]) -> str:
         if exit_code == SSH_FAILED:
             cause, line = why_ssh_failed(last_lines)
-            return f"{cause.replace('has lost its connection', 'is gone: the ssh connection is lost')} ({line})"
+            if cause == "has lost its connection":
+                return f"is gone: the ssh connection is lost ({line})"
+            return f"could not be started: {self._name} {cause} ({line})"
         if exit_code > 128:
             return exit_words(128 - exit_code)
         return f"is gone: its ssh {exit_words(exit_code)}" if exit_code < 0 else ""
@@ -372,37 +325,6 @@ class _Session:
 
 class _Unfit(Exception):
     """Why one machine cannot take part."""
-
-
-def why_ssh_failed(lines: Sequence[str]) -> tuple[str, str]:
-    """Return what ssh's own words mean, as a predicate that follows the name of a machine, and the line that says so.
-
-    Args:
-        lines: the last lines of its output.
-    """
-    for line in reversed(lines):
-        for pattern, meaning in _CAUSES:
-            if re.search(pattern, line, re.IGNORECASE):
-                return meaning, line.strip()
-    said = [line.strip() for line in lines if line.strip()]
-    return "has lost its connection", said[-1] if said else "ssh has said nothing"
-
-
-def _why_no_answer(name: str, python: str, code: int | None, output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else "nothing was printed"
-    if code is None:
-        return f"it has not answered within {PROBE_S:.0f} s; see `ssh {name}`"
-    if code == SSH_FAILED:
-        cause, line = why_ssh_failed(lines)
-        advice = _ADVICE.get(cause, "").format(name=name)
-        return f"it {cause} ({line}){'; ' + advice if advice else ''}"
-    if code == NOT_FOUND or "not found" in last.lower() or "no such file" in last.lower():
-        return (
-            f"there is no {python} there ({last}); install Python with unisono {VERSION} at the same path, "
-            "or say where it is with --remote-python"
-        )
-    return f"{python} there {exit_words(code) if code < 0 else f'ended with exit code {code}'}: {last}"
 
 
 def _run(command: Sequence[str], given: bytes | IO[bytes], seconds: float) -> tuple[str, str, int | None]:

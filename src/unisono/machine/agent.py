@@ -358,8 +358,9 @@ class _Agent:
         if self._spec.outcome:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
             Path(self._spec.outcome).write_text(json.dumps(known))
-        elif hint := self._how_to_go_on(ended):
-            self.announce(hint)
+        else:
+            for hint in filter(None, (self._where_it_lies(), self._how_to_go_on(ended))):
+                self.announce(hint)
         traceback = "" if self._spec.outcome else ended.traceback
         digests = self._digests if ended.ok else {}
         self._stream.emit(
@@ -383,6 +384,15 @@ class _Agent:
         with contextlib.suppress(OSError):
             return holder(Path(self.run_dir)) == self._following.run_id
         return False
+
+    def _where_it_lies(self) -> str:
+        """Return that the run's directory is on another machine, where that is so; else ""."""
+        if not self._is_primary or self._spec.num_workers or not self.run_dir or self._holds_run_dir():
+            return ""
+        return (
+            f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on a machine that "
+            "has trained; next time, use a shared folder, or name localhost among --hosts"
+        )
 
     def _how_to_go_on(self, ended: Ended) -> str:
         """Return the command to resume a run that this machine has started and that ended early; "" for other runs."""
