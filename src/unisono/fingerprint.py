@@ -13,9 +13,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
-__all__ = ["fingerprint", "script_checksum"]
+__all__ = ["SWITCHES", "fingerprint", "script_checksum"]
 
-_SWITCHES: Final = (
+SWITCHES: Final = (
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
@@ -46,7 +46,7 @@ def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> di
         facts["device name"] = torch.cuda.get_device_name(device)
         facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = str(torch.backends.cudnn.version())
-    facts.update({name: found[name] for name in _SWITCHES if name in found})
+    facts.update({name: found[name] for name in SWITCHES if name in found})
     return facts
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "Leaving",
     "Left",
     "Lost",
+    "MachinesGone",
     "Meet",
     "MeetingPoint",
     "MemberInfo",
@@ -458,6 +459,12 @@ class Offer(Message):
     reason: str = ""
 
 
+class MachinesGone(Message):
+    """Report of the command: so many of the agents that it has started on other machines have ended."""
+
+    number: int
+
+
 class Scale(Message):
     """Request from outside: change the number of workers."""
 
@@ -485,8 +492,8 @@ class Lost(Message):
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
     | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
-    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement | Snapshot
-    | Kept | Meet | MeetingPoint
+    | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
+    | Snapshot | Kept | Meet | MeetingPoint
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

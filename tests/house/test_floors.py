@@ -91,6 +91,9 @@ FLOORS = {
     "machine.headprocess": 4,
     "machine.inviting": 4,
     "machine.children": 4,
+    "machine.descendants": 4,
+    "machine.holder": 4,
+    "machine.shipped": 4,
     "machine.placement": 4,
     "machine.idleness": 4,
     "machine.places": 4,
@@ -131,6 +134,7 @@ NEIGHBOURS = {
     "cli": {"launchers"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.children",
+        "machine.descendants",
         "machine.following",
         "machine.headprocess",
         "machine.inviting",
@@ -142,6 +146,7 @@ NEIGHBOURS = {
     "machine.following": {"machine.children", "machine.headprocess"},
     "machine.headprocess": {"machine.children"},
     "machine.inviting": {"machine.headprocess"},
+    "machine.holder": {"machine.descendants"},
     "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks

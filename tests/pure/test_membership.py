@@ -44,6 +44,7 @@ from unisono.messages import (
     Leaving,
     Left,
     Lost,
+    MachinesGone,
     MemberInfo,
     Message,
     Notice,
@@ -316,6 +317,37 @@ def test_those_who_will_not_come_are_not_waited_for() -> None:
     story.exits("w0")
     story.arrive("w1", "w2")
     assert story.state.members == ("w1", "w2")
+
+
+def test_machines_that_the_command_has_started_are_waited_for_until_they_are_known_not_to_come() -> None:
+    story = Story(4, machines=3)
+    own = story.agent(1)
+    left = story.agent(1, "agent1", primary=False, host="left")
+    story.arrive(*own, *left)
+    assert not story.state.members, "two machines are on their way"
+    story.says(AGENT, MachinesGone(number=1))
+    assert not story.state.members, "one is"
+    story.says(AGENT, MachinesGone(number=2))
+    assert story.state.members == ("w0", "w1")
+
+
+def test_a_machine_that_has_come_and_gone_is_not_one_that_never_came() -> None:
+    story = Story(3, machines=2)
+    story.arrive(*story.agent(1))
+    story.agent(1, "agent1", primary=False, host="left")
+    story.says("agent1", Lost(reason="its connection has closed"))
+    story.says(AGENT, MachinesGone(number=1))
+    assert not story.state.members, "the other is on its way"
+    story.arrive(*story.agent(1, "agent2", primary=False, host="right"))
+    assert story.state.members == ("w0", "w2")
+
+
+def test_only_the_command_says_which_machines_are_gone() -> None:
+    story = Story(2)
+    story.agent(1)
+    story.agent(1, "agent1", primary=False)
+    with pytest.raises(ProtocolError, match="an agent may not send MachinesGone"):
+        story.says("agent1", MachinesGone(number=1))
 
 
 # -- losses ------------------------------------------------------------------------------------------

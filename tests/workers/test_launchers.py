@@ -83,12 +83,16 @@ class Seen:
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[str] = asyncio.Queue()
+        self.num_gone = 0
 
     def on_line(self, name: str, text: str, is_error: bool) -> None:
         self.said.put_nowait(f"[{name}] {text}")
 
     def on_notice(self, text: str) -> None:
         self.said.put_nowait(text)
+
+    def on_gone(self, number: int) -> None:
+        self.num_gone = number
 
     def on_lost(self, reason: str) -> None:
         self.said.put_nowait(f"lost: {reason}")
@@ -100,10 +104,11 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
 
     async def work() -> list[str]:
         agents = Fleet(rented, [LEFT, RIGHT], RunSpec(head_away_s=7.0), "ws://head:1", "secret")
-        agents.start(seen, seen.on_lost)
+        agents.start(seen, seen.on_lost, seen.on_gone)
         said = [await seen.said.get(), await seen.said.get()]
         rented.agents["left"].end(255)
         said.append(await seen.said.get())
+        assert seen.num_gone == 1
         assert seen.said.empty(), "the other machine may go on alone"
         rented.agents["right"].end(-signal.SIGKILL)
         said += [await seen.said.get(), await seen.said.get()]
@@ -131,7 +136,7 @@ def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeyp
 
     async def work() -> None:
         agents = Fleet(rented, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
-        agents.start(seen, seen.on_lost)
+        agents.start(seen, seen.on_lost, seen.on_gone)
         rented.agents["left"].end(0)
         await agents.close(0.01)
 

@@ -20,13 +20,14 @@ from unisono.invitation import HeadUrl
 from unisono.spec import RunSpec, StartMethod
 
 if TYPE_CHECKING:
-    from unisono.launchers import Launcher
+    from unisono.launchers import Launcher, Request
     from unisono.machine.headprocess import Service
 
 __all__ = ["Options", "read", "run", "run_options", "start"]
 
 RESTARTS: Final = 10
 PLAIN_RESTARTS: Final = 0
+LOOPBACK: Final = "127.0.0.1"
 
 
 # fmt: off
@@ -47,8 +48,20 @@ _OPTIONS: Final = (
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
-    option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
-           "machines need one that they can reach."),
+    option("--hosts", default="", metavar="A,B:2,C", help="Machines to train on, by ssh: B with 2 workers, the others "
+           "with as many as they have room for. This machine takes part only if it is named (localhost)."),
+    option("--hostfile", default="", metavar="FILE", help="The same, one a line: HOST, HOST:N or HOST slots=N."),
+    option("--ssh", default="ssh", show_default=True, metavar="COMMAND", help="How machines are reached, with "
+           "options: 'ssh -F config'."),
+    option("--remote-python", default="", metavar="PATH", show_default="the path of this one", help="Python on the "
+           "other machines."),
+    option("--pass-env", multiple=True, metavar="NAME", help="An environment variable that the workers of --hosts get "
+           "from here."),
+    option("--ship", is_flag=True, help="Send the current folder, without what .gitignore names, to machines that "
+           "lack it."),
+    option("--ship-limit", type=float, default=100.0, show_default=True, metavar="MB", help="Most that --ship sends."),
+    option("--bind", metavar="ADDRESS", show_default="127.0.0.1; with --hosts, one that these reach", help="Where the "
+           "head listens; other machines need an address that they can reach."),
     option("--port", default=0, show_default="any", help="The head's port."),
     option("--advertise", default="", metavar="HOST", help="The address or name at which other machines reach the "
            "head, where that is not the one of --bind."),
@@ -116,15 +129,14 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
 
     spec, workers = read(options)
     if launcher is None:
-        request = launchers.Request(
-            workers=workers, threads=spec.threads, environment=dict(os.environ), launcher=options.launcher
-        )
-        launcher = launchers.choose(request)
+        launcher = launchers.choose(options.request(spec, workers))
     machines = launcher.machines()
+    if options.workers == "auto":
+        workers = parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
     return launchers.run(
         spec,
         launcher,
-        options.service(workers),
+        options.service(workers, launcher.bind() if isinstance(launcher, launchers.Reached) else ""),
         machines=machines,
         start=options.start,
         simulate_hosts=options.simulate_hosts,
@@ -147,7 +159,14 @@ class Options:
     resume: str
     resume_anyway: tuple[str, ...]
     exchange: str
-    bind: str
+    hosts: str
+    hostfile: str
+    ssh: str
+    remote_python: str
+    pass_env: tuple[str, ...]
+    ship: bool
+    ship_limit: float
+    bind: str | None
     port: int
     advertise: str
     tls: bool | None
@@ -183,7 +202,7 @@ class Options:
             )
         if self.plain:
             self._check_plain()
-        if not self.bind:
+        if self.bind == "":
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
@@ -195,6 +214,13 @@ class Options:
             raise UsageError("--certificate is for TLS, and --no-tls turns it off; leave one of them out")
         if self.simulate_hosts < 1:
             raise UsageError(f"there is at least 1 host, got --simulate-hosts {self.simulate_hosts}")
+
+        if self.ship_limit <= 0:
+            raise UsageError(f"--ship-limit is a size in MB above 0, got {self.ship_limit}")
+        if not (self.hosts or self.hostfile):
+            given = {"--ship": self.ship, "--remote-python": self.remote_python, "--pass-env": self.pass_env}
+            for name in (name for name, value in given.items() if value):
+                raise UsageError(f"{name} is for machines that --hosts or --hostfile name")
 
     def _check_plain(self) -> None:
         given = {"--resume": self.resume, "--overwrite": self.overwrite, "--strict": self.strict}
@@ -209,8 +235,38 @@ class Options:
             return self.max_restarts
         return PLAIN_RESTARTS if self.plain else RESTARTS
 
-    def service(self, workers: Workers) -> Service:
-        """Return the settings of the head of a run that begins with so many workers."""
+    def request(self, spec: RunSpec, workers: Workers) -> Request:
+        """Return what a launcher is asked for."""
+        from unisono.launchers import Remote, Request
+
+        remote = Remote(
+            hosts=self.hosts,
+            hostfile=self.hostfile,
+            ssh=self.ssh,
+            python=self.remote_python,
+            variables=self.pass_env,
+            ship=self.ship,
+            ship_mb=self.ship_limit,
+        )
+        return Request(
+            workers=workers,
+            threads=spec.threads,
+            environment=dict(os.environ),
+            launcher=self.launcher,
+            takes_all=self.workers == "auto",
+            spec=spec,
+            bind=self.bind or "",
+            port=self.port,
+            allow_different_script=self.allow_different_script,
+            remote=remote,
+        )
+
+    def service(self, workers: Workers, bind: str) -> Service:
+        """Return the settings of the head of a run that begins with so many workers.
+
+        Args:
+            bind: where it listens if the user has not said it; "": on the loopback interface.
+        """
         from unisono.decisions.membership import Policy
         from unisono.machine.headprocess import Service
 
@@ -232,7 +288,7 @@ class Options:
         )
         return Service(
             policy=policy,
-            bind=self.bind,
+            bind=self.bind or bind or LOOPBACK,
             port=self.port,
             advertise=self.advertise.strip("[]"),
             tls=self.tls,

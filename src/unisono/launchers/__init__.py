@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -18,7 +19,20 @@ from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.launchers.fleet import Fleet
 from unisono.launchers.local import Local
-from unisono.launchers.protocol import HERE, AgentCommand, Handle, Kind, Launcher, Machine, Request
+from unisono.launchers.protocol import (
+    HERE,
+    AgentCommand,
+    Explained,
+    Handle,
+    Kind,
+    Launcher,
+    Machine,
+    Reached,
+    Remote,
+    Request,
+)
+from unisono.launchers.ssh import Ssh
+from unisono.launchers.ssh import is_asked as names_hosts
 from unisono.machine import agent
 from unisono.machine.headprocess import Service
 from unisono.spec import MachineSpec, RunSpec, StartMethod
@@ -27,11 +41,14 @@ __all__ = [
     "HERE",
     "LAUNCHERS",
     "AgentCommand",
+    "Explained",
     "Handle",
     "Kind",
     "Launcher",
     "Machine",
     "Policy",
+    "Reached",
+    "Remote",
     "Request",
     "RunSpec",
     "Service",
@@ -39,7 +56,10 @@ __all__ = [
     "run",
 ]
 
-LAUNCHERS: Final[dict[str, Kind]] = {"local": Kind(Local, is_asked=lambda request: True)}
+LAUNCHERS: Final[dict[str, Kind]] = {
+    "ssh": Kind(Ssh, is_asked=names_hosts),
+    "local": Kind(Local, is_asked=lambda request: True),
+}
 """By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""
 
 
@@ -95,6 +115,6 @@ def run(
         outcome=outcome,
     )
     others = [machine for machine in machines if machine.name != HERE]
-    return agent.run(
-        here, service or Service(policy=Policy(start=total, maximum=total)), partial(Fleet, launcher, others, spec)
-    )
+    service = service or Service(policy=Policy(start=total, maximum=total))
+    service = replace(service, policy=replace(service.policy, machines=len(others)))
+    return agent.run(here, service, partial(Fleet, launcher, others, spec))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from unisono.invitation import Invitation
-from unisono.launchers.protocol import AgentCommand, Handle, Launcher, Machine
+from unisono.launchers.protocol import AgentCommand, Explained, Handle, Launcher, Machine
 from unisono.machine.children import TERMINATE_S, Listener, leave_to_others, reaped_by_others
 from unisono.spec import RunSpec
 from unisono.words import exit_words, listed
@@ -55,8 +55,12 @@ class Fleet:
         self._is_closing = False
         self._is_hurried = asyncio.Event()
 
-    def start(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
-        """Start the agents. ``on_lost`` receives why none is left, while the run may not be over.
+    def start(self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[int], None]) -> None:
+        """Start the agents.
+
+        Args:
+            on_lost: receives why none is left, while the run may not be over.
+            on_gone: receives how many have ended, whenever one does.
 
         Raises:
             UsageError: one of them cannot be started.
@@ -89,7 +93,7 @@ class Fleet:
             finally:
                 reaped_by_others(agent.pid)
             reader.join(LAST_LINES_S)  # not for long: another process may hold the pipe
-            post(self._on_end, listener, on_lost, agent, code)
+            post(self._on_end, listener, on_lost, on_gone, agent, code)
 
         for machine in self._machines:
             agent = _Agent(machine.name, self._launcher.start(machine, self._command(machine)))
@@ -144,9 +148,18 @@ class Fleet:
         agent.last_lines.append(text)
         listener.on_line(agent.name, text, False)
 
-    def _on_end(self, listener: Listener, on_lost: Callable[[str], None], agent: _Agent, exit_code: int) -> None:
+    def _on_end(
+        self,
+        listener: Listener,
+        on_lost: Callable[[str], None],
+        on_gone: Callable[[int], None],
+        agent: _Agent,
+        exit_code: int,
+    ) -> None:
         agent.exit_code = exit_code
         agent.ended.set()
+        if not self._is_closing:
+            on_gone(sum(other.ended.is_set() for other in self._agents))
         asyncio.get_running_loop().call_later(VERDICT_S, self._report, listener, on_lost, agent)
 
     def _report(self, listener: Listener, on_lost: Callable[[str], None], agent: _Agent) -> None:
@@ -160,6 +173,10 @@ class Fleet:
 
 
 def _how_it_ended(agent: _Agent) -> str:
+    if isinstance(agent.handle, Explained) and (
+        known := agent.handle.explain(agent.exit_code or 0, tuple(agent.last_lines))
+    ):
+        return f"the agent of {agent.name} {known}"
     words = f": {agent.last_lines[-1]}" if agent.last_lines else ""
     code = agent.exit_code or 0
     return f"the agent of {agent.name} {exit_words(code) if code < 0 else f'ended with exit code {code}'}{words}"

@@ -8,24 +8,55 @@ its own machine. On every other machine the launcher starts an agent, which is `
 
 An agent reads the invitation (`unisono.invitation`) from its standard input, so the token is on no command line and in
 no environment. The standard input then stays open: at its end the agent ends its workers and itself. So no process
-outlives a command that was killed, if the launcher passes on the end of the pipe (``ssh``, ``srun`` and ``mpirun`` do
-so).
+outlives a command that was killed, if the launcher passes on the end of the pipe (``srun`` and ``mpirun`` do so; for
+``ssh`` there is `unisono.machine.holder`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
 from unisono.capacity import Workers
+from unisono.spec import RunSpec
 
-__all__ = ["HERE", "AgentCommand", "Elastic", "Handle", "Kind", "Launcher", "Machine", "Request"]
+__all__ = [
+    "HERE",
+    "AgentCommand",
+    "Elastic",
+    "Explained",
+    "Handle",
+    "Kind",
+    "Launcher",
+    "Machine",
+    "Reached",
+    "Remote",
+    "Request",
+]
 
 HERE: Final = ""
 """Name of the machine that the command runs on: its workers need no other agent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """What a command line says of machines that are reached by ssh."""
+
+    hosts: str = ""
+    hostfile: str = ""
+    ssh: str = "ssh"
+    """The command, with options."""
+    python: str = ""
+    """The interpreter there; "": at the same path as here."""
+    variables: tuple[str, ...] = ()
+    """Names of environment variables that are passed on."""
+    ship: bool = False
+    """Send the run's folder to machines that lack it."""
+    ship_mb: float = 100.0
+    """Largest size of the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +71,15 @@ class Request:
     """That of the command: a batch system says there what it has given to the job."""
     launcher: str = "auto"
     """A name in `unisono.launchers.LAUNCHERS`, or "auto"."""
+    takes_all: bool = False
+    """``--workers auto``: as many workers as the machines have room for."""
+    spec: RunSpec = field(default_factory=RunSpec)
+    bind: str = ""
+    """The address at which the head is to listen; "" where the user has not said it (`Reached`)."""
+    port: int = 0
+    """The head's port; 0 for any."""
+    allow_different_script: bool = False
+    remote: Remote = Remote()
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +159,26 @@ class Elastic(Protocol):
             Further machines, with names that were not used before; `start` is called for each of them now. What is too
             much need not be ended: agents without wanted workers end by themselves, and the launcher sees that by their
             handles. A request for machines that have not come yet is to be taken back here.
+        """
+
+
+@runtime_checkable
+class Reached(Protocol):
+    """A `Launcher` that knows at which address its machines reach this one. Optional."""
+
+    def bind(self) -> str:
+        """Return the address at which the head is to listen, if the user has not said it. Called after `machines`."""
+
+
+@runtime_checkable
+class Explained(Protocol):
+    """A `Handle` that can say in words how its agent has ended. Optional."""
+
+    def explain(self, exit_code: int, last_lines: Sequence[str]) -> str:
+        """Return a predicate that follows the name of the agent, with the cause; "" for the usual words.
+
+        Args:
+            last_lines: what the agent has printed last.
         """
 
 

@@ -33,8 +33,9 @@ from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.invitation import Invitation
 from unisono.journal import conclude
-from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
+from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
+from unisono.machine.descendants import end_descendants
 from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, listen, url_of
 from unisono.machine.idleness import Watching
@@ -47,6 +48,7 @@ from unisono.messages import (
     Ended,
     Evict,
     Happened,
+    MachinesGone,
     Meet,
     MeetingPoint,
     Message,
@@ -71,8 +73,12 @@ TELL_S: Final = 10.0  # for a head that stands still to tell the other machines 
 class Machines(Protocol):
     """Agents on other machines that this command has started (`unisono.launchers.fleet.Fleet`)."""
 
-    def start(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
-        """Start the agents. ``on_lost`` receives why none is left, while the run may not be over.
+    def start(self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[int], None]) -> None:
+        """Start the agents.
+
+        Args:
+            on_lost: receives why none is left, while the run may not be over.
+            on_gone: receives how many have ended, whenever one does.
 
         Raises:
             UsageError: one of them cannot be started.
@@ -139,6 +145,8 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     secret = Memory("unisono-token", token.encode())
+    if spec.launched:
+        adopt_orphans(True)
 
     async def work() -> int:
         stream = Stream([make("relay" if spec.launched else "terminal")])
@@ -148,6 +156,8 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
         return asyncio.run(work())
     finally:
         secret.close()
+        if spec.launched:  # also what a script has put into a session of its own
+            end_descendants(TERMINATE_S)
 
 
 class _Agent:
@@ -206,7 +216,7 @@ class _Agent:
             tasks.append(asyncio.create_task(Watching(limits, idle.inputs, self._on_idle).run()))
         try:
             if self._machines is not None:
-                self._machines.start(self, self._on_machines_lost)
+                self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
             if self._spec.launched:
                 loop.add_reader(sys.stdin.fileno(), self._on_input)
             ended = await self._over
@@ -281,6 +291,9 @@ class _Agent:
     def _on_machines_lost(self, reason: str) -> None:
         if not self._workers.running():
             self._end_now(reason, 1)
+
+    def _on_machines_gone(self, number: int) -> None:
+        self._following.send(MachinesGone(number=number))
 
     def _on_exit(self, message: WorkerExit) -> None:
         self._following.send(message)
@@ -375,8 +388,9 @@ class _Agent:
         if self._spec.outcome:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
             Path(self._spec.outcome).write_text(json.dumps(known))
-        elif hint := self._how_to_go_on(ended):
-            self.announce(hint)
+        else:
+            for hint in filter(None, (self._where_it_lies(), self._how_to_go_on(ended))):
+                self.announce(hint)
         traceback = "" if self._spec.outcome else ended.traceback
         digests = self._digests if ended.ok else {}
         self._stream.emit(
@@ -400,6 +414,15 @@ class _Agent:
         with contextlib.suppress(OSError):
             return holder(Path(self.run_dir)) == self._following.run_id
         return False
+
+    def _where_it_lies(self) -> str:
+        """Return that the run's directory is on another machine, where that is so; else ""."""
+        if not self._is_primary or self._spec.num_workers or not self.run_dir or self._holds_run_dir():
+            return ""
+        return (
+            f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on a machine that "
+            "has trained; next time, use a shared folder, or name localhost among --hosts"
+        )
 
     def _how_to_go_on(self, ended: Ended) -> str:
         """Return the command to resume a run that this machine has started and that ended early; "" for other runs."""

@@ -34,6 +34,7 @@ from unisono.messages import (
     Leaving,
     Left,
     Lost,
+    MachinesGone,
     Message,
     Offer,
     Ready,
@@ -118,6 +119,8 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
             agents.scale(draft, message.num_workers)
         case Stop():
             agents.stop(draft, message.reason)
+        case MachinesGone() if draft.state.agents[agent_id].primary:
+            draft.put(num_gone=message.number)
         case Ended() if draft.state.agents[agent_id].primary:
             draft.end(False, message.reason, exit_code=message.exit_code)
         case Lost():

@@ -118,7 +118,7 @@ def _plan_first(draft: Draft) -> None:
     policy = draft.state.policy
     num_here = draft.num_workers(_S.READY, _S.FINISHED)
     # Workers that will not come any more are not waited for.
-    are_coming = draft.num_workers(_S.ORDERED, _S.STARTING) > 0
+    are_coming = draft.num_workers(_S.ORDERED, _S.STARTING) > 0 or draft.state.num_coming > 0
     ready = _ready(draft) if num_here >= policy.begins_with or not are_coming else []
     is_complete = len(ready) + draft.num_workers(_S.FINISHED) >= policy.begins_with
     if ready and (is_complete or (not are_coming and len(ready) >= policy.least)):

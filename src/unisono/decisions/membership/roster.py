@@ -62,6 +62,8 @@ class Policy:
     """More are not admitted."""
     grows: bool = True
     """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
+    machines: int = 0
+    """The command starts agents on so many other machines; generation 1 waits for those that may still come."""
     max_restarts: int = 10
     """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
@@ -223,6 +225,8 @@ class State:
     """Agents whose connection broke; if they connect again, they keep their names."""
     num_agents: int = 0
     """Number of agents so far: names are not used again."""
+    num_gone: int = 0
+    """Number of the agents that the command has started on other machines, and that have ended."""
     next_number: int = 0
     notice: Notice | None = None
     """The newest."""
@@ -282,6 +286,13 @@ class State:
     def member_ids(self) -> frozenset[str]:
         """The same, for questions who is one."""
         return team_of(self.notice).ids
+
+    @property
+    def num_coming(self) -> int:
+        """Number of machines that the command has started an agent on, and that may still come."""
+        others = [agent for agent in (*self.agents.values(), *self.absent.values()) if not agent.primary]
+        never_came = max(0, self.num_gone - sum(not agent.primary for agent in self.absent.values()))
+        return max(0, self.policy.machines - len(others) - never_came)
 
     @property
     def label(self) -> str:

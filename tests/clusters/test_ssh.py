@@ -1,0 +1,243 @@
+"""`unisono run --hosts`: real machines as far as ssh can tell, each with an sshd of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.sshd import Sshd, SshMachine, children, run_sshd
+from tests.waiting import WAIT_S
+from tests.workers import small_training
+from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
+from tests.workers.gates import Gates
+from unisono.journal import compare, read
+from unisono.testing import run_workers
+
+SCRIPT = Path(small_training.__file__)
+STEPS = 6
+STRAY = 'trap "" TERM HUP; exec sleep 1000000'
+WITH_STRAYS = f"""
+    import runpy, subprocess
+    subprocess.Popen(["sh", "-c", {STRAY!r}], start_new_session=True)
+    runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+    """
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with run_sshd(tmp_path_factory.mktemp("sshd"), "m1", "m2") as found:
+        yield found
+
+
+@pytest.fixture
+def island(sshd: Sshd, tmp_path: Path) -> Iterator[SshMachine]:
+    """A machine that can die, and that does not see the folder `hidden` of the test."""
+    if os.getuid() != 0:
+        pytest.skip("network namespaces are not permitted here")
+    hidden, name = tmp_path / "hidden", f"island{len(sshd.machines)}"
+    hidden.mkdir()
+    prepare = f"mount -t tmpfs none {hidden}"
+    machine = sshd.start(name, apart=True, prepare=prepare, environment=f"XDG_CACHE_HOME={tmp_path / 'cache'}")
+    yield machine
+    machine.kill()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training by one process."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    done = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def is_the_same(calm: Path, run: Path) -> bool:
+    words = compare(calm, run)
+    assert words.startswith(f"identical: {STEPS} steps"), words
+    return True
+
+
+def num_workers(run: Path) -> list[int]:
+    return [len(line["workers"]) for line in read(run) if line["kind"] == "step"]
+
+
+def process_of(machine: SshMachine, words: str) -> int:
+    """The one process there whose command has these words."""
+    found = [pid for pid, command in machine.processes().items() if words in command]
+    assert len(found) == 1, machine.processes()
+    return found[0]
+
+
+def client_of(command: Command, host: str) -> int:
+    """The ssh of the command to this host."""
+    for pid in map(int, Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if words[0] == b"ssh" and host.encode() in words:
+            return pid
+    raise AssertionError("the command has no such child")
+
+
+def wait_until_empty(machine: SshMachine) -> None:
+    """Wait until nothing of a run is left on a machine."""
+    deadline = time.monotonic() + WAIT_S
+    while (left := machine.processes()) and time.monotonic() < deadline:
+        for pid in left:
+            wait_until_gone({pid}, deadline)
+    assert not left
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize(("hosts", "total"), [("m1,m2", 2), ("localhost:1,m1:1,m2:1", 3)])
+def test_a_run_by_ssh_gives_the_bits_of_one_process(
+    hosts: str, total: int, sshd: Sshd, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    options = ("--hosts", hosts, "--ssh", sshd.command, "--workers", total)
+    command = unisono("run", SCRIPT, "--run-dir", tmp_path / "run", *options, "--", "--steps", STEPS)
+    assert command.wait() == 0, command.err
+    assert is_the_same(calm, tmp_path / "run")
+    assert num_workers(tmp_path / "run")[-1] == total
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+EVENTS = {
+    "the agent is killed": lambda command, machine: end(process_of(machine, "unisono join")),
+    "the holder is killed": lambda command, machine: end(process_of(machine, "unisono.machine.holder")),
+    "the ssh client is killed": lambda command, machine: end(client_of(command, "m1")),
+    "the link is cut": lambda command, machine: freeze(client_of(command, "m1")),
+    "the sshd of the session is killed": lambda command, machine: end(machine.sessions()[0]),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_run_goes_on_with_the_rest_and_nothing_stays_on_the_machine(
+    event: str, sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
+) -> None:
+    """Not even a process that the script has put into a session of its own, and that ignores SIGTERM."""
+    with Gates(tmp_path / "gates", (2,)) as gates:
+        hosts = ("--hosts", "m1:1,m2:1", "--ssh", sshd.command)
+        arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
+        command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *hosts, *arguments)
+        gates.wait(2, workers=2)
+        client = client_of(command, "m1")
+        assert any("sleep 1000000" in words for words in sshd.machines["m1"].processes().values())
+        EVENTS[event](command, sshd.machines["m1"])
+        generation = command.generation("with 1 worker")
+        wait_until_empty(sshd.machines["m1"])
+        gates.open(2, generation)
+    if event == "the link is cut":
+        os.kill(client, signal.SIGCONT)
+    assert command.wait() == 0, command.err
+    assert is_the_same(calm, tmp_path / "run")
+    wait_until_empty(sshd.machines["m2"])
+
+
+def test_nothing_stays_where_the_command_is_killed(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], tmp_path: Path, mark: str
+) -> None:
+    """No process, no shared memory, no file (the fixture `mark` looks for these)."""
+    shared = set(os.listdir("/dev/shm"))
+    with Gates(tmp_path / "gates", (2,)) as gates:
+        options = ("--hosts", "m1:1,m2:1", "--ssh", sshd.command)
+        arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
+        command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *options, *arguments)
+        gates.wait(2, workers=2)
+        command.process.kill()
+        for machine in sshd.machines.values():
+            wait_until_empty(machine)
+    wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
+    assert marked(mark) == {}
+    assert {name for name in set(os.listdir("/dev/shm")) - shared if "unisono" in name} == set()
+
+
+def test_a_machine_that_dies_in_the_middle_costs_no_bit(
+    sshd: Sshd, island: SshMachine, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    with Gates(tmp_path / "gates", (2,)) as gates:
+        options = ("--hosts", f"m1:1,{island.name}:2", "--ssh", sshd.command)
+        arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
+        command = unisono("run", SCRIPT, "--run-dir", tmp_path / "run", *options, *arguments)
+        gates.wait(2, workers=3)
+        island.kill()
+        generation = command.generation("with 1 worker")
+        command.line(f"the agent of {island.name} is gone: the ssh connection is lost")
+        gates.open(2, generation)
+    assert command.wait() == 0, command.err
+    assert is_the_same(calm, tmp_path / "run")
+
+
+def test_a_folder_is_sent_to_the_machines_that_lack_it(
+    sshd: Sshd, island: SshMachine, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    """The second time it is there already."""
+    project = tmp_path / "hidden"
+    (project / "train.py").write_text(f"import helper\nhelper.train({str(SCRIPT)!r})\n")
+    (project / "helper.py").write_text("import runpy\ndef train(path): runpy.run_path(path, run_name='__main__')\n")
+    (project / ".gitignore").write_text("*.secret\n")
+    (project / "own.secret").write_text("stays here")
+    options = ("--hosts", f"m1:1,{island.name}:1", "--ssh", sshd.command)
+
+    def train(name: str, *more: str) -> Command:
+        words = ("run", "train.py", "--run-dir", tmp_path / name, *options, *more, "--", "--steps", STEPS)
+        return unisono(*words, before=("env", "-C", str(project)))
+
+    refused = train("no")
+    assert refused.wait() == 2
+    assert refused.err[0] == "unisono: 1 of 2 hosts is not ready, so nothing was started:"
+    assert refused.err[1].startswith(f"  {island.name}: train.py is not in {project} there; copy the project to it, or")
+    for name in ("first", "second"):
+        command = train(name, "--ship")
+        assert command.wait() == 0, command.err
+        assert is_the_same(calm, tmp_path / name)
+        assert num_workers(tmp_path / name)[-1] == 2
+        copies = list((tmp_path / "cache" / "unisono" / "shipped").iterdir())
+        assert len(copies) == 1
+        sent = {path.name for path in (copies[0] / "folder").iterdir()} - {"__pycache__"}
+        assert sent == {".gitignore", "helper.py", "train.py"}
+
+
+def test_the_user_is_told_where_the_runs_directory_is_if_it_is_not_here(
+    sshd: Sshd, island: SshMachine, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "hidden" / "run"
+    options = ("--hosts", f"{island.name}:1", "--ssh", sshd.command, "--run-dir", directory)
+    command = unisono("run", SCRIPT, *options, "--", "--steps", STEPS)
+    assert command.wait() == 0, command.err
+    command.line(f"the run's directory {directory} is not on this machine")
+    there = Path(f"/proc/{children(island.process.pid)[0]}/root")
+    assert is_the_same(calm, there / directory.relative_to("/"))
+
+
+def test_every_machine_that_is_not_ready_is_named_before_anything_is_started(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str]
+) -> None:
+    stranger = sshd.start("stranger", more=["AuthorizedKeysFile /dev/null"])
+    with sshd.config.open("a") as file:
+        file.write("\nHost closed\n    Port 9\n")
+    name = script("raise SystemExit(3)")
+    command = unisono("run", name, "--hosts", "m1,closed,stranger", "--ssh", sshd.command)
+    assert command.wait() == 2
+    assert command.err[0] == "unisono: 2 of 3 hosts are not ready, so nothing was started:"
+    assert command.err[1].startswith("  closed: it cannot be reached (ssh: connect to host 127.0.0.1 port 9: ")
+    assert "  stranger: it refuses the key of this user (" in command.err[2]
+    assert "`ssh-copy-id stranger`" in command.err[2]
+    assert not command.out
+    stranger.kill()
+    nowhere = unisono("run", name, "--hosts", "m1", "--ssh", sshd.command, "--remote-python", "/nowhere/python")
+    assert nowhere.wait() == 2
+    assert "  m1: there is no /nowhere/python there" in nowhere.err[1]
+    python = unisono("run", name, "--hosts", "m1", "--ssh", sshd.command, "--remote-python", "/bin/sh")
+    assert python.wait() == 2
+    assert python.err[1].startswith("  m1: /bin/sh there ended with exit code 2: ")
+    assert not sshd.machines["m1"].processes()
