@@ -239,8 +239,8 @@ class Ssh:
         tried = [address for address in question["addresses"] if address] or ["the address that ssh comes from"]
         return (
             f"it does not reach this machine at {' or '.join(tried)}, port {question['port']}, where the run's head "
-            "would listen; open the firewall of this machine for one port and name it (--port N), or give an address "
-            "that the machine reaches (--bind ADDRESS)"
+            "would listen; start the run on a machine that it reaches, open one port in the firewall of this machine "
+            "and name it (--port N), or name an address that it reaches (--bind ADDRESS)"
         )
 
     def _choose_address(self, places: Sequence[_Place]) -> str:
