@@ -124,35 +124,38 @@ def freeze(pid: int) -> None:
 
 
 EVENTS = {
-    "the agent is killed": lambda command, machine: end(process_of(machine, "unisono join")),
-    "the holder is killed": lambda command, machine: end(process_of(machine, "unisono.machine.holder")),
-    "the ssh client is killed": lambda command, machine: end(client_of(command, "m1")),
-    "the link is cut": lambda command, machine: freeze(client_of(command, "m1")),
-    "the sshd of the session is killed": lambda command, machine: end(machine.sessions()[0]),
+    "agent-killed": lambda command, machine: end(process_of(machine, "unisono join")),
+    "holder-killed": lambda command, machine: end(process_of(machine, "unisono.machine.holder")),
+    "client-killed": lambda command, machine: end(client_of(command, machine.name)),
+    "link-cut": lambda command, machine: freeze(client_of(command, machine.name)),
+    "session-killed": lambda command, machine: end(machine.sessions()[0]),
 }
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_the_run_goes_on_with_the_rest_and_nothing_stays_on_the_machine(
-    event: str, sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
+def test_the_run_goes_on_with_the_rest_and_nothing_stays_on_the_machines(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
 ) -> None:
-    """Not even a process that the script has put into a session of its own, and that ignores SIGTERM."""
+    """A machine for each way in which the connection to it may end, all in one run. Not even a process stays that the
+    script has put into a session of its own, and that ignores SIGTERM.
+    """
+    machines = [sshd.start(name) for name in EVENTS]
     with Gates(tmp_path / "gates", (2,)) as gates:
-        hosts = ("--hosts", "m1:1,m2:1", "--ssh", sshd.command)
+        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *EVENTS)), "--ssh", sshd.command)
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *hosts, *arguments)
-        gates.wait(2, workers=2)
-        client = client_of(command, "m1")
-        assert any("sleep 1000000" in words for words in sshd.machines["m1"].processes().values())
-        EVENTS[event](command, sshd.machines["m1"])
-        generation = command.generation("with 1 worker")
-        wait_until_empty(sshd.machines["m1"])
+        gates.wait(2, workers=len(EVENTS) + 1)
+        frozen = client_of(command, "link-cut")
+        for machine in machines:
+            assert any("sleep 1000000" in words for words in machine.processes().values())
+            EVENTS[machine.name](command, machine)
+        generation = command.generation(" with 1 worker")
+        for machine in machines:
+            wait_until_empty(machine)
         gates.open(2, generation)
-    if event == "the link is cut":
-        os.kill(client, signal.SIGCONT)
+    os.kill(frozen, signal.SIGCONT)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
-    wait_until_empty(sshd.machines["m2"])
+    wait_until_empty(sshd.machines["m1"])
 
 
 def test_nothing_stays_where_the_command_is_killed(
