@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
-__all__ = ["SWITCHES", "fingerprint", "script_checksum"]
+__all__ = ["SWITCHES", "fingerprint", "package_checksum", "script_checksum"]
 
 SWITCHES: Final = (
     "ATEN_CPU_CAPABILITY",
@@ -69,6 +69,15 @@ def script_checksum(arguments: Sequence[str]) -> str:
     with contextlib.suppress(OSError, ValueError):
         return f"{zlib.crc32(Path(path).read_bytes()):08x}" if path else ""
     return ""
+
+
+def package_checksum() -> str:
+    """Return a checksum of Unisono's own source, eight hexadecimal digits: checkouts may differ within a version."""
+    own = Path(__file__).parent
+    total = 0
+    for path in sorted(own.rglob("*.py")):
+        total = zlib.crc32(path.relative_to(own).as_posix().encode() + b"\n" + path.read_bytes(), total)
+    return f"{total:08x}"
 
 
 def _file_of(module: str) -> str:

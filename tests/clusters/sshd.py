@@ -21,10 +21,13 @@ import pytest
 
 from tests.waiting import WAIT_S
 
-__all__ = ["SshMachine", "Sshd", "children", "run_sshd"]
+__all__ = ["APART", "SshMachine", "Sshd", "children", "run_sshd"]
 
 PASSED = ("UNISONO_TEST", "UNISONO_NURSERY", "UNISONO_STACK_SIGNAL", "OMP_NUM_THREADS", "TMPDIR")
 """Variables that come along, so that a test finds what it has started, and its runs begin quickly."""
+
+APART = ("unshare", "--pid", "--uts", "--ipc", "--mount", "--fork", "--kill-child=KILL", "--mount-proc")
+"""Begins a command that runs in namespaces of its own; all of them end with it."""
 
 SERVER = """
 {more}
@@ -165,8 +168,7 @@ class Sshd:
         words = [sshd, "-D", "-e", "-f", str(config)]
         if apart:
             inside = f"hostname {shlex.quote(name)} && {prepare} && exec {shlex.join(words)}"
-            words = ["unshare", "--pid", "--uts", "--ipc", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
-            words += ["sh", "-c", inside]
+            words = [*APART, "sh", "-c", inside]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("UNISONO_")}
         process = subprocess.Popen(
             words, env=clean, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.clusters.sshd import Sshd, SshMachine, children, run_sshd
+from tests.clusters.sshd import APART, Sshd, SshMachine, children, run_sshd
 from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
+from unisono import fingerprint
 from unisono.journal import compare, read
+from unisono.launchers.answers import VERSION
 from unisono.testing import run_workers
 
 SCRIPT = Path(small_training.__file__)
@@ -38,7 +43,9 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 def island(sshd: Sshd, tmp_path: Path) -> Iterator[SshMachine]:
     """A machine that can die, and that does not see the folder `hidden` of the test."""
     if os.getuid() != 0:
-        pytest.skip("network namespaces are not permitted here")
+        pytest.skip("mount is not permitted: it takes root")
+    if subprocess.run([*APART, "true"], capture_output=True, timeout=WAIT_S, check=False).returncode:
+        pytest.skip("mount is not permitted: machines with namespaces of their own cannot be made")
     hidden, name = tmp_path / "hidden", f"island{len(sshd.machines)}"
     hidden.mkdir()
     prepare = f"mount -t tmpfs none {hidden}"
@@ -64,6 +71,11 @@ def is_the_same(calm: Path, run: Path) -> bool:
 
 def num_workers(run: Path) -> list[int]:
     return [len(line["workers"]) for line in read(run) if line["kind"] == "step"]
+
+
+def root(machine: SshMachine) -> Path:
+    """The files that a machine apart sees."""
+    return Path(f"/proc/{children(machine.process.pid)[0]}/root")
 
 
 def process_of(machine: SshMachine, words: str) -> int:
@@ -112,35 +124,38 @@ def freeze(pid: int) -> None:
 
 
 EVENTS = {
-    "the agent is killed": lambda command, machine: end(process_of(machine, "unisono join")),
-    "the holder is killed": lambda command, machine: end(process_of(machine, "unisono.machine.holder")),
-    "the ssh client is killed": lambda command, machine: end(client_of(command, "m1")),
-    "the link is cut": lambda command, machine: freeze(client_of(command, "m1")),
-    "the sshd of the session is killed": lambda command, machine: end(machine.sessions()[0]),
+    "agent-killed": lambda command, machine: end(process_of(machine, "unisono join")),
+    "holder-killed": lambda command, machine: end(process_of(machine, "unisono.machine.holder")),
+    "client-killed": lambda command, machine: end(client_of(command, machine.name)),
+    "link-cut": lambda command, machine: freeze(client_of(command, machine.name)),
+    "session-killed": lambda command, machine: end(machine.sessions()[0]),
 }
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_the_run_goes_on_with_the_rest_and_nothing_stays_on_the_machine(
-    event: str, sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
+def test_the_run_goes_on_with_the_rest_and_nothing_stays_on_the_machines(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
 ) -> None:
-    """Not even a process that the script has put into a session of its own, and that ignores SIGTERM."""
+    """A machine for each way in which the connection to it may end, all in one run. Not even a process stays that the
+    script has put into a session of its own, and that ignores SIGTERM.
+    """
+    machines = [sshd.start(name) for name in EVENTS]
     with Gates(tmp_path / "gates", (2,)) as gates:
-        hosts = ("--hosts", "m1:1,m2:1", "--ssh", sshd.command)
+        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *EVENTS)), "--ssh", sshd.command)
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *hosts, *arguments)
-        gates.wait(2, workers=2)
-        client = client_of(command, "m1")
-        assert any("sleep 1000000" in words for words in sshd.machines["m1"].processes().values())
-        EVENTS[event](command, sshd.machines["m1"])
-        generation = command.generation("with 1 worker")
-        wait_until_empty(sshd.machines["m1"])
+        gates.wait(2, workers=len(EVENTS) + 1)
+        frozen = client_of(command, "link-cut")
+        for machine in machines:
+            assert any("sleep 1000000" in words for words in machine.processes().values())
+            EVENTS[machine.name](command, machine)
+        generation = command.generation(" with 1 worker")
+        for machine in machines:
+            wait_until_empty(machine)
         gates.open(2, generation)
-    if event == "the link is cut":
-        os.kill(client, signal.SIGCONT)
+    os.kill(frozen, signal.SIGCONT)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
-    wait_until_empty(sshd.machines["m2"])
+    wait_until_empty(sshd.machines["m1"])
 
 
 def test_nothing_stays_where_the_command_is_killed(
@@ -196,6 +211,11 @@ def test_a_folder_is_sent_to_the_machines_that_lack_it(
     assert refused.wait() == 2
     assert refused.err[0] == "unisono: 1 of 2 hosts is not ready, so nothing was started:"
     assert refused.err[1].startswith(f"  {island.name}: train.py is not in {project} there; copy the project to it, or")
+    other = root(island) / project.relative_to("/") / "train.py"
+    other.write_text("# edited\n")
+    refused = train("no")
+    assert refused.wait() == 2
+    assert f"  {island.name}: train.py has another text there (checksum " in refused.err[1]
     for name in ("first", "second"):
         command = train(name, "--ship")
         assert command.wait() == 0, command.err
@@ -215,8 +235,7 @@ def test_the_user_is_told_where_the_runs_directory_is_if_it_is_not_here(
     command = unisono("run", SCRIPT, *options, "--", "--steps", STEPS)
     assert command.wait() == 0, command.err
     command.line(f"the run's directory {directory} is not on this machine")
-    there = Path(f"/proc/{children(island.process.pid)[0]}/root")
-    assert is_the_same(calm, there / directory.relative_to("/"))
+    assert is_the_same(calm, root(island) / directory.relative_to("/"))
 
 
 def test_every_machine_that_is_not_ready_is_named_before_anything_is_started(
@@ -241,3 +260,40 @@ def test_every_machine_that_is_not_ready_is_named_before_anything_is_started(
     assert python.wait() == 2
     assert python.err[1].startswith("  m1: /bin/sh there ended with exit code 2: ")
     assert not sshd.machines["m1"].processes()
+
+
+def test_a_machine_with_another_unisono_is_refused(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Also if only the source differs: it may compute something else."""
+    package, python = tmp_path / "other" / "unisono", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    options = ("--hosts", "m1", "--ssh", sshd.command, "--remote-python", python)
+    shutil.copytree(Path(fingerprint.__file__).parent, package)
+    words = (package / "words.py").read_text()
+    for change, why in (
+        (lambda: (package / "words.py").write_text(f"{words}#"), f"{python} has another unisono {VERSION} there"),
+        (
+            lambda: (package / "__init__.py").write_text("__version__ = '9'"),
+            f"has unisono 9 there, and this is {VERSION}",
+        ),
+        (lambda: (package / "__init__.py").write_text("import nothing"), "has no unisono there (ModuleNotFoundError: "),
+    ):
+        change()
+        command = unisono("run", script("raise SystemExit(3)"), *options)
+        assert command.wait() == 2
+        assert why in command.err[1]
+
+
+def test_a_machine_that_does_not_reach_this_one_is_refused(
+    sshd: Sshd, island: SshMachine, unisono: Unisono, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec unshare --net {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    options = ("--hosts", island.name, "--ssh", sshd.command, "--remote-python", python, "--bind", "127.0.0.1")
+    command = unisono("run", script("raise SystemExit(3)"), *options)
+    assert command.wait() == 2
+    assert f"  {island.name}: it does not reach this machine at 127.0.0.1, port " in command.err[1]
+    assert "--port N" in command.err[1]

@@ -110,6 +110,7 @@ def test_workers_are_spread_by_the_room_that_the_machines_have() -> None:
 def test_a_machine_with_a_number_has_no_more_workers_than_that() -> None:
     assert numbers(12, Host("a", 1), B, C, room=[8, 4, 2]) == [1, 8, 3]
     assert numbers(2, Host("a", 2), Host("b", 2), room=[8, 8]) == [1, 1]
+    assert numbers(3, A, Host("b", 1), room=[8, 8]) == [2, 1], "and no fewer, if there are so many"
     with pytest.raises(UsageError, match=r"asks for 5, and the hosts are given 4 in all \(a:2, b:2\)"):
         numbers(5, Host("a", 2), Host("b", 2), room=[8, 8])
 

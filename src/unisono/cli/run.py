@@ -107,7 +107,7 @@ def run_options(command: Callable[..., int]) -> Callable[..., int]:
 @click.command()
 @run_options
 def run(**given: Any) -> int:
-    """Train SCRIPT on the workers of this machine, with the same bits at any number of them.
+    """Train SCRIPT on the workers of this machine, or of --hosts, with the same bits at any number of them.
 
     What stands after -- are the script's own arguments:
 
@@ -128,6 +128,10 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     from unisono import launchers
 
     spec, workers = read(options)
+    if launcher is not None and options.names_hosts:
+        raise UsageError(
+            "--hosts and --hostfile are for `unisono run`; the machines of this command are given otherwise"
+        )
     if launcher is None:
         launcher = launchers.choose(options.request(spec, workers))
     machines = launcher.machines()
@@ -217,10 +221,16 @@ class Options:
 
         if self.ship_limit <= 0:
             raise UsageError(f"--ship-limit is a size in MB above 0, got {self.ship_limit}")
-        if not (self.hosts or self.hostfile):
+        if self.names_hosts and self.launcher not in ("auto", "ssh"):
+            raise UsageError(f"--hosts and --hostfile are for the launcher ssh, got --launcher {self.launcher}")
+        if not self.names_hosts:
             given = {"--ship": self.ship, "--remote-python": self.remote_python, "--pass-env": self.pass_env}
             for name in (name for name, value in given.items() if value):
                 raise UsageError(f"{name} is for machines that --hosts or --hostfile name")
+
+    @property
+    def names_hosts(self) -> bool:
+        return bool(self.hosts or self.hostfile)
 
     def _check_plain(self) -> None:
         given = {"--resume": self.resume, "--overwrite": self.overwrite, "--strict": self.strict}
@@ -318,7 +328,8 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         check_directory(Path(run_dir))
     arguments = _arguments(options, before)
     threads = options.threads or (_plain_threads() if options.plain else before.threads())
-    workers = parse_workers(options.workers, threads)
+    takes_all = options.workers == "auto" and options.names_hosts  # so many as the machines will say
+    workers = parse_workers("1" if takes_all else options.workers, threads)
     spec = RunSpec(
         arguments=tuple(arguments),
         threads=threads,

@@ -39,6 +39,7 @@ class Answer(msgspec.Struct, frozen=True):
     executable: str
     host: str
     unisono: str = ""
+    has_source: bool = False
     torch: str = ""
     error: str = ""
     room: int = 0
@@ -58,6 +59,11 @@ class Answer(msgspec.Struct, frozen=True):
             return f"{python} has no unisono there ({self.error}); install version {VERSION}, or {other}"
         if self.unisono != VERSION:
             return f"{python} has unisono {self.unisono} there, and this is {VERSION}; install the same"
+        if not self.has_source:
+            return (
+                f"{python} has another unisono {self.unisono} there than this one (its source differs); update both to "
+                "the same commit"
+            )
         if not self.torch:
             return f"{python} has no torch there ({self.error}); install it, or {other}"
         return ""

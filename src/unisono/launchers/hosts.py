@@ -107,8 +107,8 @@ def is_this_machine(name: str) -> bool:
 def spread(workers: Workers, hosts: Sequence[Host], room: Sequence[int], *, is_auto: bool) -> list[int]:
     """Return how many workers each machine starts.
 
-    Each further worker goes to the machine that has the largest part of its room left. A machine takes more than it has
-    room for only where the user has given it no number, and there is no other.
+    Machines with a number get that first, if there are so many workers. Each further worker goes to the machine that
+    has the largest part of its room left. Beyond their room go only machines without a number.
 
     Args:
         workers: the value of ``--workers``.
@@ -127,7 +127,9 @@ def spread(workers: Workers, hosts: Sequence[Host], room: Sequence[int], *, is_a
             f"--workers asks for {wanted}, and the hosts are given {offered} in all "
             f"({', '.join(f'{host.name}:{host.slots}' for host in hosts)}); raise their numbers, or use fewer workers"
         )
-    numbers = [0] * len(hosts)
+    numbers = [host.slots or 0 for host in hosts]
+    if sum(numbers) > wanted:
+        numbers = [0] * len(hosts)
     for fits in (True, False):  # first within the room, then beyond it
         queue = [
             ((numbers[index] + 1) / size, index)

@@ -43,8 +43,13 @@ def answer(question):  # type: ignore[no-untyped-def]
         found["error"] = type(error).__name__ + ": " + str(error)
     if found.get("unisono") != question["unisono"]:
         return found
+    from unisono import fingerprint
+
+    # An older checkout of this version may lack what follows.
+    if not hasattr(fingerprint, "package_checksum") or fingerprint.package_checksum() != question["source"]:
+        return found
+    found["has_source"] = True
     from unisono.capacity import count_workers
-    from unisono.fingerprint import script_checksum
 
     found["room"] = count_workers(question["threads"])
     shipped = question["shipped"]
@@ -56,7 +61,7 @@ def answer(question):  # type: ignore[no-untyped-def]
     found["has_folder"] = os.path.isdir(question["folder"])
     if found["has_folder"]:
         os.chdir(question["folder"])
-        found["script"] = script_checksum(question["arguments"])
+        found["script"] = fingerprint.script_checksum(question["arguments"])
     reached = []
     for address in question["addresses"]:
         address = address or os.environ.get("SSH_CONNECTION", "").split(" ")[0]

@@ -24,7 +24,7 @@ import msgspec
 
 from unisono.capacity import check_open_files, check_workers, count_workers
 from unisono.errors import UsageError
-from unisono.fingerprint import SWITCHES, script_checksum
+from unisono.fingerprint import SWITCHES, package_checksum, script_checksum
 from unisono.launchers import probe
 from unisono.launchers.answers import SSH_FAILED, VERSION, Answer, why_no_answer, why_ssh_failed
 from unisono.launchers.beacon import Beacon, own_addresses
@@ -190,6 +190,7 @@ class Ssh:
         names = {"names": parcel.names, "checksum": parcel.checksum} if parcel is not None else None
         return {
             "unisono": VERSION,
+            "source": package_checksum(),
             "folder": self._folder,
             "arguments": request.spec.arguments,
             "threads": request.threads,
@@ -239,8 +240,8 @@ class Ssh:
         tried = [address for address in question["addresses"] if address] or ["the address that ssh comes from"]
         return (
             f"it does not reach this machine at {' or '.join(tried)}, port {question['port']}, where the run's head "
-            "would listen; open the firewall of this machine for one port and name it (--port N), or give an address "
-            "that the machine reaches (--bind ADDRESS)"
+            "would listen; start the run on a machine that it reaches, open one port in the firewall of this machine "
+            "and name it (--port N), or name an address that it reaches (--bind ADDRESS)"
         )
 
     def _choose_address(self, places: Sequence[_Place]) -> str:
