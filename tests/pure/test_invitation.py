@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.certificate import Untrusted, check, derived
+from unisono.decisions.membership import Policy
 from unisono.errors import UsageError
-from unisono.interfaces import is_local
+from unisono.interfaces import Interface, interfaces, is_local
 from unisono.invitation import HeadUrl, Invitation, shown
+from unisono.machine import headprocess
+from unisono.machine.headprocess import Service
+from unisono.machine.inviting import welcome_words
 
 FINGERPRINT = "0123456789abcdef" * 4
 HOSTS = st.sampled_from(["lab", "node-7.cluster.example", "10.0.0.1", "fd00::2", "fe80::1%eth0"])
@@ -101,3 +107,90 @@ def der_of(token: str) -> bytes:
 )
 def test_addresses_of_this_machine_only(host: str, local: bool) -> None:
     assert is_local(host) is local
+
+
+class Terminal:
+    def __init__(self, is_one: bool) -> None:
+        self._is_one = is_one
+
+    def isatty(self) -> bool:
+        return self._is_one
+
+
+POLICY = Policy(start=1, maximum=1)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_the_line_is_shown_on_a_terminal_and_written_into_no_file(
+    is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", Terminal(is_one))
+    monkeypatch.setattr("sys.stderr", Terminal(False))
+    invitation = Invitation(f"wss://10.0.0.1:4000#{FINGERPRINT}", "token")
+    (words,) = welcome_words(invitation, Service(policy=POLICY, bind="10.0.0.1"), "runs/a run")
+    assert (f"other machines join with: {invitation.command}" in words) is is_one
+    assert ("the line that `unisono status 'runs/a run'` shows" in words) is not is_one
+
+
+def test_a_run_that_only_this_machine_can_reach_invites_nobody() -> None:
+    assert welcome_words(Invitation("ws://127.0.0.1:4000", "token"), Service(policy=POLICY), "") == []
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "named"),
+    [("0.0.0.0", "", "10.9.9.9 (ib0)"), ("0.0.0.0", "lab.example", ""), ("10.0.0.1", "", "")],
+)
+def test_where_an_address_was_chosen_the_others_are_named(
+    bind: str, advertise: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headprocess, "interfaces", lambda: [Interface("ib0", "10.9.9.9"), Interface("ib0", "fd00::9")])
+    service = Service(policy=POLICY, bind=bind, advertise=advertise)
+    (words,) = welcome_words(Invitation("ws://10.0.0.1:4000", "token"), service, "")
+    assert ("--advertise names another" in words) is bool(named)
+    assert named in words
+    assert "fd00::9" not in words, "the head listens by IPv4"
+
+
+def test_an_address_of_this_machine_is_told_to_others_where_there_is_no_default_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def connect(probe: socket.socket, address: object) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(headprocess, "interfaces", lambda: [Interface("ib0", "10.9.9.9")])
+    assert headprocess.reachable("0.0.0.0") == "10.9.9.9"
+
+
+def test_the_interfaces_of_this_machine_are_those_that_the_system_lists() -> None:
+    if sys.platform != "linux":
+        return
+    names = {name for _, name in socket.if_nameindex()}
+    found = interfaces()
+    assert {each.name for each in found} <= names
+    assert not [each for each in found if is_local(each.address)]
+    for each in found:
+        family = socket.AF_INET6 if ":" in each.address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((each.address, 0))  # only an address of this machine can be bound
+
+
+@pytest.mark.parametrize(
+    ("bind", "tls", "expected"),
+    [
+        ("127.0.0.1", None, False),
+        ("127.0.0.2", None, False),
+        ("localhost", None, False),
+        ("0.0.0.0", None, True),
+        ("127.0.0.1", True, True),
+        ("0.0.0.0", False, False),
+    ],
+)
+def test_a_head_that_others_can_reach_speaks_tls(bind: str, tls: bool | None, expected: bool) -> None:
+    service = Service(policy=POLICY, bind=bind, tls=tls)
+    with headprocess.listen(service) as listener:
+        identity = service.identity(listener, "token")
+        assert (identity is not None) is expected
+        url = headprocess.url_of(service, listener, identity)
+    assert url.is_secure is expected
+    assert url.fingerprint == (derived("token").fingerprint if expected else "")

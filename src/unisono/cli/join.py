@@ -125,12 +125,9 @@ def _from_token_file(url: str, token_file: str) -> Invitation:
 def _what_begins(invitation: Invitation, run_id: str, run: RunSpec, num_workers: int) -> list[str]:
     """Return whom this machine trusts from now on, and what runs here, as whom."""
     head = HeadUrl.parse(invitation.url)
-    if head.is_secure:
-        why = "which has proved that it is the run's head"
-    elif is_local(head.host):
-        why = "on this machine"
-    else:
-        why = "without TLS: nothing proves that this is the run's head, and others on the network can read the token"
+    why = "which has proved that it is the run's head"
+    if not head.is_secure and not is_local(head.host):
+        why += "; but without TLS, others on the network can read the token, and take the head's place"
     arguments = ["a function"] if run.arguments[0] == "--callable" else list(run.arguments)
     return [
         f"joins run {run_id} at {head.place}, {why}",

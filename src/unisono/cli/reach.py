@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import hmac
 import http.client
 import json
+import secrets
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl, Invitation, is_invitation, shown
+from unisono.secret import KEY_BYTES, PROOF, proof_of
 
 __all__ = ["RUN", "NotGoing", "ask_status", "find", "read_token", "tell"]
 
@@ -92,23 +95,61 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
         NotGoing: no head answers. UsageError: the address is malformed, what answers there is not the head, or the
             token is not the run's.
     """
-    from unisono.certificate import Untrusted, check, client_context
     from unisono.messages import is_refusal
 
     head = HeadUrl.parse(invitation.url)
+    _check_head(invitation)
+    status, body = _get(head, "/status", invitation.token, sends_token=True)
+    if status == http.client.UNAUTHORIZED:
+        raise UsageError(f"the head at {head.place} refuses the token; it is fresh for every run (RUN/token)")
+    if not is_refusal(status):  # the head is about to end
+        raise NotGoing(f"the head at {head.place} answers HTTP {status}")
+    if status != http.client.OK:
+        raise UsageError(f"the head at {head.place} answers HTTP {status}")
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+def _check_head(invitation: Invitation) -> None:
+    """Have a head without TLS prove that it knows the token, before the token is sent to it.
+
+    Raises:
+        NotGoing: no head answers. UsageError: what answers does not know the token.
+    """
+    head = HeadUrl.parse(invitation.url)
+    if head.is_secure:
+        return
+    question = secrets.token_hex(KEY_BYTES)
+    _, answer = _get(head, f"{PROOF}?{question}", invitation.token)
+    if not hmac.compare_digest(answer.strip(), proof_of(invitation.token, question).encode()):
+        raise UsageError(
+            f"the process at {head.place} is not the head of this run: it does not know the token, which was not sent "
+            "to it. Is the invitation that of an earlier run?"
+        )
+
+
+def _get(head: HeadUrl, path: str, token: str, *, sends_token: bool = False) -> tuple[int, bytes]:
+    """Return status and body of the head's answer.
+
+    Raises:
+        NotGoing: no head answers. UsageError: what answers is not the head.
+    """
+    from unisono.certificate import Untrusted, check, client_context
+
+    connection: Any
     if head.is_secure:
         context = client_context()
-        connection: Any = http.client.HTTPSConnection(head.host, head.port, timeout=TIMEOUT_S, context=context)
+        connection = http.client.HTTPSConnection(head.host, head.port, timeout=TIMEOUT_S, context=context)
     else:
         connection = http.client.HTTPConnection(head.host, head.port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         try:
             connection.connect()
             if head.is_secure:
-                check(connection.sock.getpeercert(binary_form=True), head, invitation.token)
-            connection.request("GET", "/status", headers={"Authorization": f"Bearer {invitation.token}"})
+                check(connection.sock.getpeercert(binary_form=True), head, token)
+            connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if sends_token else {})
             answer = connection.getresponse()
-            body = answer.read()
+            return answer.status, answer.read()
         except Untrusted as error:
             raise UsageError(str(error)) from error
         except http.client.BadStatusLine as error:
@@ -117,14 +158,6 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
             raise NotGoing(f"no head answers at {head.place}: {error}") from error
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise NotGoing(f"no head answers at {head.place}: {error}") from error
-    if answer.status == http.client.UNAUTHORIZED:
-        raise UsageError(f"the head at {head.place} refuses the token; it is fresh for every run (RUN/token)")
-    if not is_refusal(answer.status):  # the head is about to end
-        raise NotGoing(f"the head at {head.place} answers HTTP {answer.status}")
-    if answer.status != http.client.OK:
-        raise UsageError(f"the head at {head.place} answers HTTP {answer.status}")
-    found: dict[str, Any] = json.loads(body)
-    return found
 
 
 def tell(invitation: Invitation, message: Any) -> str:
@@ -137,6 +170,7 @@ def tell(invitation: Invitation, message: Any) -> str:
     from unisono.link import Link, Refused
     from unisono.messages import Announcement, decode, encode
 
+    _check_head(invitation)
     try:
         with contextlib.closing(Link.dial(invitation.url, invitation.token, TIMEOUT_S)) as link:
             link.put(encode(message))

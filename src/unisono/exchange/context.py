@@ -36,6 +36,8 @@ class Context:
     """The ids of the members' workers, by rank, for errors; empty: they have none."""
     address: str = "127.0.0.1"
     """The network address at which others reach this member."""
+    secret: bytes = b""
+    """What the members of a group that crosses the network prove to each other that they have."""
     page: WorkerPage | None = None
     """This worker's page in the shared memory of its host."""
     pages: Sequence[str] = ()
@@ -67,6 +69,7 @@ class Context:
             address=self.address,
             timeout_s=self.timeout_s,
             names=[self.names[rank] for rank in ranks if self.names],
+            secret=self.secret,
         )
 
 

@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange.groups import ScriptGroup
+from unisono.exchange.listening import Port
+from unisono.exchange.proof import prove
 from unisono.words import listed
 
 __all__ = ["Collective", "Wire", "release_abandoned", "wire_of_one"]
@@ -51,6 +53,7 @@ class Wire:
         address: the address that gloo listens on.
         timeout_s: how long any one wait may take.
         names: the ids of the members' workers, by rank, for errors; empty: they have none.
+        secret: every member must prove that it has the same one (`unisono.exchange.proof`). gloo only.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Wire:
         address: str,
         timeout_s: float,
         names: Sequence[str] = (),
+        secret: bytes = b"",
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
@@ -85,15 +89,21 @@ class Wire:
 
         def connect() -> None:
             group, failure = None, None
+            port = Port()
             missing: list[str] = []
             try:
                 # A member may arrive late, from its work between two steps: that is no reason to give the member up.
                 store.set(f"here-{rank}", "")
                 store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
                 self._all_here_at = time.perf_counter()
-                group = _make_group(store, rank, size, backend, address, timeout_s)
+                formed = _make_group(store, rank, size, backend, address, timeout_s, port)
+                if backend == "gloo" and size > 1:
+                    prove(formed, rank, size, secret, names)
+                port.close()
+                group = formed
             except Exception as error:  # of many kinds; `_connected` raises it as PeerLost
                 failure = error
+                port.forget()
                 if self._all_here_at is None:
                     missing = _missing(store, names)
             with self._changed:
@@ -294,7 +304,9 @@ def _abort(group: Any) -> None:
         group.abort()
 
 
-def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float) -> Any:
+def _make_group(
+    store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float, port: Port
+) -> Any:
     limit = timedelta(seconds=timeout_s)
     if backend == "nccl":
         # By default its watchdog ends the process when a peer is gone; here the survivors go on.
@@ -303,6 +315,6 @@ def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: 
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
     gloo._timeout = limit
     return dist.ProcessGroupGloo(store, rank, size, gloo)

@@ -1,4 +1,4 @@
-"""Answers of the head over HTTP: ``/health`` without a token, ``/status`` (for ``unisono status``) with the token."""
+"""Answers of the head over HTTP: ``/health`` and ``/proof`` without a token, ``/status`` with it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from unisono.decisions.membership.roster import State, Worker, WorkerState
+from unisono.secret import PROOF, proof_of
 
 __all__ = ["respond", "workers_status"]
 
@@ -21,9 +22,11 @@ def respond(
     connection: ServerConnection, request: Request, token: str, status: Callable[[], dict[str, Any]]
 ) -> Response | None:
     """Answer a request; None: the request has the token and is for a WebSocket."""
-    path = request.path.partition("?")[0]
+    path, _, question = request.path.partition("?")
     if path == "/health":
         return connection.respond(http.HTTPStatus.OK, "ok\n")
+    if path == PROOF:  # who cannot know this head by its certificate asks before the token is sent
+        return connection.respond(http.HTTPStatus.OK, proof_of(token, question))
     given = request.headers.get_all("Authorization")
     bearer = given[0].removeprefix("Bearer ").encode(errors="surrogateescape") if len(given) == 1 else b""
     if not hmac.compare_digest(bearer, token.encode()):

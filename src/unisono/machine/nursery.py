@@ -108,7 +108,11 @@ def main() -> int:
     gc.freeze()
     if sys.argv[1] == "--listen":
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(sys.argv[2])
+            before = os.umask(0o177)  # whoever connects can run code as this user
+            try:
+                listener.bind(sys.argv[2])
+            finally:
+                os.umask(before)
             listener.listen(64)
             print(f"the nursery listens at {sys.argv[2]}", flush=True)
             return _Nursery(listener, None).serve()

@@ -15,6 +15,7 @@ from unisono.exchange.context import Builder, Context
 from unisono.exchange.wire import Wire
 from unisono.member import Member
 from unisono.messages import Notice
+from unisono.secret import key_for
 from unisono.store import HeadStore
 
 __all__ = ["AUTO", "EXCHANGES", "build_exchange", "choose_kind", "hosts_of", "open_wire"]
@@ -94,6 +95,7 @@ def _context(notice: Notice, rank: int, member: Member, device: torch.device, ti
         store=partial(_store, member, notice.generation, timeout_s),
         names=[info.worker_id for info in notice.members],
         address=notice.members[rank].address,
+        secret=key_for(member.spec.token, "membership of a group"),
         page=member.page,
         pages=[info.page for info in notice.members],
     )
