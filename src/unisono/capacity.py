@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from unisono.errors import UsageError
 from unisono.words import count
 
-__all__ = ["Workers", "check_open_files", "check_workers", "count_workers", "parse_workers"]
+__all__ = ["Workers", "check_open_files", "check_workers", "count_gpus", "count_workers", "parse_workers"]
 
 WORKERS_PER_CORE: Final = 64
 """More workers than that are a typing error, and would overload the machine."""
@@ -58,14 +58,15 @@ def parse_workers(text: str, threads: int) -> Workers:
 
 def count_workers(threads: int) -> int:
     """Return how many workers this machine can run: one for every GPU, else for every core. Does not import torch."""
-    gpus = _count_gpus()
+    gpus = count_gpus()
     if gpus:
         return gpus
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // threads)
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """Return how many GPUs this process may use. Does not import torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

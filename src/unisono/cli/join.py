@@ -15,7 +15,7 @@ from unisono.cli.given import check_text, seconds
 from unisono.errors import UsageError
 from unisono.spec import MachineSpec, RunSpec
 
-__all__ = ["join"]
+__all__ = ["join", "settled", "spec_of"]
 
 
 @click.command()
@@ -50,12 +50,23 @@ def join(
         token = sys.stdin.readline().strip() if token_file == "-" else read_token(token_file)
     except FileNotFoundError:
         raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
-    run = _spec_of(ask_status(Address(url, token)))
+    run = spec_of(ask_status(Address(url, token)))
     if ":" in workers:
         raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
     number = parse_workers(workers, run.threads).start
     check_workers(number)
     check_open_files(number)
+    run = settled(run, folder=folder, run_dir=run_dir, head_away_s=head_away_s)
+    machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched, held=launched)
+    return agent.join(machine, url, token)
+
+
+def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: float) -> RunSpec:
+    """Go to the folder of the script on this machine; return the settings of the run here.
+
+    Raises:
+        UsageError: the folder or the script is not on this machine.
+    """
     check_text("--folder", folder)
     check_text("--run-dir", run_dir)
     there = Path(folder or run.folder)
@@ -65,12 +76,10 @@ def join(
     if run.arguments[0] != "-m" and not (there / script).is_file():
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
     os.chdir(there)
-    run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
-    machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
-    return agent.join(machine, url, token)
+    return msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
 
 
-def _spec_of(status: dict[str, Any]) -> RunSpec:
+def spec_of(status: dict[str, Any]) -> RunSpec:
     """Return the settings of a run from its status.
 
     Raises:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click import argument, option
 
+from unisono import tasks
 from unisono.capacity import Workers, parse_workers
 from unisono.cli.given import check_directory, check_text, script_arguments, seconds
+from unisono.cli.part import LOOPBACK, take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
 from unisono.spec import RunSpec, StartMethod
@@ -36,12 +40,13 @@ _OPTIONS: Final = (
     option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's."),
     option("--overwrite", is_flag=True, help="Replace the run that the directory holds."),
     option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
-           "checkpoints, at any number of workers; without SCRIPT, with the run's own."),
+           "checkpoints, at any number of workers; without SCRIPT, with the run's own. auto: with what the run "
+           "directory holds, if anything."),
     option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
-    option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
+    option("--bind", default=LOOPBACK, show_default=True, metavar="ADDRESS", help="Where the head listens; other "
            "machines need one that they can reach."),
     option("--port", default=0, show_default="any", help="The head's port."),
     option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced."),
@@ -98,17 +103,31 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     """
     from unisono import launchers
 
+    if launcher is None and options.launcher == "auto":
+        task = tasks.here(os.environ)
+        if task is not None and task.size > 1:
+            return take_part(options, task, partial(read, options))
     spec, workers = read(options)
     if launcher is None:
         request = launchers.Request(
-            workers=workers, threads=spec.threads, environment=dict(os.environ), launcher=options.launcher
+            workers=workers,
+            threads=spec.threads,
+            environment=dict(os.environ),
+            is_auto=options.workers == "auto",
+            launcher=options.launcher,
         )
         launcher = launchers.choose(request)
     machines = launcher.machines()
+    if options.workers == "auto":
+        number = sum(machine.num_workers for machine in machines)
+        workers = Workers(number, 1, number, grows=True)
+    service = options.service(workers)
+    if service.bind == LOOPBACK and isinstance(launcher, launchers.Addressed):
+        service = dataclasses.replace(service, bind=launcher.address() or LOOPBACK)
     return launchers.run(
         spec,
         launcher,
-        options.service(workers),
+        service,
         machines=machines,
         start=options.start,
         simulate_hosts=options.simulate_hosts,

@@ -18,7 +18,8 @@ from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.launchers.fleet import Fleet
 from unisono.launchers.local import Local
-from unisono.launchers.protocol import HERE, AgentCommand, Handle, Kind, Launcher, Machine, Request
+from unisono.launchers.protocol import HERE, Addressed, AgentCommand, Handle, Kind, Launcher, Machine, Request
+from unisono.launchers.slurm import Slurm, inside
 from unisono.machine import agent
 from unisono.machine.headprocess import Service
 from unisono.spec import MachineSpec, RunSpec, StartMethod
@@ -26,6 +27,7 @@ from unisono.spec import MachineSpec, RunSpec, StartMethod
 __all__ = [
     "HERE",
     "LAUNCHERS",
+    "Addressed",
     "AgentCommand",
     "Handle",
     "Kind",
@@ -39,7 +41,10 @@ __all__ = [
     "run",
 ]
 
-LAUNCHERS: Final[dict[str, Kind]] = {"local": Kind(Local, is_asked=lambda request: True)}
+LAUNCHERS: Final[dict[str, Kind]] = {
+    "slurm": Kind(Slurm, is_asked=lambda request: inside(request.environment)),
+    "local": Kind(Local, is_asked=lambda request: True),
+}
 """By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""
 
 

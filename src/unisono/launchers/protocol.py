@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
 from unisono.capacity import Workers
 
-__all__ = ["HERE", "AgentCommand", "Handle", "Kind", "Launcher", "Machine", "Request"]
+__all__ = ["HERE", "Addressed", "AgentCommand", "Handle", "Kind", "Launcher", "Machine", "Request"]
 
 HERE: Final = ""
 """Name of the machine that the command runs on: its workers need no other agent."""
@@ -37,6 +37,8 @@ class Request:
     """CPU threads of a worker."""
     environment: Mapping[str, str]
     """That of the command: a batch system says there what it has given to the job."""
+    is_auto: bool = False
+    """``--workers`` is "auto": the launcher takes all the room that it finds."""
     launcher: str = "auto"
     """A name in `unisono.launchers.LAUNCHERS`, or "auto"."""
 
@@ -94,6 +96,14 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End every agent that still runs, and free all resources of the launcher. The run is over."""
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """A launcher that knows at which address its machines reach this one, where the command line names none."""
+
+    def address(self) -> str:
+        """Return the address for the head to listen on; "" for the loopback interface: no other machine takes part."""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,12 @@ class Workers:
         if spec.simulate_hosts > 1:
             host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
         return WorkerSpec(
-            run=spec.run, head=self._head, worker_id=worker_id, host=host, agent=os.getpid(), local_rank=local_rank
+            run=spec.run,
+            head=self._head,
+            worker_id=worker_id,
+            host=host,
+            agent=os.getpid(),
+            local_rank=spec.first_local_rank + local_rank,
         )
 
     def _started(self) -> list[_Started]:
