@@ -75,9 +75,15 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
     launched: bool = False
-    """A launcher has started the agent: it ends with its standard input, and prints the workers' output only."""
+    """Another command shows what happens in the run: the agent prints the workers' output only."""
     when_idle: WhenIdle | None = None
     """The agent offers its workers only while nobody uses the machine; None: always."""
+    held: bool = False
+    """A launcher holds the agent's standard input open: the agent ends with it."""
+    engine: str = ""
+    """What has started this agent as one of several tasks, and signals and ends all of them; "": the agent is alone."""
+    first_local_rank: int = 0
+    """So many GPUs of this machine are those of other tasks."""
     outcome: str = ""
     """File for a description of how the run ended (JSON); the traceback is then not printed."""
 

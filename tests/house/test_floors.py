@@ -58,6 +58,8 @@ FLOORS = {
     "fingerprint": 2,
     "capacity": 2,
     "seats": 2,
+    "tasks": 2,
+    "rendezvous": 2,
     "lifetime": 2,
     "training.settings": 2,
     "training.life": 2,
@@ -124,6 +126,7 @@ NEIGHBOURS = {
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
     "capacity": {"seats"},  # what other runs hold cannot be had
+    "rendezvous": {"lifetime"},
     "store": {"member"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},

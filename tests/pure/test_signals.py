@@ -6,7 +6,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, Signals
 
 import pytest
 
-from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, Reaction, StopRun, reaction
+from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, Reaction, StopRun, reaction
 
 STOPS = "interrupted, with a checkpoint"
 
@@ -38,3 +38,23 @@ def test_a_first_signal(
 def test_a_second_signal_waits_for_nothing(is_primary: bool) -> None:
     found = reaction(SIGINT, num_before=1, is_primary=is_primary, has_workers=True, checkpoint_code=0)
     assert found == KillWorkers("ended by a second signal", 130)
+
+
+def test_a_signal_to_all_tasks_of_a_job_is_decided_by_the_first_of_them() -> None:
+    """The engine kills them when its patience is over; until then a second signal changes nothing."""
+
+    def found(number: Signals, *, is_primary: bool, num_before: int = 0) -> Reaction:
+        return reaction(
+            number,
+            num_before=num_before,
+            is_primary=is_primary,
+            has_workers=True,
+            checkpoint_code=143,
+            engine="Open MPI",
+        )
+
+    assert isinstance(found(SIGTERM, is_primary=True), StopRun)
+    assert found(SIGTERM, is_primary=True, num_before=1) == AwaitEnd("")
+    other = found(SIGTERM, is_primary=False)
+    assert isinstance(other, AwaitEnd)
+    assert other.words.startswith("SIGTERM of Open MPI: the job is to end, or one of its tasks is lost")

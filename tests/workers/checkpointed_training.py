@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.workers.gates import wait_at
 
 NUM_SAMPLES = 54
 BATCH_SIZE = 24
@@ -41,6 +46,7 @@ def main() -> None:
     parser.add_argument("--phases", type=int, default=1)
     parser.add_argument("--anyway", nargs="*", default=[])
     parser.add_argument("--must-succeed", action="store_true")
+    parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     policy = unisono.Checkpoints(
         every_steps=arguments.every or None, keep=arguments.keep, on_signal=75, must_succeed=arguments.must_succeed
@@ -78,6 +84,7 @@ def main() -> None:
                 epochs=10**9,
                 max_steps=arguments.steps + phase,
             ):
+                wait_at(arguments.gates / str(step.number))
                 for inputs, labels in step:
                     step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
                 optimizer.step()

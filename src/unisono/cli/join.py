@@ -22,7 +22,7 @@ from unisono.invitation import HeadUrl, Invitation
 from unisono.spec import MachineSpec, RunSpec, WhenIdle
 from unisono.words import count
 
-__all__ = ["join"]
+__all__ = ["join", "settled", "spec_of"]
 
 NICE: Final = 10
 INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev/input/mice", "/proc/interrupts")
@@ -84,22 +84,13 @@ def join(
     from unisono.machine import agent
 
     invitation = _from_token_file(run, token_file) if token_file else find(run)
-    spec = _spec_of(status := ask_status(invitation))
+    spec = spec_of(status := ask_status(invitation))
     if ":" in workers:
         raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
     number = parse_workers(workers, spec.threads).start
     check_workers(number)
     check_open_files(number)
-    check_text("--folder", folder)
-    check_text("--run-dir", run_dir)
-    there = Path(folder or spec.folder)
-    script = Path(spec.arguments[1] if spec.arguments[0] == "--callable" else spec.arguments[0])
-    if not there.is_dir():
-        raise UsageError(f"the run works in {there}, which is not on this machine; say where with --folder")
-    if spec.arguments[0] != "-m" and not (there / script).is_file():
-        raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
-    os.chdir(there)
-    spec = msgspec.structs.replace(spec, folder=os.getcwd(), run_dir=run_dir or spec.run_dir, head_away_s=head_away_s)
+    spec = settled(spec, folder=folder, run_dir=run_dir, head_away_s=head_away_s)
     if not launched:
         for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number):
             click.echo(f"unisono: {line}", err=True)
@@ -108,9 +99,28 @@ def join(
         num_workers=number,
         simulate_hosts=simulate_hosts,
         launched=launched,
+        held=launched,
         when_idle=_when_idle(idle_s, idle_load, inputs) if when_idle else None,
     )
     return agent.join(machine, invitation.url, invitation.token)
+
+
+def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: float) -> RunSpec:
+    """Go to the folder of the script on this machine; return the settings of the run here.
+
+    Raises:
+        UsageError: the folder or the script is not on this machine.
+    """
+    check_text("--folder", folder)
+    check_text("--run-dir", run_dir)
+    there = Path(folder or run.folder)
+    script = Path(run.arguments[1] if run.arguments[0] == "--callable" else run.arguments[0])
+    if not there.is_dir():
+        raise UsageError(f"the run works in {there}, which is not on this machine; say where with --folder")
+    if run.arguments[0] != "-m" and not (there / script).is_file():
+        raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
+    os.chdir(there)
+    return msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
 
 
 def _from_token_file(url: str, token_file: str) -> Invitation:
@@ -150,7 +160,7 @@ def _when_idle(idle_s: float, load: float, inputs: tuple[str, ...]) -> WhenIdle:
     return WhenIdle(idle_s=idle_s, load=load, inputs=inputs or INPUTS)
 
 
-def _spec_of(status: dict[str, Any]) -> RunSpec:
+def spec_of(status: dict[str, Any]) -> RunSpec:
     """Return the settings of a run from its status.
 
     Raises:

@@ -6,14 +6,17 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click import argument, option
 
+from unisono import tasks
 from unisono.capacity import Workers, parse_workers
 from unisono.cli.given import check_directory, check_text, script_arguments, seconds
+from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl
@@ -43,7 +46,8 @@ _OPTIONS: Final = (
     option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's."),
     option("--overwrite", is_flag=True, help="Replace the run that the directory holds."),
     option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
-           "checkpoints, at any number of workers; without SCRIPT, with the run's own."),
+           "checkpoints, at any number of workers; without SCRIPT, with the run's own. auto: with what the run "
+           "directory holds, if anything."),
     option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
@@ -127,6 +131,10 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     """
     from unisono import launchers
 
+    if launcher is None and options.launcher == "auto":
+        task = tasks.here(os.environ)
+        if task is not None and task.size > 1:
+            return take_part(options, task, partial(read, options))
     spec, workers = read(options)
     if launcher is not None and options.names_hosts:
         raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-__all__ = ["EndRun", "KillWorkers", "LeaveRun", "Reaction", "StopRun", "reaction"]
+__all__ = ["AwaitEnd", "EndRun", "KillWorkers", "LeaveRun", "Reaction", "StopRun", "reaction"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,25 @@ class StopRun:
     """Of the command, if that is why the run has ended."""
 
 
-Reaction = EndRun | KillWorkers | LeaveRun | StopRun
+@dataclass(frozen=True)
+class AwaitEnd:
+    """Go on: the signal went to all tasks of a job, and task 0 decides what it means."""
+
+    words: str
+    """For the user; "" where they were said before."""
+
+
+Reaction = EndRun | KillWorkers | LeaveRun | StopRun | AwaitEnd
 
 
 def reaction(
-    number: signal.Signals, *, num_before: int, is_primary: bool, has_workers: bool, checkpoint_code: int
+    number: signal.Signals,
+    *,
+    num_before: int,
+    is_primary: bool,
+    has_workers: bool,
+    checkpoint_code: int,
+    engine: str = "",
 ) -> Reaction:
     """Return what to do about a signal.
 
@@ -50,8 +64,12 @@ def reaction(
         is_primary: this command has started the run.
         has_workers: this machine has started a worker.
         checkpoint_code: the exit code at SIGTERM of a run that writes a checkpoint then; -1: the run writes none.
+        engine: what has started this agent as one of several tasks. It sends a signal to all of them, and SIGKILL
+            when its patience is over.
     """
     code = 128 + number
+    if engine and (num_before or not is_primary):
+        return AwaitEnd("" if num_before else _asked(signal.Signals(number).name, engine))
     if num_before:
         return KillWorkers("ended by a second signal", code)
     if not is_primary and has_workers and number is not signal.SIGHUP:
@@ -60,3 +78,8 @@ def reaction(
     if number is signal.SIGHUP or checkpoint_code < 0:
         return EndRun(word, code)
     return StopRun(word, f"{word}, with a checkpoint", checkpoint_code if number == signal.SIGTERM else code)
+
+
+def _asked(name: str, engine: str) -> str:
+    why = "the job is to end" if engine == "Slurm" else "the job is to end, or one of its tasks is lost, which ends all"
+    return f"{name} of {engine}: {why}; what the newest checkpoint holds is not lost (--resume auto)"

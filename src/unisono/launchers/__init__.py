@@ -31,6 +31,7 @@ from unisono.launchers.protocol import (
     Remote,
     Request,
 )
+from unisono.launchers.slurm import Slurm, inside
 from unisono.launchers.ssh import Ssh
 from unisono.launchers.ssh import is_asked as names_hosts
 from unisono.machine import agent
@@ -58,6 +59,7 @@ __all__ = [
 
 LAUNCHERS: Final[dict[str, Kind]] = {
     "ssh": Kind(Ssh, is_asked=names_hosts),
+    "slurm": Kind(Slurm, is_asked=lambda request: inside(request.environment)),
     "local": Kind(Local, is_asked=lambda request: True),
 }
 """By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""

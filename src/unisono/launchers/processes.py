@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from unisono.errors import UsageError
 from unisono.launchers.protocol import AgentCommand
@@ -18,11 +18,14 @@ class Processes:
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, command: AgentCommand, *, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    def start(
+        self, command: AgentCommand, *, before: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start an agent.
 
         Args:
             before: a command that starts the agent's: ``("ssh", "node1")``.
+            environment: of that command; default: this process's.
 
         Raises:
             UsageError: the command cannot be started.
@@ -36,6 +39,7 @@ class Processes:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
+                env=environment,
                 start_new_session=True,  # Ctrl-C is for the command that starts the run
             )
         except OSError as error:

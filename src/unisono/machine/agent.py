@@ -28,7 +28,7 @@ import msgspec
 from unisono import messages
 from unisono.checkpoint import files
 from unisono.decisions.idleness import Limits
-from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, StopRun, reaction
+from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.invitation import Invitation
@@ -217,7 +217,7 @@ class _Agent:
         try:
             if self._machines is not None:
                 self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
-            if self._spec.launched:
+            if self._spec.held:
                 loop.add_reader(sys.stdin.fileno(), self._on_input)
             ended = await self._over
         finally:
@@ -317,8 +317,9 @@ class _Agent:
             is_primary=self._is_primary,
             has_workers=self._workers.have_started(),
             checkpoint_code=self._checkpoint_code,
+            engine=self._spec.engine,
         )
-        self._num_signals += 1
+        self._num_signals += not isinstance(found, AwaitEnd)
         match found:
             case EndRun(reason, exit_code):
                 self._end_now(reason, exit_code)
@@ -330,9 +331,13 @@ class _Agent:
                 self.announce("the workers of this machine leave at the end of the step (again: end them now)")
                 self._following.send(Drain(reason=f"{self._host} leaves"))
                 self._leave_when_alone()
+            case AwaitEnd(words):
+                if words:
+                    self.announce(words)
             case StopRun(word, reason):
                 self._stop = found
-                self.announce(f"{word}: the run ends at the end of the step, with a checkpoint (again: end it now)")
+                again = "" if self._spec.engine else " (again: end it now)"
+                self.announce(f"{word}: the run ends at the end of the step, with a checkpoint{again}")
                 self._following.send(Stop(reason=reason))
 
     def _on_input(self) -> None:

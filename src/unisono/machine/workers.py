@@ -230,7 +230,7 @@ class Workers:
             worker_id=worker_id,
             host=host,
             agent=os.getpid(),
-            local_rank=local_rank,
+            local_rank=spec.first_local_rank + local_rank,
             gpu=self._places.of(local_rank).gpu,
             variables=dict(self._variables.get(worker_id, {})),
         )

@@ -1,0 +1,187 @@
+"""What one task of ``srun`` or ``mpiexec`` does: task 0 has the head of the run, the others join it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import click
+import msgspec
+
+from unisono.capacity import Workers, check_open_files, check_workers, machine_gpus, parse_workers
+from unisono.errors import UsageError
+from unisono.invitation import Invitation
+from unisono.spec import MachineSpec, RunSpec, StartMethod
+from unisono.tasks import Task
+
+if TYPE_CHECKING:
+    from unisono.machine.children import Listener
+    from unisono.machine.headprocess import Service
+    from unisono.rendezvous import Rendezvous
+
+__all__ = ["Wishes", "settings", "share", "take_part"]
+
+WAIT_S: Final = 120.0
+"""For task 0, and for its head: tasks of a large job start within a minute."""
+AGAIN_S: Final = 0.2
+
+
+class Wishes(Protocol):
+    """The options of a command line that a task needs (`unisono.cli.run.Options`)."""
+
+    @property
+    def workers(self) -> str: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def start(self) -> StartMethod: ...
+    @property
+    def simulate_hosts(self) -> int: ...
+    @property
+    def outcome(self) -> str: ...
+    @property
+    def head_away_s(self) -> float: ...
+    def service(self, workers: Workers, bind: str) -> Service: ...
+
+
+def take_part(
+    options: Wishes,
+    task: Task,
+    read: Callable[[], tuple[RunSpec, Workers]],
+    per_task: int | None = None,
+    directory: str = ".",
+) -> int:
+    """Be one task of a run. Returns the exit code when the run is over.
+
+    Args:
+        read: returns the settings of the run, in task 0.
+        per_task: workers of this task; default: its share of ``--workers``.
+        directory: where the tasks meet.
+
+    Raises:
+        UsageError: something is wrong with the command line, or the tasks do not find each other.
+    """
+    from unisono.rendezvous import Rendezvous
+
+    if not task.job:
+        raise UsageError(
+            f"{task.engine} does not say which of its jobs this is, so the tasks cannot find each other; start the "
+            "agents by unisono run --hosts, or use another mpiexec"
+        )
+    meeting = Rendezvous(Path(directory).resolve(), task.job)
+    if task.rank:
+        return _follow(options, task, per_task, meeting)
+    return _lead(options, task, per_task, meeting, read)
+
+
+def share(options: Wishes, workers: Workers, task: Task, per_task: int | None) -> int:
+    """Return how many workers a task starts."""
+    if per_task is not None:
+        return per_task
+    if options.workers == "auto":
+        return max(1, len(machine_gpus()) // task.local_size)
+    number = min(workers.maximum, max(workers.start, task.size))
+    return number * (task.rank + 1) // task.size - number * task.rank // task.size
+
+
+def _lead(
+    options: Wishes,
+    task: Task,
+    per_task: int | None,
+    meeting: Rendezvous,
+    read: Callable[[], tuple[RunSpec, Workers]],
+) -> int:
+    from unisono.fingerprint import script_checksum
+    from unisono.launchers.nodes import own_address
+    from unisono.machine import agent
+
+    spec, workers = read()
+    own = share(options, workers, task, per_task)
+    if per_task is not None or options.workers == "auto":
+        workers = Workers(own * task.size, 1, own * task.size, grows=True)
+    check_workers(own)
+    check_open_files(own)
+    service = options.service(workers, "" if task.is_on_one_machine else own_address(os.environ))
+    service = replace(service, policy=replace(service.policy, machines=task.size - 1))
+    spec = msgspec.structs.replace(spec, folder=os.getcwd(), script=script_checksum(spec.arguments))
+    here = MachineSpec(
+        run=spec,
+        num_workers=own,
+        start=options.start,
+        simulate_hosts=options.simulate_hosts,
+        outcome=options.outcome,
+        engine=task.engine,
+        first_local_rank=task.local_rank * own,
+    )
+    return agent.run(here, service, partial(_Others, meeting))
+
+
+def _follow(options: Wishes, task: Task, per_task: int | None, meeting: Rendezvous) -> int:
+    from unisono.cli.join import settled
+    from unisono.machine import agent
+
+    workers = parse_workers(options.workers, options.threads or 1)
+    own = share(options, workers, task, per_task)
+    check_workers(own)
+    check_open_files(own)
+    found = meeting.wait(WAIT_S, partial(_say, task))
+    run = settings(Invitation(found.url, found.token))
+    machine = MachineSpec(
+        run=settled(run, head_away_s=options.head_away_s),
+        num_workers=own,
+        start=options.start,
+        simulate_hosts=options.simulate_hosts,
+        launched=True,
+        engine=task.engine,
+        first_local_rank=task.local_rank * own,
+    )
+    code = agent.join(machine, found.url, found.token)
+    # Task 0 says by its exit code how the run has ended. That of another task would end the others (mpiexec), which
+    # may be writing the last checkpoint.
+    return 0 if task.ends_with_a_task else code
+
+
+def settings(invitation: Invitation) -> RunSpec:
+    """Return the settings of the run. Its head may be starting.
+
+    Raises:
+        UsageError: no head answers, or it has another version.
+    """
+    from unisono.cli.join import spec_of
+    from unisono.cli.reach import NotGoing, ask_status
+
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return spec_of(ask_status(invitation))
+        except NotGoing:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(AGAIN_S)
+
+
+def _say(task: Task, text: str) -> None:
+    click.echo(f"unisono: task {task.rank} of {task.command} {text}", err=True)
+
+
+class _Others:
+    """The agents of the other tasks, which ``srun`` or ``mpiexec`` has started: they need the address of the head."""
+
+    def __init__(self, meeting: Rendezvous, url: str, token: str) -> None:
+        self._meeting = meeting
+        self._url = url
+        self._token = token
+
+    def start(self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[int], None]) -> None:
+        self._meeting.publish(self._url, self._token)
+
+    def hurry(self) -> None:
+        pass
+
+    async def close(self, patience_s: float) -> None:
+        self._meeting.remove()

@@ -1,0 +1,176 @@
+"""The launcher inside an allocation of Slurm (a batch script, or the shell of ``salloc``): an agent on each node.
+
+One ``srun`` a node starts the agent there, so each agent has an output and an exit code of its own, and a lost node is
+not the others' end. The node that the command runs on needs none. ``srun`` passes standard input on, and its end: so an
+agent ends with the command that has started it, also after ``kill -9``. Where ``srun`` itself is killed the agent goes
+on; the head ends it with the run, and Slurm with the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from unisono.capacity import check_open_files, check_workers
+from unisono.errors import UsageError
+from unisono.launchers.nodes import binds_to_cores, node_names, own_address
+from unisono.launchers.processes import Processes
+from unisono.launchers.protocol import HERE, AgentCommand, Handle, Machine, Request
+from unisono.tasks import FIRST_SPECIAL_STEP, counts
+
+__all__ = ["Slurm", "inside"]
+
+END_S: Final = 5.0
+_CHOSEN: Final = (
+    "CPU_BIND",
+    "DISTRIBUTION",
+    "EXACT",
+    "EXCLUSIVE",
+    "HINT",
+    "HOSTFILE",
+    "NPROCS",
+    "NTASKS",
+    "OVERCOMMIT",
+)
+"""What ``srun`` would read from its environment, and is meant for other programs of the batch script."""
+_CHOSEN_PER: Final = ("NTASKS_PER_", "CPUS_PER_", "GPUS", "MEM_PER_", "TRES_PER_", "THREADS_PER_")
+
+
+def inside(environment: Mapping[str, str]) -> bool:
+    """Return whether this is a batch script or a shell in an allocation of Slurm, and no task of ``srun``."""
+    step = environment.get("SLURM_STEP_ID", "")
+    is_task = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    return "SLURM_JOB_ID" in environment and "SLURM_JOB_NODELIST" in environment and not is_task
+
+
+class Slurm:
+    """Starts agents on the nodes of the allocation that the command runs in."""
+
+    def __init__(self, request: Request) -> None:
+        if shutil.which("srun") is None:
+            raise UsageError("this is an allocation of Slurm, and there is no srun; use --launcher local for one node")
+        if not inside(request.environment):
+            raise UsageError("--launcher slurm works in a batch script or a shell of Slurm (sbatch, salloc), not here")
+        self._environment = request.environment
+        self._processes = Processes()
+        self._agents: list[_Step] = []
+        nodes = node_names(request.environment)
+        room = capacities(request.environment, len(nodes), request.threads)
+        wanted = sum(room)
+        if not request.takes_all:
+            wanted = min(request.workers.maximum, max(request.workers.start, wanted))
+        own = _own_node(request.environment, nodes)
+        self._machines = [
+            Machine(name=HERE if name == own else name, num_workers=number)
+            for name, number in zip(nodes, shares(wanted, room), strict=True)
+            if number
+        ]
+        check_workers(wanted, len(nodes))
+        check_open_files(max(machine.num_workers for machine in self._machines))
+
+    def machines(self) -> Sequence[Machine]:
+        return self._machines
+
+    def bind(self) -> str:
+        """Return the address at which the nodes reach this machine; "" where no other takes part."""
+        return own_address(self._environment) if any(machine.name != HERE for machine in self._machines) else ""
+
+    def start(self, machine: Machine, command: AgentCommand) -> Handle:
+        before = ["srun", "--nodelist", machine.name, "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--mem=0"]
+        before += ["--job-name=unisono"]
+        gpus = self._environment.get("SLURM_GPUS_ON_NODE", "")
+        if gpus.isdecimal() and int(gpus):
+            before += [f"--gres=gpu:{gpus}"]
+        step = _Step(self._processes.start(command, before=before, environment=step_environment(self._environment)))
+        self._agents.append(step)
+        return step
+
+    def close(self) -> None:
+        for step in self._agents:
+            step.end()
+        self._processes.close()
+
+
+class _Step:
+    """An agent on another node: the ``srun`` that has started it."""
+
+    def __init__(self, srun: subprocess.Popen[str]) -> None:
+        self._srun = srun
+        self.pid = srun.pid
+
+    @property
+    def stdout(self) -> Iterable[str] | None:
+        return self._srun.stdout
+
+    def poll(self) -> int | None:
+        return self._srun.poll()
+
+    def wait(self) -> int:
+        return self._srun.wait()
+
+    def terminate(self) -> None:
+        """End the agent's standard input. (A signal to ``srun`` would kill the agent before it has ended its workers.)
+
+        The agent then ends its workers and itself.
+        """
+        if self._srun.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._srun.stdin.close()
+
+    def end(self) -> None:
+        """Have ``srun`` kill the agent, where it still runs: ``kill -9`` of ``srun`` would leave the agent alone."""
+        if self._srun.poll() is None:
+            self._srun.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._srun.wait(END_S)
+
+
+def capacities(environment: Mapping[str, str], num_nodes: int, threads: int) -> list[int]:
+    """Return how many workers each node has room for: one for each GPU, else for each task that was asked for, else for
+    each core.
+
+    Raises:
+        UsageError: Slurm's variables cannot be read.
+    """
+    try:
+        cores = counts(environment.get("SLURM_JOB_CPUS_PER_NODE", "1"))
+        tasks = counts(environment.get("SLURM_TASKS_PER_NODE", "1"))
+        gpus = int(environment.get("SLURM_GPUS_ON_NODE", "0") or 0)
+    except ValueError as error:
+        raise UsageError(f"the variables of Slurm cannot be read: {error}") from error
+    cores += cores[-1:] * (num_nodes - len(cores))
+    if gpus:
+        return [gpus] * num_nodes
+    if len(tasks) == num_nodes and sum(tasks) > num_nodes:
+        return tasks
+    return [max(1, number // threads) for number in cores[:num_nodes]]
+
+
+def shares(number: int, room: Sequence[int]) -> list[int]:
+    """Return how many of so many workers each node gets: in proportion to its room."""
+    given = [0] * len(room)
+    for _ in range(number):
+        node = min(range(len(room)), key=lambda node: ((given[node] + 1) / room[node], node))
+        given[node] += 1
+    return given
+
+
+def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of ``srun``: a batch script's wishes for its own steps are not those for an agent."""
+    names = [name.removeprefix("SLURM_") for name in environment if name.startswith("SLURM_")]
+    dropped = {f"SLURM_{name}" for name in names if name in _CHOSEN or name.startswith(_CHOSEN_PER)}
+    kept = {name: value for name, value in environment.items() if name not in dropped}
+    # An agent's workers use all cores that the job has on the node. (Where Slurm binds nothing, it complains.)
+    return {**kept, "SLURM_CPU_BIND": "none"} if binds_to_cores() else kept
+
+
+def _own_node(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
+    """Return the node that this process runs on; "" where it is none of the job's (a shell of ``salloc``)."""
+    name = environment.get("SLURMD_NODENAME", "")
+    short = socket.gethostname().partition(".")[0]
+    return next((node for node in nodes if node == name or (not name and node.partition(".")[0] == short)), "")

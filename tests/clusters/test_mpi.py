@@ -1,0 +1,180 @@
+"""Runs whose agents mpiexec starts, with Open MPI and with MPICH: the bits of a run alone, also after a lost rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import Command, marked
+from tests.workers.gates import Gates
+from unisono.journal import compare, read
+from unisono.testing import run_workers
+
+WORKERS = Path(__file__).resolve().parents[1] / "workers"
+SMALL = WORKERS / "small_training.py"
+CHECKPOINTED = WORKERS / "checkpointed_training.py"
+STEPS = 8
+MPIEXEC = {
+    "Open MPI": ("mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe"),
+    "MPICH": ("mpiexec.mpich",),
+}
+
+Mpiexec = Callable[..., Command]
+
+
+@pytest.fixture(params=list(MPIEXEC))
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if shutil.which(MPIEXEC[name][0]) is None:
+        pytest.skip(f"{MPIEXEC[name][0]} is not installed: tests/needs.sh")
+    return name
+
+
+@pytest.fixture
+def mpiexec(engine: str, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mpiexec]:
+    """Start ``unisono WORDS`` on so many ranks; afterwards no file of a rendezvous is left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # mpiexec leaves folders there
+    started: list[Command] = []
+
+    def start(ranks: int, command: str, *words: object) -> Command:
+        unisono = [shutil.which("env") or "env", "-u", "UNISONO_PARENT", *_unisono(command), *map(str, words)]
+        started.append(Command([*MPIEXEC[engine], "-n", str(ranks), *unisono], tmp_path, mark))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.end()
+
+
+def _unisono(command: str) -> list[str]:
+    import sys
+
+    return [sys.executable, "-P", "-m", "unisono", command, *PATIENT]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    done = run_workers(SMALL, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm_checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calm") / "checkpointed"
+    arguments = ["--steps", str(STEPS), "--every", "3"]
+    done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def num_workers(run: Path) -> list[int]:
+    """Of each step."""
+    return [len(line["workers"]) for line in read(run) if line["kind"] == "step"]
+
+
+def files_of_rendezvous(folder: Path) -> Sequence[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".unisono")]
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("number", [2, 3])
+def test_ranks_compute_the_bits_of_one_worker(number: int, mpiexec: Mpiexec, calm: Path, tmp_path: Path) -> None:
+    done = mpiexec(number, "agent", SMALL, "--run-dir", tmp_path / "run", "--", "--steps", STEPS)
+    assert done.wait() == 0, done.out + done.err
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert num_workers(tmp_path / "run") == [number] * STEPS
+    assert files_of_rendezvous(tmp_path) == []
+
+
+@pytest.mark.usefixtures("nursery")
+def test_unisono_run_is_an_agent_under_mpiexec_and_workers_are_shared_out(
+    mpiexec: Mpiexec, calm: Path, tmp_path: Path
+) -> None:
+    words = ["--workers", 3, SMALL, "--run-dir", tmp_path / "run", "--", "--steps", STEPS]
+    done = mpiexec(2, "run", *words)
+    assert done.wait() == 0, done.out + done.err
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert num_workers(tmp_path / "run") == [3] * STEPS
+
+
+@pytest.mark.usefixtures("nursery")
+def test_two_jobs_in_one_directory_do_not_meet(mpiexec: Mpiexec, calm: Path, tmp_path: Path) -> None:
+    names = ("left", "right")
+    jobs = [mpiexec(2, "agent", SMALL, "--run-dir", tmp_path / name, "--", "--steps", STEPS) for name in names]
+    for job, name in zip(jobs, names, strict=True):
+        assert job.wait() == 0, job.out + job.err
+        assert compare(calm, tmp_path / name).startswith(f"identical: {STEPS} steps")
+        assert num_workers(tmp_path / name) == [2] * STEPS
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_worker_that_is_lost_is_no_lost_rank(mpiexec: Mpiexec, engine: str, calm: Path, tmp_path: Path) -> None:
+    """It is replaced, and mpiexec does not notice."""
+    with Gates(tmp_path / "gates", [3]) as gates:
+        words = ["--gates", gates.folder, "--steps", STEPS]
+        job = mpiexec(2, "agent", SMALL, "--run-dir", tmp_path / "run", "--", *words)
+        gates.wait(3, workers=2)
+        line = job.line("generation 1 with 2 workers")
+        assert line
+        os.kill(_worker(tmp_path / "run"), signal.SIGKILL)
+        gates.open(3, job.generation("was killed by signal 9"))
+        assert job.wait() == 0, job.out + job.err
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+
+
+def _worker(run: Path) -> int:
+    """The process of a worker that does not hold the head's machine."""
+    from unisono.cli.reach import ask_status, find
+
+    workers = ask_status(find(str(run)))["workers"]
+    return max(int(worker["pid"]) for worker in workers.values())
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("lost", [0, 1], ids=["first", "other"])
+def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
+    lost: int, mpiexec: Mpiexec, engine: str, calm_checkpointed: Path, tmp_path: Path, mark: str
+) -> None:
+    """Whatever mpiexec does to the others: the checkpoint is there."""
+    run = tmp_path / "run"
+    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", STEPS, "--every", 2]
+    with Gates(tmp_path / "gates", [5]) as gates:
+        job = mpiexec(2, "agent", *words, "--gates", gates.folder)
+        gates.wait(5, workers=2)
+        os.kill(_agent(mark, lost), signal.SIGKILL)
+        assert job.wait() != 0
+    if lost == 1 and engine == "Open MPI":
+        job.line("SIGTERM")
+    again = mpiexec(3, "agent", *words)
+    assert again.wait() == 0, again.out + again.err
+    again.line("goes on at step")
+    assert compare(calm_checkpointed, run).startswith(f"identical: {STEPS} steps")
+    assert num_workers(run)[-1] == 3
+    assert files_of_rendezvous(tmp_path) == [], "the file that a killed first rank has left, too"
+
+
+def _agent(mark: str, rank: int) -> int:
+    """The process of an agent, by its rank."""
+    for pid, command in marked(mark).items():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        names = (f"OMPI_COMM_WORLD_RANK={rank}", f"PMI_RANK={rank}")
+        if "-m unisono agent" in command and any(name.encode() in environment for name in names):
+            return pid
+    raise AssertionError(f"there is no agent of rank {rank}: {marked(mark)}")
+
+
+def test_an_agent_that_nobody_has_started_says_what_to_do(tmp_path: Path, mark: str) -> None:
+    alone = Command([*_unisono("agent"), str(SMALL)], tmp_path, mark)
+    try:
+        assert alone.wait() == 2
+        alone.line("unisono agent is started by srun or mpiexec: mpiexec -n 4 unisono agent SCRIPT")
+    finally:
+        alone.end()

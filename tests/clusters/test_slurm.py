@@ -1,0 +1,232 @@
+"""Runs in jobs of a real Slurm of two nodes: the bits of a run alone, whatever is lost; and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.slurm import Cluster, running
+from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
+from tests.workers.gates import Gates
+from unisono.journal import compare, read
+from unisono.lifetime import PARENT
+from unisono.testing import run_workers
+
+WORKERS = Path(__file__).resolve().parents[1] / "workers"
+SMALL = WORKERS / "small_training.py"
+CHECKPOINTED = WORKERS / "checkpointed_training.py"
+STEPS = 8
+DETACHED = ("env", "-u", PARENT)
+"""What a job starts is a child of Slurm, not of the test."""
+UNISONO = (sys.executable, "-P", "-m", "unisono")
+
+
+@pytest.fixture(scope="module")
+def cluster_of_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(cluster_of_two: Cluster, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
+    """Both nodes are up; afterwards no job, no step's folder and no file of a rendezvous is left."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster_of_two.configuration))
+    cluster_of_two.up()
+    try:
+        yield cluster_of_two
+    finally:
+        cluster_of_two.clear()
+    assert cluster_of_two.cgroups() == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".unisono")] == []
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one worker."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    done = run_workers(SMALL, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm_checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calm") / "checkpointed"
+    arguments = ["--steps", str(STEPS), "--every", "3"]
+    done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+class Job:
+    """A command that starts a job, in the test's folder."""
+
+    def __init__(self, folder: Path, mark: str) -> None:
+        self._folder = folder
+        self._mark = mark
+        self.commands: list[Command] = []
+
+    def __call__(self, *words: object) -> Command:
+        command = Command([*DETACHED, *map(str, words)], self._folder, self._mark)
+        self.commands.append(command)
+        return command
+
+
+@pytest.fixture
+def start(cluster: Cluster, tmp_path: Path, mark: str) -> Iterator[Job]:
+    job = Job(tmp_path, mark)
+    yield job
+    for command in job.commands:
+        command.end()
+
+
+def last_workers(run: Path) -> int:
+    """The number of workers in the last step."""
+    return len([line for line in read(run) if line["kind"] == "step"][-1]["workers"])
+
+
+def agents(mark: str) -> list[int]:
+    """The processes of agents that a launcher has started."""
+    return [pid for pid, command in marked(mark).items() if "--launched" in command and "srun" not in command]
+
+
+def train(
+    number: int | str, run: Path, *options: object, steps: int = STEPS, before: tuple[object, ...] = ()
+) -> list[object]:
+    training = [SMALL, *options, "--", "--steps", steps]
+    return [*before, *UNISONO, "run", *PATIENT, "--workers", number, "--run-dir", run, *training]
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_workers_of_an_allocation_compute_the_bits_of_one(
+    number: int, cluster: Cluster, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch script with nothing but the command that is used everywhere else."""
+    script = tmp_path / "job.sh"
+    words = " ".join(str(word) for word in train(number, tmp_path / "run"))
+    script.write_text(f"#!/bin/sh\nexec {words}\n")
+    monkeypatch.delenv(PARENT, raising=False)
+    cluster.run("sbatch", "--nodes=2", f"--output={tmp_path}/out", script)
+    cluster.wait_for("squeue", "--noheader", until="")
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert last_workers(tmp_path / "run") == number
+    assert f"{cluster.nodes[1]}-" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_tasks_of_srun_compute_the_bits_of_one(number: int, start: Job, calm: Path, tmp_path: Path) -> None:
+    done = start(*train("auto", tmp_path / "run", before=("srun", "--nodes=2", f"--ntasks={number}")))
+    assert done.wait() == 0, done.err
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert last_workers(tmp_path / "run") == number
+
+
+def test_a_shell_of_salloc_uses_all_cores_of_its_nodes(start: Job, calm: Path, tmp_path: Path) -> None:
+    """The shell runs beside the nodes: all workers are on others."""
+    done = start(*train("auto", tmp_path / "run", before=("salloc", "--nodes=2", "--ntasks=2", "--cpus-per-task=2")))
+    assert done.wait() == 0, done.err
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert last_workers(tmp_path / "run") == 4
+
+
+def test_an_agent_that_is_killed_costs_no_bit(start: Job, calm: Path, tmp_path: Path, mark: str) -> None:
+    with Gates(tmp_path / "gates", [3]) as gates:
+        job = start(*train(2, tmp_path / "run", before=("salloc", "--nodes=2")), "--gates", gates.folder)
+        gates.wait(3, workers=2)
+        os.kill(agents(mark)[0], signal.SIGKILL)
+        gates.open(3, job.generation("with 1 worker"))
+        assert job.wait() == 0, job.err
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert last_workers(tmp_path / "run") == 1
+
+
+def test_a_lost_node_costs_no_bit_and_the_run_goes_on_with_the_rest(
+    start: Job, cluster: Cluster, calm: Path, tmp_path: Path
+) -> None:
+    with Gates(tmp_path / "gates", [3]) as gates:
+        job = start(*train(2, tmp_path / "run", before=("salloc", "--nodes=2", "--no-kill")), "--gates", gates.folder)
+        gates.wait(3, workers=2)
+        cluster.kill(cluster.nodes[1])
+        gates.open(3, job.generation("with 1 worker"))
+        assert job.wait() == 0, job.err
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert last_workers(tmp_path / "run") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["int", "kill"])
+def test_nothing_is_left_of_a_command_that_is_ended(
+    number: signal.Signals, start: Job, cluster: Cluster, tmp_path: Path, mark: str
+) -> None:
+    """The agents on the nodes end with it, while the allocation is still there."""
+    with Gates(tmp_path / "gates", [3]) as gates:
+        then_stay = ("sh", "-c", '"$@"; exec sleep 1000000', "-")
+        before = ("salloc", "--nodes=2", "--kill-command", *then_stay)
+        allocation = start(*train(2, tmp_path / "run", before=before), "--gates", gates.folder)
+        gates.wait(3, workers=2)
+        command = next(
+            pid
+            for pid, words in marked(mark).items()
+            if "unisono run" in words and "salloc" not in words and "sh -c" not in words
+        )
+        left = set(agents(mark))
+        assert left
+        os.kill(command, number)
+        wait_until_gone(left, time.monotonic() + WAIT_S)
+        assert agents(mark) == []
+        assert len(cluster.jobs()) == 1
+        cluster.clear()
+        allocation.wait()
+
+
+def test_a_job_that_is_asked_to_end_goes_on_in_its_next_turn(
+    unisono: Unisono, cluster: Cluster, calm_checkpointed: Path, tmp_path: Path
+) -> None:
+    """Slurm sends SIGTERM to the batch script before the time limit (``--signal=B:TERM@90``)."""
+    with Gates(tmp_path / "gates", [4, 6]) as gates:
+        options = ["--nodes", 2, "--time", 5, "--workers", 3, "--run-dir", "runs/a"]
+        patient = [f"--run={word}" for word in PATIENT]
+        script = [CHECKPOINTED, "--", "--steps", STEPS, "--every", 0, "--gates", gates.folder]
+        followed = unisono("slurm", *options, *patient, *script, before=DETACHED)
+        gates.wait(4, workers=3)
+        (job,) = cluster.jobs()
+        cluster.run("scancel", "--batch", "--signal=TERM", job)
+        followed.line("with a checkpoint")
+        gates.open(4)
+        followed.line("turn 2")
+        gates.wait(6, workers=3)
+        gates.open(6)
+        assert followed.wait() == 0, followed.out + followed.err
+    followed.line("goes on at step")
+    assert compare(calm_checkpointed, tmp_path / "runs" / "a").startswith(f"identical: {STEPS} steps")
+
+
+def test_another_job_joins_a_run_that_is_going(unisono: Unisono, cluster: Cluster, calm: Path, tmp_path: Path) -> None:
+    options = ["--cpus-per-node", 1, "--workers", 1]
+    patient = [f"--run={word}" for word in PATIENT]
+    with Gates(tmp_path / "gates", [3]) as gates:
+        script = [SMALL, "--", "--steps", STEPS, "--gates", gates.folder]
+        followed = unisono("slurm", *options, "--run-dir", "runs/a", *patient, *script, before=DETACHED)
+        gates.wait(3)
+        joined = unisono("slurm", "--join", "runs/a", *options, before=DETACHED)
+        gates.open(3, followed.generation("with 2 workers"))
+        assert followed.wait() == 0, followed.out + followed.err
+        assert joined.wait() == 0, joined.out + joined.err
+    assert compare(calm, tmp_path / "runs" / "a").startswith(f"identical: {STEPS} steps")
+    assert last_workers(tmp_path / "runs" / "a") == 2
+
+
+def test_a_job_that_slurm_refuses_is_an_error_in_slurms_words(
+    unisono: Unisono, cluster: Cluster, tmp_path: Path
+) -> None:
+    refused = unisono("slurm", SMALL, "--partition", "nowhere")
+    assert refused.wait() == 2
+    refused.line("unisono: Slurm refuses the job: ", pattern="invalid partition")
+    assert subprocess.run(["squeue", "--noheader"], capture_output=True, check=True).stdout == b""
