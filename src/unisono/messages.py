@@ -52,6 +52,7 @@ __all__ = [
     "MemberInfo",
     "Message",
     "Notice",
+    "Offer",
     "Ready",
     "RunDirectory",
     "Scale",
@@ -407,6 +408,13 @@ class Drain(Message):
     reason: str = ""
 
 
+class Offer(Message):
+    """Request of an agent: have at most so many workers on its machine from now on, which may be fewer or more."""
+
+    num_workers: int
+    reason: str = ""
+
+
 class Scale(Message):
     """Request from outside: change the number of workers."""
 
@@ -434,7 +442,8 @@ class Lost(Message):
 _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
     | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
-    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Scale | Stop | Announcement | Snapshot | Kept
+    | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement | Snapshot
+    | Kept
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-__all__ = ["WORKER", "MachineSpec", "RunSpec", "StartMethod", "WorkerSpec"]
+__all__ = ["WORKER", "MachineSpec", "RunSpec", "StartMethod", "WhenIdle", "WorkerSpec"]
 
 WORKER: Final = "UNISONO_WORKER"
 """Name of the environment variable with a worker's `WorkerSpec` (JSON, without the token)."""
@@ -55,6 +55,14 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return json.dumps({"folder": self.folder, "arguments": self.arguments})
 
 
+class WhenIdle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a machine takes part in a run: only while nobody else uses it (`unisono.decisions.idleness`)."""
+
+    idle_s: float
+    load: float
+    inputs: tuple[str, ...]
+
+
 class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine's part of a run: what its agent does."""
 
@@ -66,6 +74,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """For tests: workers get this many different host labels."""
     launched: bool = False
     """A launcher has started the agent: it ends with its standard input, and prints the workers' output only."""
+    when_idle: WhenIdle | None = None
+    """The agent offers its workers only while nobody uses the machine; None: always."""
     outcome: str = ""
     """File for a description of how the run ended (JSON); the traceback is then not printed."""
 

@@ -35,6 +35,7 @@ FLOORS = {
     "decisions.layout": 1,
     "telemetry": 1,
     "decisions.signals": 1,
+    "decisions.idleness": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,
@@ -84,6 +85,7 @@ FLOORS = {
     "machine.headprocess": 4,
     "machine.children": 4,
     "machine.placement": 4,
+    "machine.idleness": 4,
     "machine.places": 4,
     "machine.workers": 4,
     "head": 4,
@@ -122,6 +124,7 @@ NEIGHBOURS = {
         "machine.children",
         "machine.following",
         "machine.headprocess",
+        "machine.idleness",
         "machine.workers",
         "watch",
     },

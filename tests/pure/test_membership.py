@@ -47,6 +47,7 @@ from unisono.messages import (
     MemberInfo,
     Message,
     Notice,
+    Offer,
     Ready,
     Scale,
     Start,
@@ -715,6 +716,85 @@ def test_the_replacement_of_a_lost_worker_is_on_the_same_machine() -> None:
     story = on_machines(4, 1)
     story.says("agent1", WorkerExit(worker_id="w4", exit_code=-9))
     assert placed(story) == {AGENT: 0, "agent1": 1}
+
+
+def desktop(start: int = 1) -> Story:
+    """A run with a machine that has joined, and offers nothing yet."""
+    story = training(start)
+    assert story.agent(0, "agent1", primary=False, host="desk") == []
+    assert story.reason == "desk joins, and offers workers while nobody uses it"
+    return story
+
+
+def test_a_machine_offers_workers_while_nobody_uses_it() -> None:
+    story = desktop()
+    for first in (1, 3):
+        story.says("agent1", Offer(num_workers=2, reason="desk: idle"))
+        assert story.reason == "desk offers 2 workers: desk: idle"
+        ids = [f"w{first}", f"w{first + 1}"]
+        assert story.sent("agent1", Start)[0].worker_ids == ids
+        assert story.state.policy.maximum == 3
+        story.arrive(*ids, host="desk")
+        story.hold()
+        story.hold()
+        assert story.state.members == ("w0", *ids)
+        story.says("agent1", Offer(num_workers=0, reason="desk: somebody uses it"))
+        assert story.state.members == ("w0",), "at the next boundary"
+        assert story.notices()[ids[0]].immediate is False
+        for worker_id in ids:
+            story.says(worker_id, Left())
+        story.hold()
+        assert story.state.policy.maximum == 1
+        assert story.sent("agent1", Start) == [], "a machine in use is left alone"
+
+
+def test_a_machine_that_is_used_before_its_workers_were_admitted_sends_them_away_at_once() -> None:
+    story = desktop()
+    story.says("agent1", Offer(num_workers=2, reason="idle"))
+    story.arrive("w1", host="desk")
+    story.says("agent1", Offer(num_workers=0, reason="used"))
+    assert {evict.worker_id for evict in story.sent("agent1", Evict)} == {"w2"}
+    story.hold()
+    assert story.state.members == ("w0",), "w1 was admitted just before"
+
+
+def test_the_last_worker_of_a_run_stays_until_another_has_the_state() -> None:
+    story = desktop()
+    story.says("agent1", Offer(num_workers=2, reason="idle"))
+    story.arrive("w1", "w2", host="desk")
+    story.hold()
+    story.hold()
+    story.says(AGENT, Drain(worker_ids=["w0"]))
+    story.says("w0", Left())
+    story.hold()
+    story.says("agent1", Offer(num_workers=0, reason="desk: somebody uses it"))
+    assert "w1 stays, as the last one that holds the run's state" in story.reason
+    story.says("w2", Left())
+    story.hold()
+    assert story.state.members == ("w1",)
+    assert story.ended is None
+    story.arrive(*story.agent(1, "agent2", primary=False, host="shed"), host="shed")
+    story.hold()
+    story.hold()
+    assert story.state.members == ("w3",)
+    story.says("w1", Left())
+    assert story.ended is None
+
+
+def test_an_offer_is_taken_as_far_as_the_run_wants_workers() -> None:
+    story = desktop(2)
+    story.says("", Scale(num_workers=3))
+    story.says("agent1", Offer(num_workers=4, reason="idle"))
+    assert [s.worker_ids for s in story.sent("agent1", Start)] == []
+    story.says("", Scale(num_workers=5))
+    assert len(story.sent("agent1", Start)[0].worker_ids) == 2
+
+
+def test_an_offer_that_is_repeated_changes_nothing() -> None:
+    story = desktop()
+    story.says("agent1", Offer(num_workers=2, reason="idle"))
+    story.says("agent1", Offer(num_workers=2, reason="idle"))
+    assert (story.actions, story.reason) == ([], "")
 
 
 def invitations(story: Story) -> int:

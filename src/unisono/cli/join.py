@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -13,9 +14,12 @@ import msgspec
 from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import check_text, seconds
 from unisono.errors import UsageError
-from unisono.spec import MachineSpec, RunSpec
+from unisono.spec import MachineSpec, RunSpec, WhenIdle
 
 __all__ = ["join"]
+
+NICE: Final = 10
+INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev/input/mice", "/proc/interrupts")
 
 
 @click.command()
@@ -25,6 +29,28 @@ __all__ = ["join"]
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
 @seconds("--head-away-s", 60.0, "How long workers go on without the head.")
+@click.option(
+    "--when-idle",
+    is_flag=True,
+    help="Take part only while nobody else uses this machine; its workers leave "
+    "at the end of the step when somebody does.",
+)
+@seconds("--idle-s", 300.0, "With --when-idle: without input and load for this long, the machine is idle.")
+@click.option(
+    "--idle-load",
+    default=0.5,
+    show_default=True,
+    metavar="CORES",
+    help="With --when-idle: what other processes may use.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="PATTERN",
+    help="With --when-idle: files that show input, "
+    "instead of the terminals and input devices; e.g. one that a program touches.",
+)
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", is_flag=True, hidden=True)
 def join(
@@ -34,6 +60,10 @@ def join(
     folder: str,
     run_dir: str,
     head_away_s: float,
+    when_idle: bool,
+    idle_s: float,
+    idle_load: float,
+    inputs: tuple[str, ...],
     simulate_hosts: int,
     launched: bool,
 ) -> int:
@@ -66,8 +96,22 @@ def join(
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
     os.chdir(there)
     run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
-    machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
+    machine = MachineSpec(
+        run=run,
+        num_workers=number,
+        simulate_hosts=simulate_hosts,
+        launched=launched,
+        when_idle=_when_idle(idle_s, idle_load, inputs) if when_idle else None,
+    )
     return agent.join(machine, url, token)
+
+
+def _when_idle(idle_s: float, load: float, inputs: tuple[str, ...]) -> WhenIdle:
+    """Return when this machine takes part, and let its workers stand back behind the processes of who uses it."""
+    if not 0 < load < math.inf:
+        raise UsageError(f"--idle-load is a number of cores above 0, got {load}")
+    os.nice(NICE)
+    return WhenIdle(idle_s=idle_s, load=load, inputs=inputs or INPUTS)
 
 
 def _spec_of(status: dict[str, Any]) -> RunSpec:

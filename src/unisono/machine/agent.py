@@ -27,6 +27,7 @@ import msgspec
 
 from unisono import messages
 from unisono.checkpoint import files
+from unisono.decisions.idleness import Limits
 from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
@@ -35,6 +36,7 @@ from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, address, listen, reachable
+from unisono.machine.idleness import Watching
 from unisono.machine.workers import Workers, machine_label
 from unisono.messages import (
     AgentHello,
@@ -43,6 +45,7 @@ from unisono.messages import (
     Evict,
     Happened,
     Message,
+    Offer,
     RunDirectory,
     Start,
     Stop,
@@ -163,7 +166,8 @@ class _Agent:
         self._is_primary = head is not None
         self._machines = machines
         self._host = machine_label()
-        hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=spec.num_workers, primary=self._is_primary)
+        offered = 0 if spec.when_idle else spec.num_workers
+        hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=offered, primary=self._is_primary)
         self._following = Following(url, token, hello, self, away_s=spec.run.head_away_s, head=head)
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -188,7 +192,10 @@ class _Agent:
             if isinstance(error, OSError):
                 raise UsageError(f"a process of the run {NOT_STARTED.format(error)}") from error
             raise
-        talk = asyncio.create_task(self._following.run())
+        tasks = [asyncio.create_task(self._following.run())]
+        if (idle := self._spec.when_idle) is not None:
+            limits = Limits(idle_s=idle.idle_s, load=idle.load)
+            tasks.append(asyncio.create_task(Watching(limits, idle.inputs, self._on_idle).run()))
         try:
             if self._machines is not None:
                 self._machines.start(self, self._on_machines_lost)
@@ -201,8 +208,9 @@ class _Agent:
             await self._end_workers(self._result())
             await self._following.sent(LAST_WORDS_S)  # every end that this agent has seen
             await self._following.answered(TELL_S)
-            talk.cancel()
-            await asyncio.gather(talk, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await machines
         self._conclude(ended)
         self._show(ended)
@@ -266,6 +274,11 @@ class _Agent:
         """End this agent after a signal to ``unisono join``, when its workers have left. The run goes on."""
         if not self._is_primary and not self._workers.running():
             self.end(Ended(ok=True, reason="all workers of this machine have left"))
+
+    def _on_idle(self, is_idle: bool, why: str) -> None:
+        """Offer this machine's workers, or take them back at the end of the step."""
+        offered = self._spec.num_workers if is_idle and not self._num_signals else 0
+        self._following.send(Offer(num_workers=offered, reason=f"{self._host}: {why}"))
 
     def _on_signal(self, number: signal.Signals) -> None:
         found = reaction(

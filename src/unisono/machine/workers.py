@@ -100,7 +100,7 @@ class Workers:
         Raises:
             OSError, UsageError: see `Placement.open`.
         """
-        if words := self._places.reserve(self._spec.num_workers):
+        if words := self._places.reserve(0 if self._spec.when_idle else self._spec.num_workers):
             self._listener.on_notice(words)
         if self._spec.num_workers:
             self._placement.open()

@@ -14,7 +14,7 @@ from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
 from unisono.words import count, listed
 
-__all__ = ["agent_name", "drain", "join", "leave", "scale", "stop"]
+__all__ = ["agent_name", "drain", "drain_withdrawn", "join", "leave", "offer", "scale", "stop"]
 
 _S = WorkerState
 
@@ -48,6 +48,8 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     )
     if known is not None:
         draft.reasons.append(f"the agent of {hello.host} is back")
+    elif not hello.num_workers and not hello.primary:
+        draft.reasons.append(f"{hello.host} joins, and offers workers while nobody uses it")
     elif not hello.primary:
         draft.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
     _repeat_start(draft, agent_id)
@@ -109,6 +111,35 @@ def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:
     if names:
         draft.reasons.append(why)
         draft.drained += names
+
+
+def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
+    """Have more workers on a machine that nobody else uses now, or none on one that is in use."""
+    agent, policy = draft.state.agents[agent_id], draft.state.policy
+    if agent.offers == num_workers or agent.refused:
+        return
+    adds = num_workers if policy.grows and not agent.primary else 0
+    if policy.grows:
+        policy = dataclasses.replace(policy, maximum=policy.maximum + adds - agent.adds)
+        draft.put(policy=policy)
+    agent = draft.put_agent(agent_id, offers=num_workers, adds=adds, withdrawn="" if num_workers else why)
+    draft.reasons.append(f"{agent.host} offers {count(num_workers, 'worker')}: {why}" if num_workers else why)
+    if draft.state.finishing or draft.state.stopping:
+        return
+    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    own = [w for w in alive if w.agent == agent_id]
+    order(draft, agent_id, max(0, min(num_workers - len(own), policy.maximum - len(alive))), reason=why)
+
+
+def drain_withdrawn(draft: Draft) -> None:
+    """Ask the workers of machines that have taken their offer back to leave, unless the run would end with them."""
+    for agent_id, agent in draft.state.agents.items():
+        staying = [w for w in draft.workers(*ALIVE) if not w.draining] if agent.withdrawn else []
+        own = [w.worker_id for w in staying if w.agent == agent_id]
+        if own and (len(own) < len(staying) or not draft.state.held):
+            drain(draft, own, agent.withdrawn)
+        elif len(own) > 1:
+            drain(draft, own[1:], f"{agent.withdrawn}; {own[0]} stays, as the last one that holds the run's state")
 
 
 def scale(draft: Draft, num_workers: int) -> None:

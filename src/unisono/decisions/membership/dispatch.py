@@ -35,6 +35,7 @@ from unisono.messages import (
     Left,
     Lost,
     Message,
+    Offer,
     Ready,
     Scale,
     StepDone,
@@ -111,6 +112,8 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
             ids = message.worker_ids or [w.worker_id for w in draft.state.workers.values() if w.agent == agent_id]
             host = draft.state.agents[agent_id].host
             agents.drain(draft, ids, message.reason or f"the agent of {host} asks for it")
+        case Offer():
+            agents.offer(draft, agent_id, message.num_workers, message.reason)
         case Scale():
             agents.scale(draft, message.num_workers)
         case Stop():

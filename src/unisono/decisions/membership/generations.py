@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from unisono.decisions.layout import replicated
 from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
+from unisono.decisions.membership.agents import drain_withdrawn
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
 from unisono.decisions.membership.restarts import turn_agents_away
@@ -24,6 +25,8 @@ def follow_up(draft: Draft) -> None:
     """Announce what the new state needs: a generation, or the end of the run."""
     if draft.state.ended is None and draft.broken:
         _go_on_without_the_lost(draft)
+    if draft.state.ended is None:
+        drain_withdrawn(draft)
     if draft.state.ended is None and draft.state.finishing:
         dismiss_newcomers(draft)
     if draft.state.ended is None and not finish(draft):

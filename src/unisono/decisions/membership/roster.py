@@ -182,7 +182,7 @@ class Agent:
     host: str
     primary: bool
     offers: int = 1
-    """Number of workers with which it has come; 0: of a machine that only starts the run."""
+    """Number of workers that it has room for; 0: of a machine that only starts the run, or is in use."""
     adds: int = 0
     """Number by which it raises `Policy.maximum` while it is connected."""
     pid: int = 0
@@ -197,6 +197,8 @@ class Agent:
     """One of its workers has held the run's state."""
     failure: str = ""
     """Why the last of its workers was lost, while none had served yet."""
+    withdrawn: str = ""
+    """Why it has taken its offer back: its machine is in use."""
     refused: str = ""
     """Reason why it is sent away: none of its workers could take part."""
 
