@@ -66,6 +66,7 @@ __all__ = [
     "TalkAnswer",
     "TalkCall",
     "TalkDone",
+    "Wanted",
     "Welcome",
     "WorkerExit",
     "WorkerLate",
@@ -342,6 +343,8 @@ class AgentHello(Message):
     num_workers: int
     primary: bool = False
     """The agent has started the head: when the agent goes, the run ends."""
+    launched: bool = False
+    """A launcher of the command that started the run has started the agent."""
     agent_id: str = ""
     """The agent's name, from a `Welcome`, if it connects again."""
     term: int = 0
@@ -365,6 +368,12 @@ class Start(Message):
     worker_ids: list[str]
     delay_s: float = 0.0
     reason: str = ""
+
+
+class Wanted(Message):
+    """To the agent of the command: have machines for so many workers in all, those of its own machine included."""
+
+    num_workers: int
 
 
 class Evict(Message):
@@ -443,7 +452,7 @@ _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
     | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement | Snapshot
-    | Kept
+    | Kept | Wanted
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

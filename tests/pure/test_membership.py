@@ -57,6 +57,7 @@ from unisono.messages import (
     TalkAnswer,
     TalkCall,
     TalkDone,
+    Wanted,
     WorkerExit,
     WorkerLate,
 )
@@ -716,6 +717,74 @@ def test_the_replacement_of_a_lost_worker_is_on_the_same_machine() -> None:
     story = on_machines(4, 1)
     story.says("agent1", WorkerExit(worker_id="w4", exit_code=-9))
     assert placed(story) == {AGENT: 0, "agent1": 1}
+
+
+def elastic(start: int, maximum: int) -> Story:
+    """A run whose command gets machines, of 2 workers each, for all of its workers."""
+    story = Story(start, maximum=maximum, grows=False, elastic=True)
+    story.agent(0)
+    for number in range(1, start // 2 + 1):
+        launch(story, number)
+    return story
+
+
+def launch(story: Story, number: int) -> None:
+    agent_id = f"agent{number}"
+    hello = AgentHello(host=f"node{number}", pid=1, num_workers=2, launched=True)
+    story.says(agent_id, hello)
+    story.arrive(*(i for start in story.sent(agent_id, Start) for i in start.worker_ids), host=f"node{number}")
+    for _ in range(2):
+        story.hold()
+
+
+def test_the_command_is_told_for_how_many_workers_it_is_to_have_machines() -> None:
+    story = Story(2, maximum=6, grows=False, elastic=True)
+    story.agent(0)
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [6]
+    launch(story, 1)
+    assert story.sent(AGENT, Wanted) == []
+    story.says("", Scale(num_workers=4))
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [4]
+    assert placed(story) == {AGENT: 0, "agent1": 0}, "the command gets a machine for them"
+    launch(story, 2)
+    assert of_machines(story) == {AGENT: 0, "agent1": 2, "agent2": 2}
+    story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=0, primary=True, agent_id=AGENT))
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [4], "to a head that follows, too"
+
+
+def test_no_machine_is_got_for_workers_of_machines_that_join_by_themselves() -> None:
+    story = elastic(2, 6)
+    story.agent(3, "guest", primary=False, host="desk")
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [3]
+
+
+def test_machines_of_a_fixed_number_of_workers_do_not_raise_it() -> None:
+    story = Story(4, elastic=True)
+    story.agent(0)
+    launch(story, 1)
+    launch(story, 2)
+    assert story.state.policy.maximum == 4
+    assert story.state.wanted == 4
+
+
+def test_to_shrink_whole_machines_are_given_back() -> None:
+    story = elastic(6, 6)
+    story.says("", Scale(num_workers=3))
+    leaving = [w for w in story.state.workers.values() if w.draining]
+    assert {w.worker_id for w in leaving} == {"w3", "w4", "w5"}
+    assert story.sent("agent3", Ended) == [], "its workers are still there"
+    ended = []
+    for worker in leaving:
+        story.says(worker.worker_id, Left())
+        ended += story.sent("agent3", Ended)
+    story.hold()
+    assert [(end.ok, end.exit_code) for end in ended] == [(True, 0)]
+    assert story.state.agents["agent3"].freed == "node3 is free again: the run wants 3 workers"
+    assert story.state.agents["agent2"].freed == ""
+    story.says("", Scale(num_workers=4))
+    assert placed(story) == {AGENT: 0, "agent1": 0, "agent2": 1, "agent3": 0}
+    story.says("agent3", AgentHello(host="node3", pid=1, num_workers=2, launched=True, agent_id="agent3"))
+    assert [end.ok for end in story.sent("agent3", Ended)] == [True], "it may have missed that"
 
 
 def desktop(start: int = 1) -> Story:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -18,7 +19,7 @@ from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.launchers.fleet import Fleet
 from unisono.launchers.local import Local
-from unisono.launchers.protocol import HERE, AgentCommand, Handle, Kind, Launcher, Machine, Request
+from unisono.launchers.protocol import HERE, AgentCommand, Elastic, Handle, Kind, Launcher, Machine, Request
 from unisono.machine import agent
 from unisono.machine.headprocess import Service
 from unisono.spec import MachineSpec, RunSpec, StartMethod
@@ -27,6 +28,7 @@ __all__ = [
     "HERE",
     "LAUNCHERS",
     "AgentCommand",
+    "Elastic",
     "Handle",
     "Kind",
     "Launcher",
@@ -94,7 +96,8 @@ def run(
         simulate_hosts=simulate_hosts,
         outcome=outcome,
     )
+    service = service or Service(policy=Policy(start=total, maximum=total))
+    if isinstance(launcher, Elastic):
+        service = replace(service, policy=replace(service.policy, elastic=True))
     others = [machine for machine in machines if machine.name != HERE]
-    return agent.run(
-        here, service or Service(policy=Policy(start=total, maximum=total)), partial(Fleet, launcher, others, spec)
-    )
+    return agent.run(here, service, partial(Fleet, launcher, others, spec))

@@ -37,8 +37,9 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
         _repeat_start(draft, agent_id)
         return
     known = state.absent.get(hello.agent_id)
-    adds = hello.num_workers if state.policy.grows and not hello.primary else 0
-    fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
+    is_counted = hello.primary or (hello.launched and state.policy.elastic)  # in `--workers` already
+    adds = hello.num_workers if state.policy.grows and not is_counted else 0
+    fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, launched=hello.launched)
     agent = dataclasses.replace(fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, away_at=None, lags=False)
     draft.put(
         agents={**state.agents, agent_id: agent},
@@ -59,7 +60,7 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
 def _missing(draft: Draft, agent: Agent) -> int:
     """Return how many workers a machine that is back has lost meanwhile, as far as there may be so many."""
     state = draft.state
-    if agent.refused or state.finishing or state.stopping:
+    if agent.is_sent_away or state.finishing or state.stopping:
         return 0
     alive = [w for w in draft.workers(*ALIVE) if not w.draining]
     own = [w for w in alive if w.agent == agent.agent_id]
@@ -68,8 +69,13 @@ def _missing(draft: Draft, agent: Agent) -> int:
 
 def _repeat_start(draft: Draft, agent_id: str) -> None:
     """Repeat the last orders to an agent that connects again. The agent starts no worker twice."""
-    if refused := draft.state.agents[agent_id].refused:
-        draft.send(agent_id, Ended(ok=False, reason=refused, exit_code=1))
+    agent = draft.state.agents[agent_id]
+    if agent.is_sent_away:
+        draft.send(
+            agent_id, Ended(ok=bool(agent.freed), reason=agent.refused or agent.freed, exit_code=int(not agent.freed))
+        )
+    if agent.primary:
+        draft.put(wanted=-1)
     for worker in draft.workers(_S.ORDERED):
         if worker.agent == agent_id:
             delay_s = max(0.0, worker.heard_at - draft.now)
@@ -116,7 +122,7 @@ def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:
 def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
     """Have more workers on a machine that nobody else uses now, or none on one that is in use."""
     agent, policy = draft.state.agents[agent_id], draft.state.policy
-    if agent.offers == num_workers or agent.refused:
+    if agent.offers == num_workers or agent.is_sent_away:
         return
     adds = num_workers if policy.grows and not agent.primary else 0
     if policy.grows:
@@ -163,7 +169,7 @@ def scale(draft: Draft, num_workers: int) -> None:
     why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}"
     draft.reasons.append(why)
     if missing < 0:
-        leaving = to_leave(staying, draft.state.agents, -missing)
+        leaving = to_leave(staying, draft.state.agents, -missing, empties=policy.elastic)
         drain(draft, [worker.worker_id for worker in sorted(leaving, key=lambda worker: worker.number)], why)
     elif missing > 0:
         _start_more(draft, staying, missing)
@@ -171,10 +177,15 @@ def scale(draft: Draft, num_workers: int) -> None:
 
 def _start_more(draft: Draft, staying: Iterable[Worker], missing: int) -> None:
     """Order new workers from the machines that have room for them."""
-    agents = [agent for agent in draft.state.agents.values() if not agent.refused]
+    agents = [agent for agent in draft.state.agents.values() if not agent.is_sent_away]
     trusted = [agent for agent in agents if agent.used_restarts < max(draft.state.policy.max_restarts, 1)]
     agents = trusted or agents  # where workers are lost again and again, none is added
-    started = to_start(agents, Counter(worker.agent for worker in staying), missing)
+    running = Counter(worker.agent for worker in staying)
+    if draft.state.policy.elastic:  # the command gets machines for the others
+        missing = min(missing, sum(max(agent.offers - running[agent.agent_id], 0) for agent in agents))
+        if not missing:
+            return
+    started = to_start(agents, running, missing)
     for agent_id, number in started.items():
         order(draft, agent_id, number, reason="scaled up")
     if not started:

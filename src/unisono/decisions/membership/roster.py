@@ -59,6 +59,8 @@ class Policy:
     """More are not admitted."""
     grows: bool = True
     """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
+    elastic: bool = False
+    """The command can get more machines, and give machines back (`unisono.launchers.Elastic`)."""
     max_restarts: int = 10
     """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
@@ -192,6 +194,8 @@ class Agent:
     """It has not answered in time that it holds the state, so decisions do not wait for it."""
     wanted: int = 0
     """Number of workers that it had, or was to start, when its connection broke."""
+    launched: bool = False
+    """The run's command has started it, by a launcher."""
     used_restarts: int = 0
     has_served: bool = False
     """One of its workers has held the run's state."""
@@ -201,6 +205,13 @@ class Agent:
     """Why it has taken its offer back: its machine is in use."""
     refused: str = ""
     """Reason why it is sent away: none of its workers could take part."""
+    freed: str = ""
+    """Reason why it may end: the run wants fewer workers."""
+
+    @property
+    def is_sent_away(self) -> bool:
+        """Return whether it is about to end, and gets no worker any more."""
+        return bool(self.refused or self.freed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +234,8 @@ class State:
     """The newest generation that a member held although this head had never announced it; 0: none."""
     before: tuple[str, ...] = ()
     """The members of the generation before a planned one."""
+    wanted: int = -1
+    """Number of workers for which the command was told last to have machines."""
     waits_with: int = -1
     """Number of workers at which the user was told last that the run waits for more (`Policy.wait_for`)."""
     held: bool = False
