@@ -172,6 +172,7 @@ class StepDone(Message):
     step: int
     """Counted over the whole run, however often the script calls ``run.steps``."""
     seconds: float
+    samples: int = 0
 
 
 class Happened(Message):

@@ -14,7 +14,7 @@ from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
 from unisono.words import count, listed
 
-__all__ = ["agent_name", "drain", "drain_withdrawn", "join", "leave", "offer", "scale", "stop"]
+__all__ = ["agent_name", "drain", "drain_withdrawn", "join", "leave", "offer", "resize", "scale", "stop"]
 
 _S = WorkerState
 
@@ -54,7 +54,19 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     elif not hello.primary:
         draft.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
     _repeat_start(draft, agent_id)
-    order(draft, agent_id, hello.num_workers if known is None else _missing(draft, agent))
+    if known is not None:
+        number = _missing(draft, agent)
+    elif state.policy.efficiency:
+        number = _room(draft, agent)
+    else:
+        number = hello.num_workers
+    order(draft, agent_id, number)
+
+
+def _room(draft: Draft, agent: Agent) -> int:
+    """Return how many workers of a machine the run wants now."""
+    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    return max(0, min(agent.offers, draft.state.policy.maximum - len(alive)))
 
 
 def _missing(draft: Draft, agent: Agent) -> int:
@@ -160,16 +172,22 @@ def scale(draft: Draft, num_workers: int) -> None:
             minimum=minimum,
             start=min(policy.start, num_workers),
             wait_for=min(policy.wait_for, num_workers),
-            maximum=num_workers,
             grows=False,
+            efficiency=0.0,
         )
     )
+    resize(draft, num_workers)
+
+
+def resize(draft: Draft, num_workers: int, why: str = "") -> None:
+    """Have so many workers from now on."""
+    draft.put(policy=dataclasses.replace(draft.state.policy, maximum=num_workers))
     staying = [w for w in draft.workers(*ALIVE) if not w.draining]
     missing = num_workers - len(staying)
-    why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}"
+    why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}" + (f": {why}" if why else "")
     draft.reasons.append(why)
     if missing < 0:
-        leaving = to_leave(staying, draft.state.agents, -missing, empties=policy.elastic)
+        leaving = to_leave(staying, draft.state.agents, -missing, empties=draft.state.policy.elastic)
         drain(draft, [worker.worker_id for worker in sorted(leaving, key=lambda worker: worker.number)], why)
     elif missing > 0:
         _start_more(draft, staying, missing)

@@ -1,13 +1,34 @@
-"""Machines that the command can get and give back (`Policy.elastic`): how many it needs, and which are free."""
+"""How many workers a run that decides by itself wants (`Policy.efficiency`), and machines for them (`Policy.elastic`).
+
+The command can get machines and give them back: it is told how many it needs, and those that are free end.
+"""
 
 from __future__ import annotations
 
+from unisono.decisions.efficiency import Bounds
+from unisono.decisions.membership.agents import resize
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.roster import ALIVE
-from unisono.messages import Ended, Wanted
+from unisono.messages import Ended, StepDone, Wanted
 from unisono.words import count
 
-__all__ = ["free_machines", "tell_wanted"]
+__all__ = ["free_machines", "measure", "tell_wanted"]
+
+
+def measure(draft: Draft, message: StepDone) -> None:
+    """Learn from a step how much its workers are worth, and have more or fewer of them where that says so."""
+    state, policy = draft.state, draft.state.policy
+    is_steady = draft.is_taken() and len(draft.workers(*ALIVE)) == len(state.members)
+    if not (policy.efficiency and is_steady and message.samples and message.seconds > 0):
+        return
+    room = sum(agent.offers for agent in state.agents.values() if not agent.is_sent_away)
+    most = policy.most if policy.elastic else min(policy.most, room)
+    bounds = Bounds(least=policy.minimum, most=most, efficiency=policy.efficiency)
+    measured = state.measured.after(len(state.members), message.samples, message.seconds)
+    measured, change = measured.decide(message.step, bounds)
+    draft.put(measured=measured)
+    if change is not None:
+        resize(draft, change.size, f"{change.why} (--efficiency {policy.efficiency:g})")
 
 
 def tell_wanted(draft: Draft) -> None:

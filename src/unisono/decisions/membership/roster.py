@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.decisions.efficiency import Measured
 from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.hangs import Hang, Limits
 from unisono.decisions.membership.suspicion import Suspicions
@@ -59,6 +60,9 @@ class Policy:
     """More are not admitted."""
     grows: bool = True
     """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
+    efficiency: float = 0.0
+    """``maximum`` changes by itself, up to ``most``, while the next worker has this efficiency; 0: it does not."""
+    most: int = 0
     elastic: bool = False
     """The command can get more machines, and give machines back (`unisono.launchers.Elastic`)."""
     max_restarts: int = 10
@@ -103,6 +107,8 @@ class Policy:
                 f"the run would wait for ever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
                 "--workers admits at most"
             )
+        if not 0.0 <= self.efficiency < 1.0:
+            raise UsageError(f"an efficiency is above 0 and below 1, got {self.efficiency}")
         if self.max_restarts < 0:
             raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
         for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
@@ -246,6 +252,8 @@ class State:
     committed: int = -1
     """The last step that is done."""
     step_seconds: float = 0.0
+    measured: Measured = field(default_factory=Measured)
+    """Rates by number of workers (`Policy.efficiency`)."""
     tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
     """(step, micro-batch) -> the worker on which its computation raised, and the error."""
     hangs: tuple[Hang, ...] = ()
