@@ -70,6 +70,7 @@ __all__ = [
     "TalkCall",
     "TalkDone",
     "Team",
+    "Wanted",
     "Welcome",
     "WorkerExit",
     "WorkerLate",
@@ -175,6 +176,7 @@ class StepDone(Message):
     step: int
     """Counted over the whole run, however often the script calls ``run.steps``."""
     seconds: float
+    samples: int = 0
 
 
 class Happened(Message):
@@ -346,6 +348,8 @@ class AgentHello(Message):
     num_workers: int
     primary: bool = False
     """The agent has started the head: when the agent goes, the run ends."""
+    launched: bool = False
+    """A launcher of the command that started the run has started the agent."""
     agent_id: str = ""
     """The agent's name, from a `Welcome`, if it connects again."""
     term: int = 0
@@ -407,6 +411,12 @@ class MeetingPoint(Message):
     attempt: int
     address: str
     port: int
+
+
+class Wanted(Message):
+    """To the agent of the command: have machines for so many workers in all, those of its own machine included."""
+
+    num_workers: int
 
 
 class Evict(Message):
@@ -493,7 +503,7 @@ _ALL = (
     Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
     | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
-    | Snapshot | Kept | Meet | MeetingPoint
+    | Snapshot | Kept | Meet | MeetingPoint | Wanted
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -36,6 +36,7 @@ FLOORS = {
     "telemetry": 1,
     "decisions.signals": 1,
     "decisions.idleness": 1,
+    "decisions.efficiency": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,
@@ -119,7 +120,7 @@ NEIGHBOURS = {
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
-    "decisions.membership": {"decisions.following", "decisions.layout"},
+    "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
     "member": {"invitation", "lifetime", "link", "progress", "stacks", "storecalls"},

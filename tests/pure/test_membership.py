@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.decisions import membership
+from unisono.decisions.efficiency import SETTLED, SKIPPED
 from unisono.decisions.membership import (
     TRANSITIONS,
     Action,
@@ -58,6 +59,7 @@ from unisono.messages import (
     TalkAnswer,
     TalkCall,
     TalkDone,
+    Wanted,
     WorkerExit,
     WorkerLate,
 )
@@ -748,6 +750,132 @@ def test_the_replacement_of_a_lost_worker_is_on_the_same_machine() -> None:
     story = on_machines(4, 1)
     story.says("agent1", WorkerExit(worker_id="w4", exit_code=-9))
     assert placed(story) == {AGENT: 0, "agent1": 1}
+
+
+def elastic(start: int, maximum: int) -> Story:
+    """A run whose command gets machines, of 2 workers each, for all of its workers."""
+    story = Story(start, maximum=maximum, grows=False, elastic=True)
+    story.agent(0)
+    for number in range(1, start // 2 + 1):
+        launch(story, number)
+    return story
+
+
+def launch(story: Story, number: int) -> None:
+    agent_id = f"agent{number}"
+    hello = AgentHello(host=f"node{number}", pid=1, num_workers=2, launched=True)
+    story.says(agent_id, hello)
+    story.arrive(*(i for start in story.sent(agent_id, Start) for i in start.worker_ids), host=f"node{number}")
+    for _ in range(2):
+        story.hold()
+
+
+def test_the_command_is_told_for_how_many_workers_it_is_to_have_machines() -> None:
+    story = Story(2, maximum=6, grows=False, elastic=True)
+    story.agent(0)
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [6]
+    launch(story, 1)
+    assert story.sent(AGENT, Wanted) == []
+    story.says("", Scale(num_workers=4))
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [4]
+    assert placed(story) == {AGENT: 0, "agent1": 0}, "the command gets a machine for them"
+    launch(story, 2)
+    assert of_machines(story) == {AGENT: 0, "agent1": 2, "agent2": 2}
+    story.says(AGENT, AgentHello(host="lab", pid=1, num_workers=0, primary=True, agent_id=AGENT))
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [4], "to a head that follows, too"
+
+
+def test_no_machine_is_got_for_workers_of_machines_that_join_by_themselves() -> None:
+    story = elastic(2, 6)
+    story.agent(3, "guest", primary=False, host="desk")
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [3]
+
+
+def test_machines_of_a_fixed_number_of_workers_do_not_raise_it() -> None:
+    story = Story(4, elastic=True)
+    story.agent(0)
+    launch(story, 1)
+    launch(story, 2)
+    assert story.state.policy.maximum == 4
+    assert story.state.wanted == 4
+
+
+def test_to_shrink_whole_machines_are_given_back() -> None:
+    story = elastic(6, 6)
+    story.says("", Scale(num_workers=3))
+    leaving = [w for w in story.state.workers.values() if w.draining]
+    assert {w.worker_id for w in leaving} == {"w3", "w4", "w5"}
+    assert story.sent("agent3", Ended) == [], "its workers are still there"
+    ended = []
+    for worker in leaving:
+        story.says(worker.worker_id, Left())
+        ended += story.sent("agent3", Ended)
+    story.hold()
+    assert [(end.ok, end.exit_code) for end in ended] == [(True, 0)]
+    assert story.state.agents["agent3"].freed == "node3 is free again: the run wants 3 workers"
+    assert story.state.agents["agent2"].freed == ""
+    story.says("", Scale(num_workers=4))
+    assert placed(story) == {AGENT: 0, "agent1": 0, "agent2": 1, "agent3": 0}
+    story.says("agent3", AgentHello(host="node3", pid=1, num_workers=2, launched=True, agent_id="agent3"))
+    assert [end.ok for end in story.sent("agent3", Ended)] == [True], "it may have missed that"
+
+
+def steps(story: Story, number: int, rate: float) -> None:
+    """So many steps of 100 samples at this rate."""
+    first = story.state.committed + 1
+    for step_ in range(first, first + number):
+        story.says(story.state.members[0], StepDone(step=step_, seconds=100 / rate, samples=100))
+
+
+MEASURED = SKIPPED + SETTLED
+
+
+def test_a_run_that_decides_by_itself_gets_machines_while_the_next_worker_is_worth_it() -> None:
+    story = Story(2, minimum=2, maximum=2, most=6, grows=False, elastic=True, efficiency=0.7)
+    story.agent(0)
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [2]
+    launch(story, 1)
+    steps(story, MEASURED, rate=20)
+    assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [3]
+    assert story.reason == ("scaled to 3 workers, from 2: to measure what another one adds (--efficiency 0.7)")
+    launch(story, 2)
+    assert of_machines(story) == {AGENT: 0, "agent1": 2, "agent2": 1}, "not both of its workers"
+    steps(story, MEASURED, rate=22)
+    assert story.reason.startswith("scaled to 2 workers, from 3: the last 1 worker of 3 adds 20% of what one adds")
+    story.hold()
+    (leaving,) = [w for w in story.state.workers.values() if w.draining]
+    story.says(leaving.worker_id, Left())
+    assert [end.ok for end in story.sent("agent2", Ended)] == [True]
+    assert story.state.wanted == 2
+
+
+def test_a_run_that_decides_by_itself_takes_no_more_than_its_machines_have_room_for() -> None:
+    story = Story(1, minimum=1, maximum=1, most=8, grows=False, efficiency=0.5)
+    assert story.agent(2) == ["w0"], "it begins with the smallest number"
+    story.arrive("w0")
+    story.hold()
+    steps(story, MEASURED, rate=10)
+    assert [start.worker_ids for start in story.sent(AGENT, Start)] == [["w1"]]
+    story.arrive("w1")
+    story.hold()
+    story.hold()
+    steps(story, 3 * MEASURED, rate=20)
+    assert story.sent(AGENT, Start) == []
+    assert story.state.policy.maximum == 2
+    story.agent(2, "agent1", primary=False)
+    assert story.sent("agent1", Start) == [], "until it was measured"
+    steps(story, MEASURED, rate=20)
+    assert [(w.worker_id, w.agent) for w in story.state.workers.values()][2:] == [("w2", "agent1")]
+
+
+def test_a_number_that_the_user_sets_stays() -> None:
+    story = Story(1, minimum=1, maximum=1, most=8, grows=False, efficiency=0.5)
+    story.agent(4)
+    story.arrive("w0")
+    story.hold()
+    story.says("", Scale(num_workers=1))
+    steps(story, 2 * MEASURED, rate=10)
+    assert story.state.policy.maximum == 1
 
 
 def desktop(start: int = 1) -> Story:

@@ -17,6 +17,7 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
+from unisono.decisions.efficiency import SETTLED, SKIPPED
 from unisono.journal import JOURNAL, compare, read
 from unisono.testing import Faults, run_workers
 
@@ -231,6 +232,25 @@ def test_a_run_that_could_never_begin_is_refused(unisono: Unisono, run_dir: Path
     assert command.wait() == 2
     assert "--wait-for 3 is more than the 2 workers" in command.err[-1]
     assert not run_dir.exists()
+
+
+def test_a_run_grows_by_itself_to_measure_another_worker(
+    unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
+) -> None:
+    """``--workers 1:2 --efficiency 0.7`` begins with one, although there is room for two. The bits are the same."""
+    with Gates(tmp_path / "gates", (SKIPPED + SETTLED + 1,)) as gates:
+        command = start(unisono, run_dir, gates, "1:2", "--efficiency", 0.7, before=on_two_cores())
+        command.line("scaled to 2 workers, from 1: to measure what another one adds (--efficiency 0.7)")
+        gates.open(SKIPPED + SETTLED + 1, command.generation("w1 joins"))
+        finish(command, run_dir, calm)
+    assert set(sizes(run_dir)[: SKIPPED + SETTLED]) == {1}
+    assert 2 in sizes(run_dir)
+
+
+def test_efficiency_without_a_range_is_refused(unisono: Unisono, run_dir: Path) -> None:
+    command = start(unisono, run_dir, None, 2, "--efficiency", 0.7)
+    assert command.wait() == 2
+    assert "give --workers A:B as well" in command.err[-1]
 
 
 def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ import pytest
 
 from tests.house.toys import test_toy_launcher as toy
 from tests.waiting import WAIT_S
-from tests.workers.conftest import marked, wait_until_gone
+from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
+from tests.workers.gates import Gates
 from unisono.capacity import parse_workers
 from unisono.errors import UsageError
+from unisono.journal import compare
 from unisono.launchers import LAUNCHERS, AgentCommand, Machine, Request, fleet
 from unisono.launchers.fleet import Fleet
 from unisono.lifetime import PARENT
@@ -128,6 +130,106 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
     assert command.secret == "ws://secret@head:1"
     assert "secret" not in " ".join(command.words) + repr(command)
     assert command.words[-4:] == ("--workers", "2", "--head-away-s", "7.0")
+
+
+class Growing(Rented):
+    """Gets a machine when the run wants more than three workers, at the second question."""
+
+    def __init__(self) -> None:
+        super().__init__(Agent([]), Agent([]))
+        self.asked: list[int] = []
+
+    def resize(self, num_workers: int) -> list[Machine]:
+        self.asked.append(num_workers)
+        if len(self.asked) == 1:
+            raise RuntimeError("the cluster does not answer")
+        if num_workers > 3 and "more" not in self.agents:
+            self.agents["more"] = Agent(["[w3] hello\n"])
+            return [Machine(name="more", num_workers=1)]
+        return []
+
+
+def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "RESIZE_S", 0.01)
+    monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
+    growing, seen = Growing(), Seen()
+
+    async def work() -> list[str]:
+        agents = Fleet(growing, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
+        agents.start(seen, seen.on_lost)
+        agents.resize(4)
+        said = [await seen.said.get(), await seen.said.get()]
+        agents.resize(3)
+        for agent in growing.agents.values():
+            agent.end(0)
+        said.append(await seen.said.get())
+        await agents.close(WAIT_S)
+        return said
+
+    said = asyncio.run(asyncio.wait_for(work(), WAIT_S))
+    assert said[0] == "no machine can be got or given back: RuntimeError: the cluster does not answer"
+    assert said[1] == "[more] [w3] hello"
+    assert said[2].startswith("lost: no machine is left: the agent of left ended with exit code 0")
+    assert growing.commands["more"].words[-4:-2] == ("--workers", "1")
+    assert growing.asked[:2] == [4, 4]
+
+
+ELASTIC = """
+    import sys
+    from unisono import launchers
+    from unisono.launchers.processes import Processes
+    from unisono.spec import RunSpec
+
+    class Cluster:
+        def __init__(self):
+            self._processes, self._started = Processes(), []
+
+        def machines(self):
+            return [launchers.Machine(name=launchers.HERE, num_workers=1)]
+
+        def resize(self, num_workers):
+            alive = [process for process in self._started if process.poll() is None]
+            missing = num_workers - 1 - len(alive)
+            names = range(len(self._started), len(self._started) + missing)
+            return [launchers.Machine(name=f"node{number}", num_workers=1) for number in names]
+
+        def start(self, machine, command):
+            self._started.append(self._processes.start(command))
+            return self._started[-1]
+
+        def close(self):
+            codes = [process.poll() for process in self._started]
+            print("exit codes of the agents:", codes, flush=True)
+            self._processes.close()
+
+    spec = RunSpec(arguments=tuple(sys.argv[2:]), run_dir=sys.argv[1])
+    sys.exit(launchers.run(spec, Cluster()))
+    """
+
+
+@pytest.mark.usefixtures("nursery")
+def test_scale_gets_machines_and_gives_them_back(
+    unisono: Unisono, script: Callable[[str], str], tmp_path: Path, mark: str
+) -> None:
+    """The bits are those of one worker; the agent that is not needed any more ends before the run."""
+    calm = unisono("run", toy.TRAINING, "-n", 1, "--run-dir", tmp_path / "calm", "--", "--steps", 40)
+    assert calm.wait() == 0, calm.err
+    with Gates(tmp_path / "gates", (3, 20)) as gates:
+        words = [script(ELASTIC), tmp_path / "run", toy.TRAINING, "--steps", 40, "--gates", gates.folder]
+        command = Command([sys.executable, "-P", *map(str, words)], tmp_path, mark)
+        try:
+            gates.wait(3)
+            assert unisono("scale", tmp_path / "run", 2).wait() == 0
+            gates.open(3, command.generation("w1 joins; generation 2 with 2 workers"))
+            gates.wait(20, workers=2)
+            assert unisono("scale", tmp_path / "run", 1).wait() == 0
+            gates.open(20, command.generation("w1 leaves"))
+            command.line("is free again: the run wants 1 worker")
+            assert command.wait() == 0, command.err
+        finally:
+            command.end()
+    assert "exit codes of the agents: [0]" in command.out
+    assert compare(tmp_path / "calm", tmp_path / "run").startswith("identical: 40 steps")
 
 
 def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeypatch: pytest.MonkeyPatch) -> None:

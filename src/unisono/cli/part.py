@@ -180,8 +180,11 @@ class _Others:
     def start(self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[int], None]) -> None:
         self._meeting.publish(self._url, self._token)
 
+    def resize(self, num_workers: int) -> None:
+        """Do nothing: the number of tasks is that of ``srun`` or ``mpiexec``."""
+
     def hurry(self) -> None:
-        pass
+        """Do nothing: the other tasks learn from the head that the run is over."""
 
     async def close(self, patience_s: float) -> None:
         self._meeting.remove()

@@ -42,6 +42,8 @@ _OPTIONS: Final = (
            "every GPU, else every core; or at least A and at most B."),
     option("--wait-for", type=int, default=0, metavar="N", help="Begin when N workers are there: those of this machine "
            "and of machines that join. Default: the workers of this machine."),
+    option("--efficiency", type=float, default=0.0, metavar="PART", help="With --workers A:B: begin with A, have more "
+           "while the next one adds this part of a worker's speed, e.g. 0.7, and give back those that do not."),
     option("--threads", type=int, show_default="1", help="CPU threads of a worker. Part of the result's bits."),
     option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's."),
     option("--overwrite", is_flag=True, help="Replace the run that the directory holds."),
@@ -165,6 +167,7 @@ class Options:
     module: str | None
     workers: str
     wait_for: int
+    efficiency: float
     threads: int | None
     run_dir: str
     overwrite: bool
@@ -288,11 +291,15 @@ class Options:
         from unisono.decisions.membership import Policy
         from unisono.machine.headprocess import Service
 
+        if self.efficiency and workers.grows:
+            raise UsageError("--efficiency decides between A and B workers: give --workers A:B as well")
         policy = Policy(
             start=workers.start,
+            efficiency=self.efficiency,
+            most=workers.maximum,
             wait_for=self.wait_for,
             minimum=workers.minimum,
-            maximum=workers.maximum,
+            maximum=workers.start if self.efficiency else workers.maximum,
             grows=workers.grows,
             max_restarts=self._max_restarts(),
             plain=self.plain,

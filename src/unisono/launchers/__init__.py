@@ -22,6 +22,7 @@ from unisono.launchers.local import Local
 from unisono.launchers.protocol import (
     HERE,
     AgentCommand,
+    Elastic,
     Explained,
     Handle,
     Kind,
@@ -42,6 +43,7 @@ __all__ = [
     "HERE",
     "LAUNCHERS",
     "AgentCommand",
+    "Elastic",
     "Explained",
     "Handle",
     "Kind",
@@ -116,7 +118,9 @@ def run(
         simulate_hosts=simulate_hosts,
         outcome=outcome,
     )
-    others = [machine for machine in machines if machine.name != HERE]
     service = service or Service(policy=Policy(start=total, maximum=total))
+    if isinstance(launcher, Elastic):
+        service = replace(service, policy=replace(service.policy, elastic=True))
+    others = [machine for machine in machines if machine.name != HERE]
     service = replace(service, policy=replace(service.policy, machines=len(others)))
     return agent.run(here, service, partial(Fleet, launcher, others, spec))

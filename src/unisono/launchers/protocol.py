@@ -148,8 +148,9 @@ class Elastic(Protocol):
     def resize(self, num_workers: int) -> Sequence[Machine]:
         """Get machines for ``num_workers`` workers of the whole run; called whenever the wanted number changes.
 
-        Do not block for long: where machines are not there yet, ask for them and return those that are; `resize` is
-        called again, with the same number, every few seconds as long as the run has fewer workers than it wants.
+        Called in a thread of its own, never twice at the same time. Do not block for long: where machines are not there
+        yet, ask for them and return those that are; `resize` is called again every few seconds, with the same number,
+        as long as the run goes on.
 
         Args:
             num_workers: how many workers the run wants in all from now on, those of `HERE` included. More or fewer than

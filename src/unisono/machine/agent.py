@@ -84,6 +84,9 @@ class Machines(Protocol):
             UsageError: one of them cannot be started.
         """
 
+    def resize(self, num_workers: int) -> None:
+        """Have machines for so many workers in all, where the launcher can get machines and give them back."""
+
     def hurry(self) -> None:
         """Wait no longer for agents that end by themselves."""
 
@@ -185,7 +188,13 @@ class _Agent:
         self._machines = machines
         self._host = machine_label()
         offered = 0 if spec.when_idle else spec.num_workers
-        hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=offered, primary=self._is_primary)
+        hello = AgentHello(
+            host=self._host,
+            pid=os.getpid(),
+            num_workers=offered,
+            primary=self._is_primary,
+            launched=spec.launched,
+        )
         self._following = Following(url, token, hello, self, away_s=spec.run.head_away_s, head=head)
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -254,6 +263,9 @@ class _Agent:
             case messages.Announcement():
                 if not self._spec.launched:  # the command that has started the run shows it
                     self.announce(message.text)
+            case messages.Wanted():
+                if self._machines is not None:
+                    self._machines.resize(message.num_workers)
             case Evict():
                 self._workers.evict(message.worker_id, message.patience_s)
             case Ended():

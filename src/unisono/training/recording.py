@@ -213,7 +213,7 @@ class _ToHead:
 
     def _send(self, message: Happened) -> None:
         if isinstance(event := message.event, StepFinished):
-            self._head.step_done(StepDone(step=event.step, seconds=event.seconds.total()))
+            self._head.step_done(StepDone(step=event.step, seconds=event.seconds.total(), samples=event.samples))
         self._head.happened(message)
 
 

@@ -6,6 +6,7 @@ reason in one sentence. All decisions of the head about members are made here::
     table        which message leads from which state to which
     dispatch     message -> rule
     agents       machines join and leave; drain, scale, stop (spreading: on which machines)
+    machines     machines that the command can get and give back
     admission    a worker says hello
     talking      what workers say to each other before they join (calls)
     health       silence, hangs, broken exchanges (verdicts: hangs, suspicion)

@@ -14,7 +14,7 @@ from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
 from unisono.words import count, listed
 
-__all__ = ["agent_name", "drain", "drain_withdrawn", "enlist", "join", "leave", "offer", "scale", "stop"]
+__all__ = ["agent_name", "drain", "drain_withdrawn", "enlist", "join", "leave", "offer", "resize", "scale", "stop"]
 
 _S = WorkerState
 
@@ -39,15 +39,22 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     known = enlist(draft, agent_id, hello)
     _repeat_start(draft, agent_id)
     agent = draft.state.agents[agent_id]
-    order(draft, agent_id, hello.num_workers if known is None else _missing(draft, agent))
+    if known is not None:
+        number = _missing(draft, agent)
+    elif draft.state.policy.efficiency:
+        number = _room(draft, agent)
+    else:
+        number = hello.num_workers
+    order(draft, agent_id, number)
 
 
 def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     """Add a machine to those that are connected; return what was known of it, if its connection broke before."""
     state = draft.state
     known = state.absent.get(hello.agent_id)
-    adds = hello.num_workers if state.policy.grows and not hello.primary else 0
-    fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
+    is_counted = hello.primary or (hello.launched and state.policy.elastic)  # in `--workers` already
+    adds = hello.num_workers if state.policy.grows and not is_counted else 0
+    fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, launched=hello.launched)
     agent = dataclasses.replace(fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, away_at=None, lags=False)
     draft.put(
         agents={**state.agents, agent_id: agent},
@@ -64,10 +71,16 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     return known
 
 
+def _room(draft: Draft, agent: Agent) -> int:
+    """Return how many workers of a machine the run wants now."""
+    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    return max(0, min(agent.offers, draft.state.policy.maximum - len(alive)))
+
+
 def _missing(draft: Draft, agent: Agent) -> int:
     """Return how many workers a machine that is back has lost meanwhile, as far as there may be so many."""
     state = draft.state
-    if agent.refused or state.finishing or state.stopping:
+    if agent.is_sent_away or state.finishing or state.stopping:
         return 0
     alive = [w for w in draft.workers(*ALIVE) if not w.draining]
     own = [w for w in alive if w.agent == agent.agent_id]
@@ -76,8 +89,13 @@ def _missing(draft: Draft, agent: Agent) -> int:
 
 def _repeat_start(draft: Draft, agent_id: str) -> None:
     """Repeat the last orders to an agent that connects again. The agent starts no worker twice."""
-    if refused := draft.state.agents[agent_id].refused:
-        draft.send(agent_id, Ended(ok=False, reason=refused, exit_code=1))
+    agent = draft.state.agents[agent_id]
+    if agent.is_sent_away:
+        draft.send(
+            agent_id, Ended(ok=bool(agent.freed), reason=agent.refused or agent.freed, exit_code=int(not agent.freed))
+        )
+    if agent.primary:
+        draft.put(wanted=-1)
     for worker in draft.workers(_S.ORDERED):
         if worker.agent == agent_id:
             delay_s = max(0.0, worker.heard_at - draft.now)
@@ -124,7 +142,7 @@ def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:
 def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
     """Have more workers on a machine that nobody else uses now, or none on one that is in use."""
     agent, policy = draft.state.agents[agent_id], draft.state.policy
-    if agent.offers == num_workers or agent.refused:
+    if agent.offers == num_workers or agent.is_sent_away:
         return
     adds = num_workers if policy.grows and not agent.primary else 0
     if policy.grows:
@@ -162,16 +180,22 @@ def scale(draft: Draft, num_workers: int) -> None:
             minimum=minimum,
             start=min(policy.start, num_workers),
             wait_for=min(policy.wait_for, num_workers),
-            maximum=num_workers,
             grows=False,
+            efficiency=0.0,
         )
     )
+    resize(draft, num_workers)
+
+
+def resize(draft: Draft, num_workers: int, why: str = "") -> None:
+    """Have so many workers from now on."""
+    draft.put(policy=dataclasses.replace(draft.state.policy, maximum=num_workers))
     staying = [w for w in draft.workers(*ALIVE) if not w.draining]
     missing = num_workers - len(staying)
-    why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}"
+    why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}" + (f": {why}" if why else "")
     draft.reasons.append(why)
     if missing < 0:
-        leaving = to_leave(staying, draft.state.agents, -missing)
+        leaving = to_leave(staying, draft.state.agents, -missing, empties=draft.state.policy.elastic)
         drain(draft, [worker.worker_id for worker in sorted(leaving, key=lambda worker: worker.number)], why)
     elif missing > 0:
         _start_more(draft, staying, missing)
@@ -179,10 +203,15 @@ def scale(draft: Draft, num_workers: int) -> None:
 
 def _start_more(draft: Draft, staying: Iterable[Worker], missing: int) -> None:
     """Order new workers from the machines that have room for them."""
-    agents = [agent for agent in draft.state.agents.values() if not agent.refused]
+    agents = [agent for agent in draft.state.agents.values() if not agent.is_sent_away]
     trusted = [agent for agent in agents if agent.used_restarts < max(draft.state.policy.max_restarts, 1)]
     agents = trusted or agents  # where workers are lost again and again, none is added
-    started = to_start(agents, Counter(worker.agent for worker in staying), missing)
+    running = Counter(worker.agent for worker in staying)
+    if draft.state.policy.elastic:  # the command gets machines for the others
+        missing = min(missing, sum(max(agent.offers - running[agent.agent_id], 0) for agent in agents))
+        if not missing:
+            return
+    started = to_start(agents, running, missing)
     for agent_id, number in started.items():
         order(draft, agent_id, number, reason="scaled up")
     if not started:

@@ -9,6 +9,7 @@ from unisono.decisions.membership.admission import check_protocol, greet
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import compare_leavings, forget_leavings, take_finished, take_leaving
 from unisono.decisions.membership.health import lose_silent_workers, retry_exchange_when_due, take_suspect, watch
+from unisono.decisions.membership.machines import measure
 from unisono.decisions.membership.restarts import (
     forgive_restarts,
     lose,
@@ -205,6 +206,7 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
         case StepDone() if message.step > draft.state.committed:
             forgive_restarts(draft, message)
             draft.put(committed=message.step, step_seconds=message.seconds, suspicions=Suspicions())
+            measure(draft, message)
             replace_suspects(draft, message.step)
         case Failed():
             take_failure(draft, worker, message)

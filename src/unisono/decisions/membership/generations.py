@@ -10,6 +10,7 @@ from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
 from unisono.decisions.membership.agents import drain_withdrawn
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
+from unisono.decisions.membership.machines import free_machines, tell_wanted
 from unisono.decisions.membership.restarts import turn_agents_away
 from unisono.decisions.membership.roster import Worker, WorkerState, number_of
 from unisono.decisions.membership.talking import settle
@@ -34,6 +35,8 @@ def follow_up(draft: Draft) -> None:
     if draft.state.ended is None:
         settle(draft)
         turn_agents_away(draft)
+        free_machines(draft)
+        tell_wanted(draft)
     if draft.state.ended is None and draft.drained:
         draft.reasons.append(f"{listed(draft.drained)} will leave")
 

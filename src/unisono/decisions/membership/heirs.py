@@ -15,13 +15,16 @@ __all__ = ["heirs", "keepers", "successor", "without_lost_heir"]
 
 def heirs(state: State) -> tuple[str, ...]:
     """Return the agents that must hold a decision before others hear of it: the first that joined, and answer."""
-    able = (agent.agent_id for agent in state.agents.values() if not (agent.lags or agent.refused))
+    able = (agent.agent_id for agent in state.agents.values() if not (agent.lags or agent.is_sent_away))
     return tuple(itertools.islice(able, MAX_HEIRS))
 
 
 def keepers(state: State) -> tuple[str, ...]:
     """Return the agents that are sent the state: the heirs, and those that are left out until they answer again."""
-    return (*heirs(state), *(agent.agent_id for agent in state.agents.values() if agent.lags and not agent.refused))
+    return (
+        *heirs(state),
+        *(agent.agent_id for agent in state.agents.values() if agent.lags and not agent.is_sent_away),
+    )
 
 
 def successor(state: State) -> str:

@@ -62,7 +62,7 @@ def _replace(draft: Draft, worker: Worker) -> None:
     if len(alive) >= policy.maximum:
         return
     agent = state.agents.get(worker.agent)
-    if agent is None or agent.refused:
+    if agent is None or agent.is_sent_away:
         draft.reasons.append("it is not replaced: its agent has ended")
     elif agent.used_restarts >= policy.max_restarts:
         where = f"on {agent.host} " if len(state.agents) > 1 else ""
@@ -172,7 +172,7 @@ def turn_agents_away(draft: Draft) -> None:
     if draft.state.finishing or draft.state.stopping:
         return
     for agent_id, agent in draft.state.agents.items():
-        if agent.failure and not agent.refused and not draft.workers_of([agent_id]):
+        if agent.failure and not agent.is_sent_away and not draft.workers_of([agent_id]):
             why = f"{agent.host} is sent away: none of its workers could take part; the last failure: {agent.failure}"
             draft.put_agent(agent_id, refused=why)
             draft.reasons.append(why)

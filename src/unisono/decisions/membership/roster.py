@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.decisions.efficiency import Measured
 from unisono.decisions.membership.attempts import Attempt
 from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.hangs import Hang, Limits
@@ -64,6 +65,11 @@ class Policy:
     """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
     machines: int = 0
     """The command starts agents on so many other machines; generation 1 waits for those that may still come."""
+    efficiency: float = 0.0
+    """``maximum`` changes by itself, up to ``most``, while the next worker has this efficiency; 0: it does not."""
+    most: int = 0
+    elastic: bool = False
+    """The command can get more machines, and give machines back (`unisono.launchers.Elastic`)."""
     max_restarts: int = 10
     """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
     strict: bool = False
@@ -108,6 +114,8 @@ class Policy:
                 f"the run would wait for ever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
                 "--workers admits at most"
             )
+        if not 0.0 <= self.efficiency < 1.0:
+            raise UsageError(f"an efficiency is above 0 and below 1, got {self.efficiency}")
         if self.max_restarts < 0:
             raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
         for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
@@ -201,6 +209,8 @@ class Agent:
     """It has not answered in time that it holds the state, so decisions do not wait for it."""
     wanted: int = 0
     """Number of workers that it had, or was to start, when its connection broke."""
+    launched: bool = False
+    """The run's command has started it, by a launcher."""
     used_restarts: int = 0
     has_served: bool = False
     """One of its workers has held the run's state."""
@@ -210,6 +220,13 @@ class Agent:
     """Why it has taken its offer back: its machine is in use."""
     refused: str = ""
     """Reason why it is sent away: none of its workers could take part."""
+    freed: str = ""
+    """Reason why it may end: the run wants fewer workers."""
+
+    @property
+    def is_sent_away(self) -> bool:
+        """Return whether it is about to end, and gets no worker any more."""
+        return bool(self.refused or self.freed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +251,8 @@ class State:
     """The newest generation that a member held although this head had never announced it; 0: none."""
     before: tuple[str, ...] = ()
     """The members of the generation before a planned one."""
+    wanted: int = -1
+    """Number of workers for which the command was told last to have machines."""
     waits_with: int = -1
     """Number of workers at which the user was told last that the run waits for more (`Policy.wait_for`)."""
     held: bool = False
@@ -244,6 +263,8 @@ class State:
     committed: int = -1
     """The last step that is done."""
     step_seconds: float = 0.0
+    measured: Measured = field(default_factory=Measured)
+    """Rates by number of workers (`Policy.efficiency`)."""
     tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
     """(step, micro-batch) -> the worker on which its computation raised, and the error."""
     hangs: tuple[Hang, ...] = ()

@@ -32,7 +32,9 @@ def to_start(agents: Sequence[Agent], running: Mapping[str, int], num_workers: i
     return dict(started)
 
 
-def to_leave(workers: Sequence[Worker], agents: Mapping[str, Agent], num_workers: int) -> list[Worker]:
+def to_leave(
+    workers: Sequence[Worker], agents: Mapping[str, Agent], num_workers: int, *, empties: bool = False
+) -> list[Worker]:
     """Return the workers that leave, the last to have been started first.
 
     Workers of a machine that is not connected leave before all others, and the last one of the command's own machine
@@ -41,6 +43,8 @@ def to_leave(workers: Sequence[Worker], agents: Mapping[str, Agent], num_workers
     Args:
         workers: those that may leave.
         agents: the machines that are connected.
+        empties: take all workers of one machine before those of the next, the machine with the fewest first, so that
+            machines become free.
     """
     left = list(workers)
     counts = Counter(worker.agent for worker in left)
@@ -50,7 +54,9 @@ def to_leave(workers: Sequence[Worker], agents: Mapping[str, Agent], num_workers
         agent, number = agents.get(worker.agent), counts[worker.agent]
         if agent is None:
             return math.inf, worker.number
-        return 0.0 if agent.primary and number == 1 else number / max(agent.offers, 1), worker.number
+        if agent.primary and (empties or number == 1):
+            return -math.inf, worker.number
+        return -number if empties else number / max(agent.offers, 1), worker.number
 
     for _ in range(min(num_workers, len(left))):
         chosen = max(left, key=load)
