@@ -83,6 +83,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Process id of the agent that has started this worker."""
     local_rank: int = 0
     """Position among the workers of its machine: the number of the GPU that it takes."""
+    beats: str = ""
+    """Path of the memory in which the worker leaves its heartbeats for its agent (`unisono.beatpage`), in the slot of
+    its local rank; "": the worker sends them to the head itself."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

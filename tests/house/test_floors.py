@@ -49,6 +49,7 @@ FLOORS = {
     "storecalls": 2,
     "link": 2,
     "packed": 2,
+    "beatpage": 2,
     "fingerprint": 2,
     "capacity": 2,
     "lifetime": 2,
@@ -82,6 +83,7 @@ FLOORS = {
     "machine.agent": 4,
     "machine.following": 4,
     "machine.headprocess": 4,
+    "machine.beats": 4,
     "machine.children": 4,
     "machine.placement": 4,
     "machine.workers": 4,
@@ -106,8 +108,9 @@ NEIGHBOURS = {
     "decisions.membership": {"decisions.following", "decisions.layout"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
-    "member": {"lifetime", "link", "progress", "stacks", "storecalls"},
+    "member": {"beatpage", "lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"lifetime", "packed"},
+    "beatpage": {"lifetime"},
     "store": {"member"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
@@ -117,6 +120,7 @@ NEIGHBOURS = {
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"launchers"},
     "machine.agent": {  # what its workers say goes to the screen
+        "machine.beats",
         "machine.children",
         "machine.following",
         "machine.headprocess",

@@ -32,6 +32,7 @@ from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.journal import conclude
 from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
+from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, address, listen, reachable
@@ -163,7 +164,13 @@ class _Agent:
         self._is_primary = head is not None
         self._machines = machines
         self._host = machine_label()
-        hello = AgentHello(host=self._host, pid=os.getpid(), num_workers=spec.num_workers, primary=self._is_primary)
+        hello = AgentHello(
+            host=self._host,
+            pid=os.getpid(),
+            num_workers=spec.num_workers,
+            primary=self._is_primary,
+            listens=not spec.launched,
+        )
         self._following = Following(url, token, hello, self, away_s=spec.run.head_away_s, head=head)
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -189,6 +196,7 @@ class _Agent:
                 raise UsageError(f"a process of the run {NOT_STARTED.format(error)}") from error
             raise
         talk = asyncio.create_task(self._following.run())
+        reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.heartbeat_s)
         try:
             if self._machines is not None:
                 self._machines.start(self, self._on_machines_lost)
@@ -198,7 +206,7 @@ class _Agent:
         finally:
             self._following.leave()
             machines = asyncio.ensure_future(self._end_machines(self._result()))
-            await self._end_workers(self._result())
+            await self._end_workers(self._result(), reporter)
             await self._following.sent(LAST_WORDS_S)  # every end that this agent has seen
             await self._following.answered(TELL_S)
             talk.cancel()
@@ -333,12 +341,13 @@ class _Agent:
             return FINISH_S
         return 0.0 if ended is None or self._num_signals else FAIL_S
 
-    async def _end_workers(self, ended: Ended | None) -> None:
+    async def _end_workers(self, ended: Ended | None, reporter: Reporter) -> None:
         """Wait for the workers that end by themselves, then end the others."""
         patience_s = self._patience_s(ended)
         if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
             late = ", ".join(self._workers.running())
             self.announce(f"{late}: still running {patience_s:.0f} s after the end of the run; ended now")
+        reporter.close()
         await self._workers.close()
 
     def _show(self, ended: Ended) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.beatpage import BeatPage, Slot
 from unisono.lifetime import Memory
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
 from unisono.machine.placement import PLACEMENTS, Placement
@@ -87,6 +88,7 @@ class Workers:
         self._host = host
         self._on_exit = on_exit
         self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, listener, self._report)
+        self._beats: BeatPage | None = None  # made for the first worker
         self._states: dict[str, _State] = {}
         self._is_closing = False
 
@@ -153,6 +155,15 @@ class Workers:
                 self.kill()
                 await self.ended_within(TERMINATE_S)
         await self._placement.close()
+        if self._beats is not None:
+            self._beats.close()
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the slots in which running workers leave their heartbeats, by the workers' ids."""
+        if self._beats is None:
+            return {}
+        found = {state.child.name: self._beats.slot(state.local_rank) for state in self._started() if state.is_running}
+        return {worker_id: slot for worker_id, slot in found.items() if slot is not None}
 
     def _report(self, child: Child) -> None:
         assert child.exit_code is not None
@@ -166,7 +177,7 @@ class Workers:
             return
         local_rank = self._free_local_rank()
         self._states[worker_id] = _Starting(local_rank)
-        spec = self._worker_spec(worker_id, local_rank)
+        spec = self._worker_spec(worker_id, local_rank, self._cleared_slot(local_rank))
 
         def on_started(result: Child | OSError) -> None:
             state = self._states.pop(worker_id)
@@ -190,12 +201,26 @@ class Workers:
         }
         return next(rank for rank in range(len(taken) + 1) if rank not in taken)
 
-    def _worker_spec(self, worker_id: str, local_rank: int) -> WorkerSpec:
+    def _cleared_slot(self, local_rank: int) -> str:
+        """Prepare the slot of this local rank for another worker; return the path to all slots."""
+        if self._beats is None:
+            self._beats = BeatPage()
+        if (slot := self._beats.slot(local_rank)) is not None:
+            slot.clear()
+        return self._beats.path
+
+    def _worker_spec(self, worker_id: str, local_rank: int, beats: str) -> WorkerSpec:
         spec, host = self._spec, self._host
         if spec.simulate_hosts > 1:
             host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
         return WorkerSpec(
-            run=spec.run, head=self._head, worker_id=worker_id, host=host, agent=os.getpid(), local_rank=local_rank
+            run=spec.run,
+            head=self._head,
+            worker_id=worker_id,
+            host=host,
+            agent=os.getpid(),
+            local_rank=local_rank,
+            beats=beats,
         )
 
     def _started(self) -> list[_Started]:

@@ -36,7 +36,7 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
         return
     known = state.absent.get(hello.agent_id)
     adds = hello.num_workers if state.policy.grows and not hello.primary else 0
-    fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
+    fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, listens=hello.listens)
     agent = dataclasses.replace(fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, away_at=None, lags=False)
     draft.put(
         agents={**state.agents, agent_id: agent},

@@ -162,6 +162,8 @@ class Agent:
     agent_id: str
     host: str
     primary: bool
+    listens: bool = True
+    """It shows what happens; others are sent only what they have to do."""
     offers: int = 1
     """Number of workers with which it has come; 0: of a machine that only starts the run."""
     adds: int = 0
