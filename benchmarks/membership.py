@@ -121,7 +121,7 @@ class Bench:
         share = -(-options.agents // options.processes)
         for first in range(0, options.agents, share):
             agents = range(first, min(first + share, options.agents))
-            site = Site(url, token, agents, options.workers // options.agents, options.heartbeat_s)
+            site = Site(url, token, agents, options.workers // options.agents, options.heartbeat_s, options.alone)
             self._populations.append(Process(site))
 
     async def _ask(self, method: str, *arguments: Any) -> list[Any]:
@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=125)
     parser.add_argument("--processes", type=int, default=3, help="that simulate agents and workers")
     parser.add_argument("--heartbeat-s", type=float, default=0.5)
+    parser.add_argument("--alone", action="store_true", help="workers send their heartbeats themselves")
     parser.add_argument("--steps-per-s", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each steady training")
     parser.add_argument("--profile", default="", metavar="FILE", help="profile the head into this file (pstats)")

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -23,7 +23,11 @@ from unisono.events import Seconds, StepFinished, WorkerTimes
 from unisono.link import Link
 from unisono.messages import (
     AgentHello,
+    Announcement,
     Beat,
+    BeatOf,
+    Beats,
+    Ended,
     Happened,
     Hello,
     Holding,
@@ -34,7 +38,6 @@ from unisono.messages import (
     Snapshot,
     Start,
     StepDone,
-    Welcome,
     WorkerExit,
     decode,
     encode,
@@ -73,6 +76,8 @@ class Site:
     agents: range
     workers_per_agent: int
     heartbeat_s: float
+    alone: bool = False
+    """Each worker sends its heartbeats itself, as one whose agent does not report."""
 
 
 class _Line:
@@ -87,8 +92,9 @@ class _Line:
 
     def send(self, message: Message) -> None:
         if self.is_open:
-            self._link.put(encode(message))
-            self._write()
+            with contextlib.suppress(ConnectionError):  # `_pump` reads why
+                self._link.put(encode(message))
+                self._write()
 
     def close(self) -> None:
         """End the connection as the end of the process would."""
@@ -142,18 +148,16 @@ class _Worker:
         elif message.type == "Notice" and message.generation > self.generation:
             self.generation, self.heard_at = message.generation, now
 
-    def beat(self, now: float, step: int, progress: int) -> None:
-        self.line.send(
-            Beat(
-                generation=self.generation,
-                phase=0,
-                step=step,
-                microbatch=progress % 8,
-                progress=progress,
-                waiting=bool(progress % 3),
-                num_steps=max(step, 0),
-                seconds_at=0.05,
-            )
+    def beat(self, step: int, progress: int) -> Beat:
+        return Beat(
+            generation=self.generation,
+            phase=0,
+            step=step,
+            microbatch=progress % 8,
+            progress=progress,
+            waiting=bool(progress % 3),
+            num_steps=max(step, 0),
+            seconds_at=0.05,
         )
 
 
@@ -162,9 +166,12 @@ class _Agent:
         self.index = index
         self.host = f"node{index:03d}-{index * 37 % 65536:04x}"
         self.workers: dict[str, _Worker] = {}
+        self.due = 0.0
         self._population = population
         self.line = _Line(population.site, self._receive)
-        self.line.send(AgentHello(host=self.host, pid=50_000 + index, num_workers=population.site.workers_per_agent))
+        self.line.send(
+            AgentHello(host=self.host, pid=50_000 + index, num_workers=population.site.workers_per_agent, launched=True)
+        )
 
     def _receive(self, data: bytes) -> None:
         message = decode(data)
@@ -174,8 +181,15 @@ class _Agent:
         elif isinstance(message, Start):
             for worker_id in message.worker_ids:
                 self._population.start(self, worker_id)
-        elif isinstance(message, Welcome):
-            pass
+        elif isinstance(message, Ended):
+            print(f"{self.host} is told of the end: {message.reason}", flush=True)
+        elif isinstance(message, Announcement) and "not a message" in message.text:
+            print(f"{self.host} is refused: {message.text}", flush=True)
+
+    def beat(self, step: int, progress: int) -> Beats:
+        """Return the heartbeats of all workers."""
+        living = [worker for worker in self.workers.values() if worker.line.is_open]
+        return Beats(beats=[BeatOf(w.worker_id, 0.1, w.beat(step, progress)) for w in living])
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -285,16 +299,16 @@ class Population:
     async def _train(self, steps_per_s: float, main: str) -> None:
         period = self.site.heartbeat_s
         began = time.monotonic()
-        living = self._living()
-        for number, worker in enumerate(living):
-            worker.due = began + period * number / len(living)
+        talkers: Sequence[_Agent | _Worker] = self._living() if self.site.alone else list(self._agents.values())
+        for number, talker in enumerate(talkers):
+            talker.due = began + period * number / len(talkers)
         due_step = began
         while True:
             now = time.monotonic()
-            for worker in self._living():
-                if now >= worker.due:
-                    worker.beat(now, self._step, int((now - began) * 20))
-                    worker.due += period
+            for talker in talkers:
+                if now >= talker.due:
+                    talker.due += period
+                    talker.line.send(talker.beat(self._step, int(now * 20)))
             while steps_per_s > 0 and now >= due_step:
                 due_step += 1 / steps_per_s
                 self._step += 1

@@ -7,8 +7,11 @@ A worker drives it by a thread with a selector (`unisono.member`), an agent by i
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
+import sys
+import termios
 
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidState, InvalidStatus, InvalidURI
@@ -122,6 +125,16 @@ class Link:
             except BlockingIOError:
                 return
             del self._unsent[:sent]
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Return whether the other machine has received all that was sent, where the system can say."""
+        if self._unsent:
+            return False
+        try:
+            return not int.from_bytes(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        except OSError:
+            return True
 
     @property
     def wants_to_write(self) -> bool:

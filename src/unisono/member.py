@@ -57,6 +57,7 @@ from unisono.stacks import in_one_line, show_stacks, trimmed_traceback
 from unisono.storecalls import StoreCalls
 
 if TYPE_CHECKING:
+    from unisono.beatpage import Slot
     from unisono.link import Link
 
 __all__ = ["Member", "current", "spec"]
@@ -100,10 +101,18 @@ class Member:
         fingerprint: everything that equal bits depend on.
         page: its page in shared memory (`unisono.exchange.pages.WorkerPage`), kept for the library.
         script: checksum of its script's text.
+        slot: where it leaves its heartbeats for its agent; None: it always sends them to the head itself.
     """
 
     def __init__(
-        self, spec: WorkerSpec, info: MemberInfo, fingerprint: dict[str, str], page: Any = None, *, script: str = ""
+        self,
+        spec: WorkerSpec,
+        info: MemberInfo,
+        fingerprint: dict[str, str],
+        page: Any = None,
+        *,
+        script: str = "",
+        slot: Slot | None = None,
     ) -> None:
         self.spec = spec
         self._head_away_s = spec.run.head_away_s
@@ -112,6 +121,7 @@ class Member:
         self.page = page
         self._fingerprint = fingerprint
         self._script = script
+        self._slot = slot
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._notice: Notice | None = None
@@ -487,8 +497,11 @@ class Member:
                         os._exit(1)
                     if now - next_beat > LATE_S:  # the process was stopped, or a call held the interpreter: not a hang
                         self._progress.forgive(now - next_beat, now)
-                    link.put(encode(self._progress.beat(self._generation, now)))
-                    next_beat = now + self._welcome.heartbeat_s
+                    beat = encode(self._progress.beat(self._generation, now))
+                    if self._slot is None or not self._slot.leave(beat, now):
+                        link.put(beat)
+                    # With the other workers of this machine, so that their agent can report all of them just then.
+                    next_beat = now + self._welcome.heartbeat_s - now % self._welcome.heartbeat_s
                 while self._outbox and not link.wants_to_write:
                     link.put(self._outbox[0])
                     self._outbox.popleft()

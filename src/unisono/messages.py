@@ -13,7 +13,8 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
       TalkCall  ----------------->  before `Ready`: "I am at this run.barrier, run.gather ..."
               <-------------------  TalkAnswer (its result)
       Holding ------------------->  "I have the run's state"
-      Beat    ------------------->  every heartbeat_s, with progress
+                                          <-------------------  Beats, every heartbeat_s, with the workers' progress
+      Beat    ------------------->  the same, of a worker whose agent does not report
       StepDone (rank 0) --------->
       Happened (rank 0) --------->  Happened  ------------------>  terminal and other sinks
       Failed / Finished --------->          <-------------------  WorkerExit
@@ -37,6 +38,8 @@ __all__ = [
     "AgentHello",
     "Announcement",
     "Beat",
+    "BeatOf",
+    "Beats",
     "Drain",
     "Ended",
     "Evict",
@@ -159,6 +162,21 @@ class Beat(Message):
     """``microbatch`` is a batch of an evaluation."""
     samples: list[int] = []
     """The first samples of that micro-batch, if the worker has been computing it for a while."""
+
+
+class BeatOf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A heartbeat that a worker has left for its agent to report."""
+
+    worker_id: str
+    seconds_ago: float
+    """How long before the report the worker has left it."""
+    beat: Beat
+
+
+class Beats(Message):
+    """The new heartbeats of an agent's workers, every heartbeat_s. A worker that is not named has left none."""
+
+    beats: list[BeatOf]
 
 
 class Suspect(Message):
@@ -500,8 +518,8 @@ class Lost(Message):
 
 
 _ALL = (
-    Hello | Ready | Holding | Beat | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left | RunDirectory
-    | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
+    Hello | Ready | Holding | Beat | Beats | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left
+    | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted
 )  # fmt: skip

@@ -82,8 +82,6 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A launcher holds the agent's standard input open: the agent ends with it."""
     engine: str = ""
     """What has started this agent as one of several tasks, and signals and ends all of them; "": the agent is alone."""
-    first_local_rank: int = 0
-    """So many GPUs of this machine are those of other tasks."""
     outcome: str = ""
     """File for a description of how the run ended (JSON); the traceback is then not printed."""
 
@@ -105,6 +103,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Number of the GPU that it takes, among those that its agent may use; -1: by its local rank."""
     variables: dict[str, str] = {}
     """What torchrun would tell a plain script's process in its environment (RANK, WORLD_SIZE ...)."""
+    beats: str = ""
+    """Path of the memory in which the worker leaves its heartbeats for its agent (`unisono.beatpage`), in the slot of
+    its local rank; "": the worker sends them to the head itself."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

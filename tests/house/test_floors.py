@@ -56,6 +56,7 @@ FLOORS = {
     "records": 2,
     "interfaces": 2,
     "packed": 2,
+    "beatpage": 2,
     "fingerprint": 2,
     "capacity": 2,
     "seats": 2,
@@ -93,6 +94,7 @@ FLOORS = {
     "machine.following": 4,
     "machine.headprocess": 4,
     "machine.inviting": 4,
+    "machine.beats": 4,
     "machine.children": 4,
     "machine.descendants": 4,
     "machine.holder": 4,
@@ -123,11 +125,12 @@ NEIGHBOURS = {
     "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
-    "member": {"invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
+    "member": {"beatpage", "invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
     "capacity": {"seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
+    "beatpage": {"lifetime"},
     "store": {"member"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
@@ -137,6 +140,7 @@ NEIGHBOURS = {
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"launchers"},
     "machine.agent": {  # what its workers say goes to the screen
+        "machine.beats",
         "machine.children",
         "machine.descendants",
         "machine.following",

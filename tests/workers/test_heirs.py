@@ -42,6 +42,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.packed import unpack
 from unisono.spec import RunSpec
 
 M = TypeVar("M", bound=Message)
@@ -207,7 +208,12 @@ class Connected:
 
     def connect(self, name: str, hello: Message) -> None:
         self.unanswered[name] = []
-        line = SimpleNamespace(put=lambda data: self.sent(name, decode(data)) if data else None, queue=asyncio.Queue())
+
+        def put(data: bytes | None) -> None:
+            if data:
+                self.sent(name, decode(unpack(data)))
+
+        line = SimpleNamespace(put=put, queue=asyncio.Queue())
         self.head._lines[name] = cast("Any", line)
         self.head._happens(name, hello)
 

@@ -116,7 +116,6 @@ def _lead(
         simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,
         engine=task.engine,
-        first_local_rank=task.local_rank * own,
     )
     return agent.run(here, service, partial(_Others, meeting))
 
@@ -138,7 +137,6 @@ def _follow(options: Wishes, task: Task, per_task: int | None, meeting: Rendezvo
         simulate_hosts=options.simulate_hosts,
         launched=True,
         engine=task.engine,
-        first_local_rank=task.local_rank * own,
     )
     code = agent.join(machine, found.url, found.token)
     # Task 0 says by its exit code how the run has ended. That of another task would end the others (mpiexec), which

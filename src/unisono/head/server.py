@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from unisono.decisions.membership import (
     agent_name,
     heirs,
     next_deadline,
+    routine_of_many,
     step,
 )
 from unisono.decisions.membership.likeness import differences
@@ -52,6 +54,7 @@ from unisono.messages import (
     AgentHello,
     Announcement,
     Beat,
+    Beats,
     Ended,
     Happened,
     Hello,
@@ -273,6 +276,8 @@ class Head:
                 self._pass_on(message)
             case Kept():
                 self._kept(name, message)
+            case Beats() if name in self._state.agents:
+                self._take_beats(message)
             case _:
                 self._happens(name, message)
 
@@ -349,12 +354,9 @@ class Head:
 
     def _happens(self, source: str, message: Message | Tick | Lags) -> None:
         """Pass one event to the table, and act on its decisions."""
-        now = time.monotonic()
         if isinstance(message, Tick):
             self._timer = None
-        if now > self._due + self._spec.heartbeat_s:
-            # This process stood still. Messages have arrived meanwhile and are not read yet.
-            self._listens_until = now + CATCH_UP_BEATS * self._spec.heartbeat_s
+        now = self._look_at_clock()
         if isinstance(message, Tick) and now < self._listens_until:
             self._set_timer()
             return
@@ -378,9 +380,23 @@ class Head:
             self._keys.end_generations(self._state.generation - 1)
         following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
         if reason and self._state.ended is None:
-            following += [Send(agent_id, Announcement(text=reason)) for agent_id in self._state.agents]
+            following += [Send(agent_id, Announcement(text=reason)) for agent_id in self._listeners()]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
+        self._set_timer()
+
+    def _look_at_clock(self) -> float:
+        """Return the time. Notes when this process has stood still: messages have arrived that are not read yet."""
+        now = time.monotonic()
+        if now > self._due + self._spec.heartbeat_s:
+            self._listens_until = now + CATCH_UP_BEATS * self._spec.heartbeat_s
+        return now
+
+    def _take_beats(self, message: Beats) -> None:
+        """Deal with the heartbeats of a machine's workers: together, and one by one where something may follow."""
+        self._state, rest = routine_of_many(self._state, message.beats, self._look_at_clock())
+        for each in rest:
+            self._happens(each.worker_id, each.beat)
         self._set_timer()
 
     # -- versions for the heirs ----------------------------------------------------------------------
@@ -440,12 +456,15 @@ class Head:
         return data
 
     def _pass_on(self, message: Happened) -> None:
-        """Give an event to the sinks of all machines."""
+        """Give an event to the sinks of all machines that have some."""
         event = message.event
         # A worker that connects again repeats its last step.
         if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
             self._last = event
-        self._tell_agents(message)
+        self._tell(self._listeners(), message)
+
+    def _listeners(self) -> list[str]:
+        return [agent_id for agent_id, agent in self._state.agents.items() if not agent.launched]
 
     def _how_to_join(self) -> str:
         """Return the sentence that says how another machine joins."""
@@ -464,8 +483,11 @@ class Head:
             self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
     def _tell_agents(self, message: Message) -> None:
-        data = encode(message)
-        for agent_id in self._state.agents:
+        self._tell(self._state.agents, message)
+
+    def _tell(self, agent_ids: Iterable[str], message: Message) -> None:
+        data = pack(encode(message))
+        for agent_id in agent_ids:
             line = self._lines.get(agent_id)
             # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
             if line is not None and not (isinstance(message, Happened) and line.queue.qsize() > MAX_STEPS_QUEUED):

@@ -34,6 +34,7 @@ from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.invitation import Invitation
 from unisono.journal import conclude
 from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
+from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.descendants import end_descendants
 from unisono.machine.following import Following
@@ -223,6 +224,7 @@ class _Agent:
         if (idle := self._spec.when_idle) is not None:
             limits = Limits(idle_s=idle.idle_s, load=idle.load)
             tasks.append(asyncio.create_task(Watching(limits, idle.inputs, self._on_idle).run()))
+        reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.heartbeat_s)
         try:
             if self._machines is not None:
                 self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
@@ -232,7 +234,7 @@ class _Agent:
         finally:
             self._following.leave()
             machines = asyncio.ensure_future(self._end_machines(self._result()))
-            await self._end_workers(self._result())
+            await self._end_workers(self._result(), reporter)
             await self._following.sent(LAST_WORDS_S)  # every end that this agent has seen
             await self._following.answered(TELL_S)
             for task in tasks:
@@ -393,12 +395,13 @@ class _Agent:
             return FINISH_S
         return 0.0 if ended is None or self._num_signals else FAIL_S
 
-    async def _end_workers(self, ended: Ended | None) -> None:
+    async def _end_workers(self, ended: Ended | None, reporter: Reporter) -> None:
         """Wait for the workers that end by themselves, then end the others."""
         patience_s = self._patience_s(ended)
         if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
             late = ", ".join(self._workers.running())
             self.announce(f"{late}: still running {patience_s:.0f} s after the end of the run; ended now")
+        reporter.close()
         await self._workers.close()
 
     def _show(self, ended: Ended) -> None:

@@ -108,6 +108,17 @@ class Following:
         self._is_sent.clear()
         self._flush_outbox()
 
+    def report(self, message: Message) -> bool:
+        """Send a message to this head only, and only if it can be sent now; return whether it was sent."""
+        link = self._link
+        if link is None or not self._is_welcome or self._outbox or not link.is_acknowledged:
+            return False
+        try:
+            link.put(encode(message))
+        except OSError:
+            return False  # the reader gets the same error
+        return True
+
     def say_end(self, ended: Ended) -> None:
         """Send the end of the run to the head; `answered` waits until the head has sent it to the other machines."""
         if self.agent_id:

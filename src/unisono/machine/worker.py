@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 
 from unisono import faults
+from unisono.beatpage import open_slot
 from unisono.errors import RunStopped, UsageError
 from unisono.lifetime import TOKEN_FILE, bind_to_parent, name_process, take_token
 from unisono.member import Member
@@ -114,7 +115,8 @@ def _connect(spec: WorkerSpec) -> Member:
     page = WorkerPage()
     info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, page=page.address)
     script = script_checksum(sys.argv[1:])  # the script may have been edited since the other workers began
-    return Member(spec, info, fingerprint(device), page, script=script).connect()
+    slot = open_slot(spec.beats, spec.local_rank)
+    return Member(spec, info, fingerprint(device), page, script=script, slot=slot).connect()
 
 
 def _device(number: int) -> str:

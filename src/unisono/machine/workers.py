@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono import seats
+from unisono.beatpage import BeatPage, Slot
 from unisono.lifetime import Memory
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
 from unisono.machine.placement import PLACEMENTS, Placement
@@ -94,6 +95,7 @@ class Workers:
         self._variables: dict[str, Mapping[str, str]] = {}
         self._listener = listener
         self._places = Places(spec.run.threads)
+        self._beats: BeatPage | None = None  # made for the first worker
         self._states: dict[str, _State] = {}
         self._is_closing = False
 
@@ -177,6 +179,15 @@ class Workers:
                 await self.ended_within(TERMINATE_S)
         await self._placement.close()
         seats.release()
+        if self._beats is not None:
+            self._beats.close()
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the slots in which running workers leave their heartbeats, by the workers' ids."""
+        if self._beats is None:
+            return {}
+        found = {state.child.name: self._beats.slot(state.local_rank) for state in self._started() if state.is_running}
+        return {worker_id: slot for worker_id, slot in found.items() if slot is not None}
 
     def _report(self, child: Child) -> None:
         assert child.exit_code is not None
@@ -196,7 +207,7 @@ class Workers:
             return
         local_rank = self._free_local_rank()
         self._states[worker_id] = _Starting(local_rank)
-        spec = self._worker_spec(worker_id, local_rank)
+        spec = self._worker_spec(worker_id, local_rank, self._cleared_slot(local_rank))
 
         def on_started(result: Child | OSError) -> None:
             state = self._states.pop(worker_id)
@@ -220,7 +231,15 @@ class Workers:
         }
         return next(rank for rank in range(len(taken) + 1) if rank not in taken)
 
-    def _worker_spec(self, worker_id: str, local_rank: int) -> WorkerSpec:
+    def _cleared_slot(self, local_rank: int) -> str:
+        """Prepare the slot of this local rank for another worker; return the path to all slots."""
+        if self._beats is None:
+            self._beats = BeatPage()
+        if (slot := self._beats.slot(local_rank)) is not None:
+            slot.clear()
+        return self._beats.path
+
+    def _worker_spec(self, worker_id: str, local_rank: int, beats: str) -> WorkerSpec:
         spec, host = self._spec, self._host
         if spec.simulate_hosts > 1:
             host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
@@ -230,9 +249,10 @@ class Workers:
             worker_id=worker_id,
             host=host,
             agent=os.getpid(),
-            local_rank=spec.first_local_rank + local_rank,
+            local_rank=local_rank,
             gpu=self._places.of(local_rank).gpu,
             variables=dict(self._variables.get(worker_id, {})),
+            beats=beats,
         )
 
     def _started(self) -> list[_Started]:

@@ -43,7 +43,7 @@ from unisono.decisions.membership.agents import agent_name
 from unisono.decisions.membership.dispatch import Event, Lags, Tick, take
 from unisono.decisions.membership.draft import Action, Draft, Hangup, Invite, Send
 from unisono.decisions.membership.generations import follow_up
-from unisono.decisions.membership.heartbeat import routine
+from unisono.decisions.membership.heartbeat import routine, routine_of_many
 from unisono.decisions.membership.heirs import heirs, keepers, successor, without_lost_heir
 from unisono.decisions.membership.roster import Policy, State, noted
 from unisono.decisions.membership.table import TRANSITIONS
@@ -64,6 +64,7 @@ __all__ = [
     "heirs",
     "keepers",
     "next_deadline",
+    "routine_of_many",
     "step",
     "successor",
 ]
