@@ -24,7 +24,7 @@ __all__ = ["join"]
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
-@seconds("--head-away-s", 60.0, "How long workers go on without the head.")
+@seconds("--head-away-s", None, "How long this machine waits for a head that is out of reach. [default: as the run]")
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", is_flag=True, hidden=True)
 def join(
@@ -33,7 +33,7 @@ def join(
     workers: str,
     folder: str,
     run_dir: str,
-    head_away_s: float,
+    head_away_s: float | None,
     simulate_hosts: int,
     launched: bool,
 ) -> int:
@@ -65,7 +65,8 @@ def join(
     if run.arguments[0] != "-m" and not (there / script).is_file():
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
     os.chdir(there)
-    run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
+    away_s = run.head_away_s if head_away_s is None else head_away_s
+    run = msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=away_s)
     machine = MachineSpec(run=run, num_workers=number, simulate_hosts=simulate_hosts, launched=launched)
     return agent.join(machine, url, token)
 

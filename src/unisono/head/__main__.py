@@ -33,6 +33,12 @@ class Settings:
     spec: RunSpec
     term: int = 1
     """One more than that of the head before this one."""
+    seat: str = ""
+    """The agent that has started this head, if it follows one of another machine."""
+    before: str = ""
+    """"gone": the machine of the head before this one answers, and no agent is there; "away": it is out of reach."""
+    name: str = ""
+    """A name that no other head of the run has."""
     snapshot: int = -1
     """File descriptor of the memory of a head that has died; -1: this is the first."""
 
@@ -50,6 +56,9 @@ async def _serve(settings: Settings, token: str) -> int:
         url=settings.url,
         snapshot=snapshot,
         term=settings.term,
+        seat=settings.seat,
+        name=settings.name,
+        is_gone=settings.before == "gone",
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

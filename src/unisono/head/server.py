@@ -27,13 +27,15 @@ from unisono.decisions.membership import (
     Lags,
     Send,
     Tick,
+    TookOver,
     agent_name,
-    heirs,
+    machines,
     next_deadline,
+    seat_of,
     step,
 )
 from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import ALIVE, Policy, Worker, resumed
+from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, resumed
 from unisono.errors import ProtocolError
 from unisono.events import StepFinished
 from unisono.head.address import AddressFiles
@@ -48,7 +50,9 @@ from unisono.messages import (
     Announcement,
     Beat,
     Ended,
+    Foreign,
     Happened,
+    Heads,
     Hello,
     Holding,
     Kept,
@@ -90,6 +94,9 @@ class Head:
         url: address of the head, for the run directory.
         snapshot: the newest state of the head before this one (`Snapshot.state`).
         term: one more than that of the head before this one.
+        seat: the agent whose child this head is; "": the command that has started the run, or that of the head before.
+        name: a name that no other head of the run has.
+        is_gone: the agent of the head before this one is gone; else it may be out of reach only.
     """
 
     def __init__(
@@ -102,11 +109,19 @@ class Head:
         url: str = "",
         snapshot: bytes = b"",
         term: int = 1,
+        seat: str = "",
+        name: str = "",
+        is_gone: bool = False,
     ) -> None:
         memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
-        state = resumed(memory.state, term, time.monotonic()) if snapshot else memory.state
+        now = time.monotonic()
+        since = now if memory.clock is None else memory.clock
+        state = memory.state
+        self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
+        if snapshot:
+            state = resumed(state, term, now, seat=seat, head=name, since=since - now)
         self._state = dataclasses.replace(
-            state, term=term, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
+            state, term=term, head=name, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
         )
         self._token = token
         self._run_id = run_id
@@ -114,6 +129,8 @@ class Head:
         self._run_dir = memory.run_dir or spec.run_dir
         self._lines: dict[str, Line] = {}
         self._keys = Keys()
+        self._facts = memory.facts
+        self._seers = dict.fromkeys(memory.seers)
         self._reason = memory.reason
         self._started = memory.started
         self._last: StepFinished | None = None
@@ -154,6 +171,8 @@ class Head:
         try:
             if self._run_dir:
                 self._write_address(self._run_dir)
+            if self._took_over.before not in ("", seat_of(self._state)):
+                self._happens("", self._took_over)
             await self.over.wait()
         finally:
             if not self.superseded_by:
@@ -223,6 +242,9 @@ class Head:
             if isinstance(first, Scale | Stop):
                 await self._outside(line, first)
                 return
+            if isinstance(first, AgentHello) and not first.fresh and not self._state.is_own(first.branch):
+                line.put(encode(Foreign(step=self._state.committed)))
+                return
             if isinstance(first, Hello | AgentHello) and first.term > self._state.term:
                 self._give_way(first.term)
                 return
@@ -255,6 +277,10 @@ class Head:
                 await self._store(line, message)
             case RunDirectory():
                 self._tell_agents(message)
+                worker = self._state.workers.get(name)
+                if worker is not None and worker.agent not in self._seers:
+                    self._seers[worker.agent] = None
+                    self._remember_soon()
                 if self._run_dir in ("", message.path):
                     self._write_address(message.path)
                     self._remember()
@@ -268,12 +294,11 @@ class Head:
     def _all_informed(self) -> bool:
         """Return whether all agents have got the end of the run, and have disconnected.
 
-        The command that started the run counts even if it has not connected to this head yet; it ends the head when it
-        ends.
+        The agent whose child this head is counts even if it has not connected to this head yet; it ends the head when
+        it ends.
         """
-        agents = self._state.agents
-        commands = {agent_id for agent_id, agent in agents.items() if agent.primary}
-        return commands <= self._informed and not agents.keys() & self._lines.keys()
+        seat = seat_of(self._state)
+        return seat in ("", *self._informed) and not self._state.agents.keys() & self._lines.keys()
 
     def _welcome(self, line: Line, first: Message) -> str:
         """Answer a hello; returns the name of the worker or agent."""
@@ -294,6 +319,8 @@ class Head:
             term=self._state.term,
             warnings=warnings,
             agent_id=name if isinstance(first, AgentHello) else "",
+            branch=self._state.branch_name,
+            machines=machines(self._state) if isinstance(first, AgentHello) else [],
         )
         line.put(encode(welcome))
         if self._state.ended is not None:
@@ -336,7 +363,7 @@ class Head:
 
     # -- decisions -----------------------------------------------------------------------------------
 
-    def _happens(self, source: str, message: Message | Tick | Lags) -> None:
+    def _happens(self, source: str, message: Message | Tick | Lags | TookOver) -> None:
         """Pass one event to the table, and act on its decisions."""
         now = time.monotonic()
         if isinstance(message, Tick):
@@ -349,7 +376,7 @@ class Head:
             return
         before = self._state
         self._state, actions, reason = step(before, Event(source, message), now)
-        self._versions.change_heirs(heirs(self._state))
+        self._change_branch(before)
         if isinstance(message, Hello):
             self._note_process(self._state.workers[source])
         elif isinstance(message, WorkerExit):
@@ -373,6 +400,21 @@ class Head:
 
     # -- versions for the heirs ----------------------------------------------------------------------
 
+    def _change_branch(self, before: State) -> None:
+        """Tell all of a new branch, or of other machines that may start the next head, before the next decision."""
+        state = self._state
+        known = machines(state)
+        heads = Heads(branch=state.branch_name, machines=known)
+        if state.branch != before.branch:
+            self._remember()
+            told: list[Action] = [Send(agent_id, heads) for agent_id in state.agents]
+            told += [Send(worker.worker_id, Heads(branch=state.branch_name)) for worker in state.workers.values()]
+            self._versions.change_branch(state.heirs, told)
+            return
+        if known != machines(before):
+            self._tell_agents(heads)
+        self._versions.change_heirs(state.heirs)
+
     def _remember_soon(self) -> None:
         """`_remember` an event that no process acts on, and that a member reports again to a head that follows.
 
@@ -387,7 +429,16 @@ class Head:
         if self._remembering is not None:
             self._remembering.cancel()
             self._remembering = None
-        self._versions.make(Memory(self._state, self._started, self._reason, self._run_dir))
+        memory = Memory(
+            self._state,
+            self._started,
+            self._reason,
+            self._run_dir,
+            facts=self._facts,
+            seers=tuple(self._seers),
+            clock=time.monotonic(),
+        )
+        self._versions.make(memory)
 
     def _kept(self, agent_id: str, message: Kept) -> None:
         """Note that an agent holds a version of the state."""
@@ -426,7 +477,8 @@ class Head:
 
     def _note_process(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
-        if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
+        is_here = agent is not None and agent.agent_id == seat_of(self._state)
+        if is_here and worker.info is not None and worker.state in ALIVE:
             self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
     def _tell_agents(self, message: Message) -> None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from unisono.lifetime import Memory
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
@@ -28,6 +29,9 @@ def machine_label() -> str:
         with contextlib.suppress(OSError):
             marks.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
     return f"{socket.gethostname()}-{zlib.crc32(' '.join(marks).encode()) & 0xFFFF:04x}"
+
+
+FORGET_S: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Workers:
     ) -> None:
         self._spec = spec
         self._head = head
+        self._where: Memory | None = None  # the address of the head that the workers are to follow
         self._host = host
         self._on_exit = on_exit
         self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, listener, self._report)
@@ -96,8 +101,16 @@ class Workers:
         Raises:
             OSError, UsageError: see `Placement.open`.
         """
+        self._where = Memory("unisono-where")
+        self.follow(self._head)
         if self._spec.num_workers:
             self._placement.open()
+
+    def follow(self, url: str) -> None:
+        """Have the workers follow the head at this address."""
+        self._head = url
+        if self._where is not None:
+            os.pwrite(self._where.descriptor, f"{url}\n".encode(), 0)
 
     def start(self, worker_ids: Iterable[str], delay_s: float = 0.0) -> None:
         """Start these workers, each of them once in its life: a head that follows another one may repeat an order."""
@@ -144,6 +157,19 @@ class Workers:
                 state.timer.cancel()
         return all(await asyncio.gather(*(state.child.ended_within(seconds) for state in self._started())))
 
+    async def forget(self) -> None:
+        """Kill all workers and forget their ids: another head will order workers by ids of its own."""
+        for worker_id, state in list(self._states.items()):
+            if isinstance(state, _Starting):
+                self._states[worker_id] = _Starting(state.local_rank, is_evicted=True)
+            elif isinstance(state, _Delayed):
+                state.timer.cancel()
+        self.kill()
+        while any(isinstance(state, _Starting) for state in self._states.values()):
+            await asyncio.sleep(FORGET_S)
+        await asyncio.gather(*(state.child.ended_within(TERMINATE_S) for state in self._started()))
+        self._states.clear()
+
     async def close(self) -> None:
         """End all workers (SIGTERM, then SIGKILL), and the process that has forked them."""
         if not await self.ended_within(0.0):
@@ -153,6 +179,9 @@ class Workers:
                 self.kill()
                 await self.ended_within(TERMINATE_S)
         await self._placement.close()
+        where, self._where = self._where, None
+        if where is not None:
+            where.close()
 
     def _report(self, child: Child) -> None:
         assert child.exit_code is not None
@@ -195,7 +224,13 @@ class Workers:
         if spec.simulate_hosts > 1:
             host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
         return WorkerSpec(
-            run=spec.run, head=self._head, worker_id=worker_id, host=host, agent=os.getpid(), local_rank=local_rank
+            run=spec.run,
+            head=self._head,
+            where=self._where.path if self._where is not None else "",
+            worker_id=worker_id,
+            host=host,
+            agent=os.getpid(),
+            local_rank=local_rank,
         )
 
     def _started(self) -> list[_Started]:

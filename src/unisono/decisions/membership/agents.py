@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterable
 
 from unisono.decisions.membership.draft import Draft
-from unisono.decisions.membership.restarts import order
+from unisono.decisions.membership.restarts import lose, order
 from unisono.decisions.membership.roster import ALIVE, Agent, State, WorkerState
 from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
-from unisono.words import count
+from unisono.words import count, listed
 
-__all__ = ["agent_name", "drain", "join", "leave", "scale", "stop"]
+__all__ = ["agent_name", "drain", "join", "leave", "scale", "stop", "take_over"]
 
 _S = WorkerState
 
@@ -30,19 +30,25 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     known = state.agents.get(agent_id)
     if known is not None and hello.agent_id != agent_id:
         raise ProtocolError(f"agent {agent_id} has said hello twice")
+    if known is not None and hello.fresh:
+        _cut_off(draft, agent_id, "went on under another head")
+        known, state = None, draft.state
     if known is not None:
-        draft.put_agent(agent_id, away_at=None, lags=False)
+        draft.put_agent(agent_id, away_at=None, lags=False, url=hello.url)
         _repeat_start(draft, agent_id)
         return
     known = state.absent.get(hello.agent_id)
     adds = hello.num_workers if state.policy.grows and not hello.primary else 0
     fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary)
-    agent = dataclasses.replace(fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, away_at=None, lags=False)
+    agent = dataclasses.replace(
+        fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, url=hello.url, away_at=None, lags=False
+    )
     draft.put(
         agents={**state.agents, agent_id: agent},
         absent={i: absent for i, absent in state.absent.items() if i != agent_id},
         num_agents=state.num_agents + (known is None),
         policy=dataclasses.replace(state.policy, maximum=state.policy.maximum + adds),
+        seat=state.seat or (agent_id if hello.primary else ""),
     )
     if known is not None:
         draft.reasons.append(f"the agent of {hello.host} is back")
@@ -81,16 +87,45 @@ def leave(draft: Draft, agent_id: str, message: Lost) -> None:
         agents={i: a for i, a in draft.state.agents.items() if i != agent_id},
         absent={**draft.state.absent, agent_id: dataclasses.replace(agent, wanted=wanted)},
     )
-    if agent.primary:
+    if agent.primary and not draft.state.agents:
         draft.end(False, f"the command that started the run has ended ({message.reason})")
         return
     policy = draft.state.policy
     if policy.grows:  # not after `unisono scale`, which sets the number
         draft.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
-    draft.reasons.append(f"the agent of {agent.host} is gone")
+    if not any(reason.startswith(agent.host) for reason in (*draft.reasons, *draft.broken)):
+        draft.reasons.append(f"the agent of {agent.host} is gone")
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.put_worker(worker.worker_id, state=_S.LEFT)
+
+
+def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
+    """Go on without a machine and its workers, which may go on by themselves."""
+    own, host = draft.workers_of([agent_id]), draft.state.agents[agent_id].host
+    leave(draft, agent_id, Lost(reason=why))
+    lost = [worker for worker in own if draft.state.workers[worker.worker_id].state in ALIVE]
+    gone = listed([worker.worker_id for worker in lost])
+    for worker in lost:
+        lose(draft, worker.worker_id, f"{host} {why}: the run goes on without {gone}", replace=False)
+
+
+def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
+    """Go on without the machine of the head before this one, which another agent has followed.
+
+    Args:
+        before: the agent whose child that head was.
+        is_gone: that agent is gone for good; else its machine may go on by itself.
+    """
+    if before not in draft.state.agents:
+        return
+    if draft.state.ended is not None:
+        draft.put(agents={i: agent for i, agent in draft.state.agents.items() if i != before})
+        return
+    _cut_off(draft, before, "is out of reach, with the head")
+    if is_gone:
+        absent = dataclasses.replace(draft.state.absent[before], wanted=0)
+        draft.put(absent={**draft.state.absent, before: absent})
 
 
 def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:
