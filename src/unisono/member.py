@@ -134,6 +134,8 @@ class Member:
         self._has_failed = False
         self._raised: _Raised | None = None
         self.has_left = False
+        self.may_write = True
+        """Whether this side of the run writes into the run's directory; False where another side does."""
         self._closing = False
         self._link: Link | None = None
         self._wake_read, self._wake_write = socket.socketpair()
@@ -530,11 +532,12 @@ class Member:
                 self._take_talk_answer(message)
             case Welcome():
                 self._term, self._branch = learn_term(self._term, message.term), message.branch
+                self.may_write = message.may_write
                 with self._changed:
                     self._welcome = message
                     self._changed.notify_all()
             case Heads():
-                self._branch = message.branch
+                self._branch, self.may_write = message.branch, message.may_write
             case Ended():
                 self._ended = message
                 self._stop(RunStopped(message.reason))

@@ -287,6 +287,8 @@ class Welcome(Message):
     """To an agent: the name that the head has given it."""
     branch: str = ""
     """The branch of the run's history that the head goes on with."""
+    may_write: bool = True
+    """False: another side of the run writes into the run's directory."""
     machines: list[MachineInfo] = []
     """To an agent: see `Heads`."""
 
@@ -297,6 +299,8 @@ class Heads(Message):
     branch: str
     machines: list[MachineInfo] = []
     """To agents: the machines of the run. The first of them may start the next head."""
+    may_write: bool = True
+    """See `Welcome`."""
 
 
 class Notice(Message):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -19,6 +20,8 @@ from unisono.journal import compare, read
 SCRIPT = Path(small_training.__file__)
 STEPS = 60
 MACHINES = 3
+QUICK: Final = ("--head-away-s", 1, "--heartbeat-timeout-s", 4)
+"""Where machines are cut off: who is silent is lost soon, and who has lost the head goes on soon."""
 JOINS = (3, 8, 13, 18)
 """Steps at whose beginning machines join, one after the other."""
 
@@ -92,3 +95,26 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
     assert "this machine has the next head" in said
     assert "m0-" in said
     assert "is out of reach, with the head: the run goes on without w0" in said
+
+
+def test_both_sides_of_a_cut_network_go_on_and_one_joins_the_other_again(
+    lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    """Both see the same directory, into which one side writes at a time. Of two sides that are as far, that of the
+    newer head goes on.
+    """
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
+        left, right = started(lab, unisono, run_dir, gates, *QUICK, machines=2)
+        lab.cut({1})
+        gates.open(20)
+        gates.wait(40, workers=2)
+        assert len(workers_at(run_dir, 30)) == 1
+        lab.mend()
+        gates.open(40, right.generation("with 2 workers", after="this machine has the next head"))
+        assert right.wait() == 0, right.err
+        assert left.wait() == 0, left.err
+    print("L", *left.err, sep="\n"); print("R", *right.err, sep="\n")
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert len(workers_at(run_dir, 59)) == 2
+    assert "this machine joins the head at" in " ".join(left.err)

@@ -20,6 +20,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from unisono import events
+from unisono.decisions.following import Rank, Standpoint, merged, verdict
 from unisono.decisions.membership import (
     Action,
     Event,
@@ -42,6 +43,8 @@ from unisono.head.address import AddressFiles
 from unisono.head.keys import Keys
 from unisono.head.line import Line
 from unisono.head.memory import Memory
+from unisono.head.pen import Pen
+from unisono.head.reunion import Reunion
 from unisono.head.status import respond, workers_status
 from unisono.head.versions import Outgoing, Versions
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -58,6 +61,8 @@ from unisono.messages import (
     Kept,
     Lost,
     Message,
+    Moved,
+    Proposal,
     Ready,
     RunDirectory,
     Scale,
@@ -65,6 +70,7 @@ from unisono.messages import (
     Stop,
     StoreCall,
     TalkCall,
+    Verdict,
     Welcome,
     WorkerExit,
     WorkerLate,
@@ -78,6 +84,7 @@ __all__ = ["Head"]
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
+PEN_S = 1.0
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
@@ -151,6 +158,9 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._pen = Pen(run_id)
+        self._may_write = True
+        self._stand = Standpoint(Rank.of(-1, term, seat))
         self.superseded_by = 0
         """The term of a head that has taken over from this one."""
         self.over = asyncio.Event()
@@ -168,13 +178,18 @@ class Head:
             close_timeout=1.0,
             logger=_SILENT,
         )
+        tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
+            self._take_pen()
             if self._run_dir:
                 self._write_address(self._run_dir)
             if self._took_over.before not in ("", seat_of(self._state)):
                 self._happens("", self._took_over)
             await self.over.wait()
         finally:
+            for task in tasks:
+                task.cancel()
+            self._pen.release()
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
@@ -242,6 +257,9 @@ class Head:
             if isinstance(first, Scale | Stop):
                 await self._outside(line, first)
                 return
+            if isinstance(first, Proposal):
+                self._meet(line, first)
+                return
             if isinstance(first, AgentHello) and not first.fresh and not self._state.is_own(first.branch):
                 line.put(encode(Foreign(step=self._state.committed)))
                 return
@@ -283,6 +301,7 @@ class Head:
                     self._remember_soon()
                 if self._run_dir in ("", message.path):
                     self._write_address(message.path)
+                    self._take_pen()
                     self._remember()
             case Happened():
                 self._pass_on(message)
@@ -320,6 +339,7 @@ class Head:
             warnings=warnings,
             agent_id=name if isinstance(first, AgentHello) else "",
             branch=self._state.branch_name,
+            may_write=self._may_write,
             machines=machines(self._state) if isinstance(first, AgentHello) else [],
         )
         line.put(encode(welcome))
@@ -357,6 +377,59 @@ class Head:
         """End this head, and nothing else, because another one has taken over."""
         self.superseded_by = term
         self.over.set()
+
+    # -- other heads of this run ---------------------------------------------------------------------
+
+    def lost_addresses(self) -> list[str]:
+        """Return where machines that this side has lost may have a head (`Side`)."""
+        state = self._state
+        if state.ended is not None:
+            return []
+        here = {agent.url for agent in state.agents.values()}
+        return [agent.url for agent in state.absent.values() if agent.wanted and agent.url and agent.url not in here]
+
+    def propose(self) -> Proposal | None:
+        """Return what to ask another head now (`Side`)."""
+        own, state = self._standpoint(), self._state
+        if own.gives_way_to or state.ended is not None:
+            return None
+        self._stand = dataclasses.replace(own, is_asking=True)
+        return Proposal(
+            run_id=self._run_id, agent_id=seat_of(state), term=state.term, step=state.committed, url=self._url
+        )
+
+    def answered(self, url: str, answer: Verdict | None) -> None:
+        """Receive the answer of the head at this address (`Side`)."""
+        self._stand = merged(self._standpoint(), url, answer)
+        self._move_if_giving_way()
+
+    def _meet(self, line: Line, other: Proposal) -> None:
+        """Answer another head."""
+        if other.run_id != self._run_id:
+            raise ProtocolError(f"this is the head of run {self._run_id}, not of {other.run_id}")
+        if self._state.ended is not None:
+            line.put(encode(Verdict(gives_way="")))
+            return
+        self._stand, answer = verdict(self._standpoint(), other)
+        line.put(encode(answer))
+        self._move_if_giving_way()
+
+    def _standpoint(self) -> Standpoint:
+        state = self._state
+        return dataclasses.replace(self._stand, rank=Rank.of(state.committed, state.term, seat_of(state)))
+
+    def _move_if_giving_way(self) -> None:
+        """Send all machines of this side to the head that it gives way to, and end."""
+        url = self._stand.gives_way_to
+        if not url or self.superseded_by:
+            return
+        text = (
+            f"another side of the run, which is cut off no more, has come as far: all machines join its head at {url}"
+        )
+        self._tell_agents(Announcement(text=text))
+        self._tell_agents(Moved(url=url))
+        self._address.remove()
+        self._give_way(self._state.term)
 
     async def _store(self, line: Line, call: StoreCall) -> None:
         line.put(encode(await self._keys.answer(call)))
@@ -404,11 +477,12 @@ class Head:
         """Tell all of a new branch, or of other machines that may start the next head, before the next decision."""
         state = self._state
         known = machines(state)
-        heads = Heads(branch=state.branch_name, machines=known)
+        heads = Heads(branch=state.branch_name, machines=known, may_write=self._may_write)
         if state.branch != before.branch:
             self._remember()
             told: list[Action] = [Send(agent_id, heads) for agent_id in state.agents]
-            told += [Send(worker.worker_id, Heads(branch=state.branch_name)) for worker in state.workers.values()]
+            to_worker = msgspec.structs.replace(heads, machines=[])
+            told += [Send(worker_id, to_worker) for worker_id in state.workers]
             self._versions.change_branch(state.heirs, told)
             return
         if known != machines(before):
@@ -503,7 +577,32 @@ class Head:
             delay = self._due - now
             self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
 
+    async def _look_at_directory(self) -> None:
+        """While another side of the run writes into the directory, look whether it still does."""
+        while True:
+            await asyncio.sleep(PEN_S)
+            if not self._may_write:
+                self._take_pen()
+
+    def _take_pen(self) -> None:
+        """Have this side write into the run's directory, unless another side does."""
+        before, self._may_write = self._may_write, self._pen.take(self._run_dir)
+        if self._may_write == before:
+            return
+        told = encode(Heads(branch=self._state.branch_name, may_write=self._may_write))
+        for worker_id in self._state.workers:
+            if (line := self._lines.get(worker_id)) is not None:
+                line.put(told)
+        if self._may_write:
+            self._write_address(self._run_dir)
+            text = f"this side of the run writes into {self._run_dir} now"
+        else:
+            text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
+        self._tell_agents(Announcement(text=text))
+
     def _write_address(self, run_dir: str) -> None:
+        if not self._may_write:
+            return
         try:
             if self._address.write(run_dir):
                 self._run_dir = run_dir

@@ -197,6 +197,8 @@ class _Agent:
 
     def forget_head(self, run_dir: str, token: str, run_id: str = "") -> None:
         """Remove what a head of this machine that was killed has left in the run's directory."""
+        if not self._following.has_seat:
+            return
         for folder in filter(None, {run_dir, self.run_dir}):
             forget_head(Path(folder), run_id or self._following.run_id, token)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections import deque
 from typing import Final, Protocol
@@ -18,8 +17,9 @@ from typing import Final, Protocol
 import msgspec
 
 from unisono.decisions.following import MAX_HEIRS, SUPERSEDED, TURN_S, Absence, Followed, StaleHead, is_majority
+from unisono.dialing import open_link
 from unisono.events import StepFinished
-from unisono.link import Link, Refused, host_and_port
+from unisono.link import Link, Refused
 from unisono.machine.children import NOT_STARTED, Child
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess
 from unisono.messages import (
@@ -113,7 +113,8 @@ class Following:
         self._is_sent = asyncio.Event()
         self._is_sent.set()
         self._partition = partition
-        self._has_seat = hello.primary and head is not None  # the head is this agent's child
+        self.has_seat = hello.primary and head is not None
+        """The head is this agent's child."""
         self._branch = ""
         self._is_fresh = False
         self._absence: Absence | None = None
@@ -146,7 +147,7 @@ class Following:
         Raises:
             OSError: no process can be started.
         """
-        if self._has_seat:
+        if self.has_seat:
             self._start_head()
 
     def _start_head(self, **settings: str) -> None:
@@ -243,7 +244,7 @@ class Following:
 
     def _take_over_when_due(self, why: str) -> None:
         """Start the next head here, if it is this machine's turn."""
-        if self._is_over or self._has_seat or self._head is None or self._absence is None:
+        if self._is_over or self.has_seat or self._head is None or self._absence is None:
             return
         here = {machine.agent_id for machine in self._machines if machine.url in self._reached} | {self.agent_id}
         now = time.monotonic()
@@ -263,7 +264,7 @@ class Following:
         except OSError as error:
             self._end(Ended(ok=False, reason=f"{why}; the next one {NOT_STARTED.format(error)}", exit_code=1))
             return
-        self._has_seat, self._url, self._absence = True, self._head.url, None
+        self.has_seat, self._url, self._absence = True, self._head.url, None
         self._owner.announce(f"{why}; this machine has the next head, and the run goes on")
 
     async def _join_anew(self) -> None:
@@ -278,7 +279,7 @@ class Following:
         self._reports.clear()
         self._outbox.clear()
         self._known, self._branch, self._is_fresh = Followed(), "", True
-        self._has_seat, self._absence, self._url = False, None, url
+        self.has_seat, self._absence, self._url = False, None, url
 
     def _learn_machines(self, machines: list[MachineInfo]) -> None:
         if machines:
@@ -335,7 +336,7 @@ class Following:
         urls = self._places()
         if len(urls) > 1:
             open_s = min(open_s, ELSEWHERE_S)
-        attempts = {url: asyncio.ensure_future(self._open(url, open_s)) for url in urls}
+        attempts = {url: asyncio.ensure_future(open_link(url, self._token, open_s)) for url in urls}
         found, waiting = "", set(attempts.values())
         try:
             while waiting and not found:
@@ -357,7 +358,7 @@ class Following:
 
     def _places(self) -> list[str]:
         """Return the addresses at which the head may be, first the one at which it was."""
-        if self._has_seat:
+        if self.has_seat:
             return [self._url]
         now = time.monotonic()
         others = self._urls
@@ -367,22 +368,6 @@ class Following:
         found = [url for url in found if self._avoided.get(url, 0.0) <= now]
         is_avoided = self._avoided.get(self._url, 0.0) > now
         return [*([] if is_avoided and found else [self._url]), *(found if self.agent_id else [])]
-
-    async def _open(self, url: str, open_s: float) -> Link:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(open_s):
-                sock = await _connect(*host_and_port(url))
-                try:
-                    link = Link(sock, url, self._token)
-                    while not link.is_open:
-                        link.feed(await loop.sock_recv(sock, 65536))
-                    return link
-                except BaseException:
-                    sock.close()
-                    raise
-        except TimeoutError:
-            raise TimeoutError(f"no answer within {open_s:.0f} s") from None
 
     def _flush_outbox(self) -> None:
         """Send what can be sent now, and the rest when there is room."""
@@ -453,6 +438,7 @@ class Following:
     def _head_ended(self, child: Child) -> None:
         self._is_answered.set()
         if self._is_over or child.exit_code == SUPERSEDED:
+            self.has_seat = False
             return
         if child.exit_code == 0:
             self._head_is_done = True  # `run` reads its last messages first
@@ -464,7 +450,7 @@ class Following:
     def _start_next(self, child: Child) -> None:
         """Start another head after one that has died."""
         assert self._head is not None
-        if not self._has_seat and not self._known.is_successor(self.agent_id):
+        if not self.has_seat and not self._known.is_successor(self.agent_id):
             return
         lines = "".join(f"\n{line}" for line in child.output.last_lines)
         reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{lines}"
@@ -489,29 +475,6 @@ def _drop(attempt: asyncio.Future[Link]) -> None:
 
     attempt.cancel()
     attempt.add_done_callback(close)
-
-
-async def _connect(host: str, port: int) -> socket.socket:
-    """Return a non-blocking socket that is connected to the first address of this host that answers."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # a name, whose look-up may take long
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in found:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setblocking(False)
-            await loop.sock_connect(sock, address)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-    raise failure
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

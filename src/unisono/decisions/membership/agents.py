@@ -78,8 +78,12 @@ def _repeat_start(draft: Draft, agent_id: str) -> None:
             draft.send(agent_id, Start(worker_ids=[worker.worker_id], delay_s=delay_s))
 
 
-def leave(draft: Draft, agent_id: str, message: Lost) -> None:
-    """Remove an agent whose connection has closed, or that has not connected to a head that has taken over."""
+def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) -> None:
+    """Remove an agent whose connection has closed, or that has not connected to a head that has taken over.
+
+    Args:
+        is_told: the user is told the message's reason.
+    """
     agent = draft.state.agents[agent_id]
     own = draft.workers_of([agent_id])
     wanted = sum(not worker.draining for worker in own)
@@ -93,8 +97,7 @@ def leave(draft: Draft, agent_id: str, message: Lost) -> None:
     policy = draft.state.policy
     if policy.grows:  # not after `unisono scale`, which sets the number
         draft.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
-    if not any(reason.startswith(agent.host) for reason in (*draft.reasons, *draft.broken)):
-        draft.reasons.append(f"the agent of {agent.host} is gone")
+    draft.reasons.append(message.reason if is_told else f"the agent of {agent.host} is gone")
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.put_worker(worker.worker_id, state=_S.LEFT)
@@ -103,11 +106,12 @@ def leave(draft: Draft, agent_id: str, message: Lost) -> None:
 def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
     """Go on without a machine and its workers, which may go on by themselves."""
     own, host = draft.workers_of([agent_id]), draft.state.agents[agent_id].host
-    leave(draft, agent_id, Lost(reason=why))
-    lost = [worker for worker in own if draft.state.workers[worker.worker_id].state in ALIVE]
-    gone = listed([worker.worker_id for worker in lost])
-    for worker in lost:
-        lose(draft, worker.worker_id, f"{host} {why}: the run goes on without {gone}", replace=False)
+    gone = listed([worker.worker_id for worker in own if worker.state is not WorkerState.ORDERED])
+    why = f"{host} {why}" + (f": the run goes on without {gone}" if gone else "")
+    leave(draft, agent_id, Lost(reason=why), is_told=True)
+    for worker in own:
+        if draft.state.workers[worker.worker_id].state in ALIVE:
+            lose(draft, worker.worker_id, why, replace=False)
 
 
 def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
