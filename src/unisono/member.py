@@ -32,6 +32,7 @@ from unisono.messages import (
     Failed,
     Finished,
     Happened,
+    Heads,
     Hello,
     Holding,
     Leaving,
@@ -135,12 +136,17 @@ class Member:
         self._num_received = 0
         self._generation = 0
         self._term = 0
+        self._branch = ""
+        self._head = spec.head
+        self._where = _open(spec.where)
         self._progress = Progress()
         self._loop: tuple[int, int] | None = None
         self._has_run = False
         self._has_failed = False
         self._raised: _Raised | None = None
         self.has_left = False
+        self.may_write = True
+        """Whether this side of the run writes into the run's directory; False where another side does."""
         self._closing = False
         self._link: Link | None = None
         self._wake_read, self._wake_write = socket.socketpair()
@@ -434,7 +440,8 @@ class Member:
                 time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
                 tried_at = time.monotonic()
                 try:
-                    link = Link.dial(self.spec.head, self.spec.token)
+                    self._head = self._find_head()
+                    link = Link.dial(self._head, self.spec.token)
                 except Refused as refused:
                     self._stop(RunStopped(f"the head refuses this worker: {refused}"))
                     return
@@ -463,10 +470,20 @@ class Member:
         """Exit if the agent is gone; stop if the head has been out of reach for too long."""
         if parent_is_gone():
             os._exit(1)
-        if time.monotonic() - away_since > self._head_away_s:
+        if self._where < 0 and time.monotonic() - away_since > self._head_away_s:  # else the agent decides
             self._stop(
-                RunStopped(f"the head at {shown(self.spec.head)} has been away for {self._head_away_s:.0f} s: {error}")
+                RunStopped(f"the head at {shown(self._head)} has been away for {self._head_away_s:.0f} s: {error}")
             )
+
+    def _find_head(self) -> str:
+        """Return the address of the head that this worker's agent follows."""
+        if self._where < 0:
+            return self.spec.head
+        with contextlib.suppress(OSError):
+            found, whole, _ = os.pread(self._where, 4096, 0).decode(errors="replace").partition("\n")
+            if whole:
+                return found
+        return self._head
 
     def _talk(self, link: Link) -> None:
         """Send and receive over one connection until it ends."""
@@ -478,6 +495,7 @@ class Member:
             script=self._script,
             generation=self._generation,
             term=self._term,
+            branch=self._branch,
         )
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection
@@ -495,6 +513,8 @@ class Member:
                 if self._welcome is not None and now >= next_beat:
                     if parent_is_gone():
                         os._exit(1)
+                    if self._find_head() != self._head:
+                        raise ConnectionError("this worker's machine follows another head now")
                     if now - next_beat > LATE_S:  # the process was stopped, or a call held the interpreter: not a hang
                         self._progress.forgive(now - next_beat, now)
                     beat = encode(self._progress.beat(self._generation, now))
@@ -527,10 +547,13 @@ class Member:
             case TalkAnswer():
                 self._take_talk_answer(message)
             case Welcome():
-                self._term = learn_term(self._term, message.term)
+                self._term, self._branch = learn_term(self._term, message.term), message.branch
+                self.may_write = message.may_write
                 with self._changed:
                     self._welcome = message
                     self._changed.notify_all()
+            case Heads():
+                self._branch, self.may_write = message.branch, message.may_write
             case Ended():
                 self._ended = message
                 self._stop(RunStopped(message.reason))
@@ -580,3 +603,10 @@ class Member:
         link = self._link
         if link is not None:
             link.sock.close()
+
+
+def _open(path: str) -> int:
+    """Return a descriptor of this file; -1: there is none that this process may read."""
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else -1
+    return -1

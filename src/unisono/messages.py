@@ -45,20 +45,25 @@ __all__ = [
     "Evict",
     "Failed",
     "Finished",
+    "Foreign",
     "Happened",
+    "Heads",
     "Hello",
     "Holding",
     "Kept",
     "Leaving",
     "Left",
     "Lost",
+    "MachineInfo",
     "MachinesGone",
     "Meet",
     "MeetingPoint",
     "MemberInfo",
     "Message",
+    "Moved",
     "Notice",
     "Offer",
+    "Proposal",
     "Ready",
     "RunDirectory",
     "Scale",
@@ -73,6 +78,7 @@ __all__ = [
     "TalkCall",
     "TalkDone",
     "Team",
+    "Verdict",
     "Wanted",
     "Welcome",
     "WorkerExit",
@@ -126,6 +132,8 @@ class Hello(Message):
     """The newest generation that it holds; not 0 when the worker connects again after its connection broke."""
     term: int = 0
     """The highest term of a head that the sender knows."""
+    branch: str = ""
+    """The branch of the run's history that the sender has followed (`unisono.decisions.following`); "": none yet."""
     protocol: int = PROTOCOL
 
 
@@ -302,6 +310,22 @@ class Welcome(Message):
     """E.g. how this worker's fingerprint differs from the first one's."""
     agent_id: str = ""
     """To an agent: the name that the head has given it."""
+    branch: str = ""
+    """The branch of the run's history that the head goes on with."""
+    may_write: bool = True
+    """False: another side of the run writes into the run's directory."""
+    machines: list[MachineInfo] = []
+    """To an agent: see `Heads`."""
+
+
+class Heads(Message):
+    """Where the next head will be found; sent before every decision that one of the earlier heirs does not know."""
+
+    branch: str
+    machines: list[MachineInfo] = []
+    """To agents: the machines of the run. The first of them may start the next head."""
+    may_write: bool = True
+    """See `Welcome`."""
 
 
 class Notice(Message):
@@ -358,6 +382,14 @@ class Ended(Message):
 # -- agent and head ----------------------------------------------------------------------------------
 
 
+class MachineInfo(Message):
+    """A machine, as those know it that may need it when the head is away."""
+
+    agent_id: str
+    url: str
+    """Where its agent lets a head listen."""
+
+
 class AgentHello(Message):
     """First message of an agent (``unisono run`` or ``unisono join``)."""
 
@@ -365,13 +397,19 @@ class AgentHello(Message):
     pid: int
     num_workers: int
     primary: bool = False
-    """The agent has started the head: when the agent goes, the run ends."""
+    """The command that has started the run: its `Ended` ends the run for all."""
     launched: bool = False
     """A launcher of the command that started the run has started the agent."""
     agent_id: str = ""
     """The agent's name, from a `Welcome`, if it connects again."""
     term: int = 0
     """The highest term of a head that the sender knows."""
+    url: str = ""
+    """Where a head that this agent starts can be reached; "": it starts none."""
+    branch: str = ""
+    """The branch of the run's history that the agent has followed; "": none yet."""
+    fresh: bool = False
+    """The agent went on under another head, and has ended the workers that it had there."""
     protocol: int = PROTOCOL
 
 
@@ -454,7 +492,9 @@ class Snapshot(Message):
     """Counted by the head of this term."""
     state: bytes
     successor: str = ""
-    """The agent that starts the next head, by this version."""
+    """The agent whose child the head is: it starts the next head, as long as its machine lives."""
+    heirs: list[str] = []
+    """The agents that start the next head if that machine is lost, in their order."""
 
 
 class Kept(Message):
@@ -462,6 +502,39 @@ class Kept(Message):
 
     term: int
     number: int
+
+
+class Foreign(Message):
+    """Head to agent: the agent has followed another branch of the run's history. It may only join with new workers."""
+
+    step: int
+    """The last step that is done here."""
+
+
+class Moved(Message):
+    """Head to agent: the head gives way to the one at this address, which all machines are to join as new ones."""
+
+    url: str
+
+
+class Proposal(Message):
+    """A head to another head of the same run, which it has found: one of the two gives way."""
+
+    run_id: str
+    agent_id: str
+    """The agent whose child the sender is."""
+    term: int
+    step: int
+    """The last step that is done there."""
+    url: str
+
+
+class Verdict(Message):
+    """The answer to a `Proposal`."""
+
+    gives_way: str
+    """"you": the sender of the proposal; "me": the other one, now; "": neither, try again later."""
+    url: str = ""
 
 
 class WorkerLate(Message):
@@ -521,7 +594,7 @@ _ALL = (
     Hello | Ready | Holding | Beat | Beats | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
-    | Snapshot | Kept | Meet | MeetingPoint | Wanted
+    | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,13 @@ class RunDirectory:
 
     Args:
         path: None: the run has no directory.
+        may_write: returns False while another side of the run, from which this one is cut off, writes there.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
-        self.is_seen = False
-        """Whether this process could write into the directory when it last looked."""
+        self._may_write = may_write
+        self._is_there = False
         self._lock = Lock()
         self._run_id = ""
         self._look_at = 0.0
@@ -173,18 +175,32 @@ class RunDirectory:
         self._run_id = run_id
         if self.path is not None and self.path.is_dir() and holder(self.path) == run_id:
             self._lock.take(self.path, run_id)
-            self.is_seen = True
+            self._is_there = True
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this process could write into the directory when it last looked."""
+        return self._is_there and self._may_write()
+
+    @property
+    def is_left_to_others(self) -> bool:
+        """Whether another side of the run writes into the directory."""
+        return self.path is not None and not self._may_write()
 
     def look(self) -> bool:
-        """Return whether the directory still exists and is still that of the run."""
-        self.is_seen = self.path is not None and self._lock.is_in(self.path, self._run_id)
+        """Return whether the directory still exists and is still that of the run, and whether this side may write."""
+        self._is_there = self.path is not None and self._lock.is_in(self.path, self._run_id)
         return self.is_seen
 
     def look_again(self) -> None:
-        """Check from time to time whether a directory that has disappeared is there again."""
-        if not self.is_seen and self._lock.is_held and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_EVERY_S
+        """Check from time to time whether the directory is there again, or is there now."""
+        if self._is_there or self.path is None or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        if self._lock.is_held:
             self.look()
+        elif self._run_id:
+            self.enter(self._run_id)
 
     def release(self) -> None:
         """Let other runs have the directory."""

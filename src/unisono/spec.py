@@ -12,10 +12,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-__all__ = ["WORKER", "MachineSpec", "RunSpec", "StartMethod", "WhenIdle", "WorkerSpec"]
+__all__ = ["WORKER", "MachineSpec", "Partition", "RunSpec", "StartMethod", "WhenIdle", "WorkerSpec"]
 
 WORKER: Final = "UNISONO_WORKER"
 """Name of the environment variable with a worker's `WorkerSpec` (JSON, without the token)."""
+
+Partition = Literal["wait", "majority", "go-on"]
+"""What machines do that hold the run's state and have lost the head: wait for it; go on under a head of their own where
+they are more than half of the machines; go on in any case."""
 
 StartMethod = Literal["fork", "spawn"]
 """fork: from a process that has imported torch; spawn: each worker imports torch by itself."""
@@ -45,8 +49,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Longest time of one exchange."""
     heartbeat_s: float = 0.5
     """Time between two heartbeats of a worker."""
-    head_away_s: float = 60.0
-    """How long workers go on without the head."""
+    head_away_s: float = 20.0
+    """How long machines wait for a head that is out of reach."""
+    partition: Partition = "go-on"
+    """What they do then."""
     plain: bool = False
     """The script is one for torchrun, and does not use this library."""
 
@@ -92,6 +98,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     run: RunSpec = RunSpec()
     head: str = ""
     """The head's address, ``ws://HOST:PORT``."""
+    where: str = ""
+    """File in which the agent keeps the address of the head that it follows; "": that is ``head`` for ever."""
     worker_id: str = ""
     host: str = ""
     """Equal for workers that can share memory."""

@@ -231,12 +231,12 @@ def by_step(run_dir: Path) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("how", ["cut", "nothing to the head", "nothing from the head"])
-def test_only_the_side_with_the_head_goes_on(
+def test_with_partition_wait_only_the_side_with_the_head_goes_on(
     how: str, cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
 ) -> None:
     """A link that is cut, or carries one direction only: two workers go on, the other two end and say why."""
     with Gates(tmp_path / "gates", (3, 20, 40, 50)) as gates:
-        hosts = Hosts(cable, unisono, run_dir, gates, *SILENT, away_s=1.0)
+        hosts = Hosts(cable, unisono, run_dir, gates, *SILENT, "--partition", "wait", away_s=1.0)
         if how == "cut":
             cable.cut()
         else:

@@ -57,6 +57,7 @@ FLOORS = {
     "interfaces": 2,
     "packed": 2,
     "beatpage": 2,
+    "dialing": 2,
     "fingerprint": 2,
     "capacity": 2,
     "seats": 2,
@@ -131,6 +132,7 @@ NEIGHBOURS = {
     "capacity": {"seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
     "beatpage": {"lifetime"},
+    "dialing": {"link"},
     "store": {"member"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},

@@ -69,6 +69,12 @@ class Follower:
     def end(self, ended: Ended) -> None:
         self.ended = ended
 
+    def follow(self, url: str) -> None:
+        self.followed = url
+
+    async def forget_workers(self) -> None:
+        pass
+
     async def hears(self, kind: type[M]) -> M:
         while not isinstance(message := await self.heard.get(), kind):
             pass
@@ -290,8 +296,8 @@ def test_all_heirs_know_what_workers_and_agents_act_on(seed: int) -> None:
     async def story() -> None:
         world = Connected(seed)
         world.machine()
-        moves = [world.answer] * 12 + [world.arrive] * 4 + [world.hold] * 2 + [world.kill, world.lag, world.machine]
-        for _ in range(400):
+        moves = [world.answer] * 30 + [world.arrive] * 4 + [world.hold] * 2 + [world.kill, world.lag, world.machine]
+        for _ in range(600):
             world.rng.choice([*moves, world.go])()
         assert world.num_acted_on > 20
 

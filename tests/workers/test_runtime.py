@@ -762,7 +762,7 @@ def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Scr
     assert "all workers of this machine have left" in guest.out[-1]
     command.line("[w0] generation 3 w0")
     scaled = unisono("scale", "run", 2)
-    assert scaled.wait() == 0
+    assert scaled.wait() == 0, scaled.err
     assert scaled.out == ["scaled to 2 workers, from 1"]
     command.line("[w2] generation 4 w0,w2")
     slip = unisono("scale", "run", 1_000_000)

@@ -17,13 +17,13 @@ from unisono.errors import UsageError
 __all__ = ["check_directory", "check_text", "script_arguments", "seconds"]
 
 
-def seconds(name: str, default_s: float, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def seconds(name: str, default_s: float | None, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Return an option for a finite time above 0."""
-    return click.option(name, default=default_s, show_default=True, callback=_check_seconds, help=words)
+    return click.option(name, type=float, default=default_s, show_default=True, callback=_check_seconds, help=words)
 
 
-def _check_seconds(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    if not 0 < value < math.inf:
+def _check_seconds(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
         raise UsageError(f"{param.opts[0]} is a time in seconds above 0, got {value}")
     return value
 

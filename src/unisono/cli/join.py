@@ -35,7 +35,7 @@ INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
-@seconds("--head-away-s", 60.0, "How long workers go on without the head.")
+@seconds("--head-away-s", None, "How long this machine waits for a head that is out of reach. [default: as the run]")
 @click.option(
     "--when-idle",
     is_flag=True,
@@ -66,7 +66,7 @@ def join(
     workers: str,
     folder: str,
     run_dir: str,
-    head_away_s: float,
+    head_away_s: float | None,
     when_idle: bool,
     idle_s: float,
     idle_load: float,
@@ -105,7 +105,7 @@ def join(
     return agent.join(machine, invitation.url, invitation.token)
 
 
-def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: float) -> RunSpec:
+def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: float | None = None) -> RunSpec:
     """Go to the folder of the script on this machine; return the settings of the run here.
 
     Raises:
@@ -120,7 +120,8 @@ def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: f
     if run.arguments[0] != "-m" and not (there / script).is_file():
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
     os.chdir(there)
-    return msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=head_away_s)
+    away_s = run.head_away_s if head_away_s is None else head_away_s
+    return msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=away_s)
 
 
 def _from_token_file(url: str, token_file: str) -> Invitation:

@@ -20,7 +20,7 @@ from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl
-from unisono.spec import RunSpec, StartMethod
+from unisono.spec import Partition, RunSpec, StartMethod
 
 if TYPE_CHECKING:
     from unisono.launchers import Launcher, Request
@@ -89,7 +89,10 @@ _OPTIONS: Final = (
     seconds("--late-s", 3.0, "Report a worker that others wait for after this time."),
     seconds("--aside-s", 10.0, "Go on without a worker that others wait for after this time."),
     seconds("--hang-s", 60.0, "End a worker that others wait for after this time."),
-    seconds("--head-away-s", 60.0, "How long workers go on without the head."),
+    seconds("--head-away-s", 20.0, "How long machines wait for a head that is out of reach."),
+    option("--partition", type=click.Choice(["wait", "majority", "go-on"]), default="go-on", show_default=True,
+           help="What machines do then that hold the run's state: end; go on where they are more than half of the "
+           "machines; or go on in any case (both sides compute the same bits)."),
     option("--start", type=click.Choice(["fork", "spawn"]), default="fork" if sys.platform == "linux" else "spawn",
            show_default=True, help="Workers are forked from a process that has imported torch, or come by "
            "themselves."),
@@ -198,6 +201,7 @@ class Options:
     aside_s: float
     hang_s: float
     head_away_s: float
+    partition: Partition
     start: StartMethod
     launcher: str
     simulate_hosts: int
@@ -310,6 +314,7 @@ class Options:
             aside_s=self.aside_s,
             hang_s=self.hang_s,
             away_s=self.head_away_s,
+            partition=self.partition,
         )
         return Service(
             policy=policy,
@@ -357,6 +362,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         heartbeat_s=options.heartbeat_s,
         head_away_s=options.head_away_s,
         plain=options.plain,
+        partition=options.partition,
     )
     return spec, workers
 

@@ -5,18 +5,41 @@ versions of the table's state, so (term, number) orders all of them, whoever has
 **heirs** (the agents that joined first), and what a decision asks of others only goes out when all heirs have answered
 that they hold the version that contains it (`Undelivered`). So a decision that a worker or an agent has acted on is
 known to every head that may follow. An agent follows the head with the highest term that it knows (`Followed`).
+
+A head that goes on without an heir, and a head that follows another one, begins a new **branch** of the run's history,
+which all hear of before the next decision. A head takes nobody who has followed a branch that it does not know: such
+a worker may have acted on decisions that this head knows nothing of. So where a network is cut, each side has heads,
+generations and versions of its own, and all that the sides have in common are the bits. When the sides find each other
+again, `verdict` says which of them ends and joins the other with new workers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from unisono.messages import Kept, Snapshot
+from unisono.messages import Kept, Proposal, Snapshot, Verdict
+from unisono.spec import Partition
 
-__all__ = ["HEIR_ANSWERS_S", "MAX_HEIRS", "SUPERSEDED", "Followed", "StaleHead", "Undelivered", "learn_term"]
+__all__ = [
+    "GONE_S",
+    "HEIR_ANSWERS_S",
+    "MAX_HEIRS",
+    "SUPERSEDED",
+    "TURN_S",
+    "Absence",
+    "Followed",
+    "Rank",
+    "StaleHead",
+    "Standpoint",
+    "Undelivered",
+    "is_majority",
+    "learn_term",
+    "merged",
+    "verdict",
+]
 
 T = TypeVar("T")
 
@@ -24,7 +47,12 @@ MAX_HEIRS: Final = 3
 HEIR_ANSWERS_S: Final = 1.0
 """An heir that has not answered for so long (its machine is slow, or stands still) is left out until it answers."""
 SUPERSEDED: Final = 3
-"""Exit code of a head that has learned of a higher term."""
+"""Exit code of a head that has given way to another one."""
+GONE_S: Final = 1.0
+"""When the head's machine has answered for so long that nobody listens there, the head's agent is gone as well: it
+keeps the address as long as it lives."""
+TURN_S: Final = 3.0
+"""So much later than the heir before it an heir starts the next head."""
 
 
 class StaleHead(ConnectionError):
@@ -51,6 +79,11 @@ class Undelivered(Generic[T]):
         """An agent holds this version, and with it all before."""
         newest = max(number, self.kept.get(agent_id, 0))
         return dataclasses.replace(self, kept={**self.kept, agent_id: newest})
+
+    def after(self, number: int, messages: Sequence[T], now: float) -> Undelivered[T]:
+        """Let these messages wait for a version, and all that waits already wait for them."""
+        waiting = ((number, messages), *((max(number, each), later) for each, later in self.waiting))
+        return dataclasses.replace(self, waiting=waiting, since=self.since if self.waiting else now)
 
     def release(self, heirs: Sequence[str], now: float) -> tuple[list[T], Undelivered[T]]:
         """Return the messages that wait for no heir any more, in the order of the decisions, and what is left."""
@@ -106,3 +139,99 @@ class Followed:
     def is_successor(self, agent_id: str) -> bool:
         """Return whether this agent starts the next head, by the newest version that it holds."""
         return self.snapshot is None or self.snapshot.successor in ("", agent_id)
+
+    def may_start(
+        self, agent_id: str, absence: Absence, partition: Partition, *, away_s: float, has_majority: bool, now: float
+    ) -> bool:
+        """Return whether this agent, which does not reach the head, starts the next one now.
+
+        Args:
+            away_s: how long a head may be out of reach.
+            has_majority: this machine and those that it reaches are more than half of the machines.
+        """
+        if self.snapshot is None or agent_id not in self.snapshot.heirs:
+            return False
+        turn = [heir for heir in self.snapshot.heirs if heir != self.snapshot.successor].index(agent_id) * TURN_S
+        if absence.refused_since is not None and now >= absence.refused_since + GONE_S + turn:
+            return partition != "majority" or has_majority
+        if partition == "wait" or (partition == "majority" and not has_majority):
+            return False
+        return now >= absence.since + away_s + turn
+
+
+def is_majority(here: Collection[str], machines: Collection[str]) -> bool:
+    """Return whether these agents are more than half of all; of two halves, the one with the eldest agent counts."""
+    if 2 * len(here) != len(machines):
+        return 2 * len(here) > len(machines)
+    return min(machines, key=_age) in here
+
+
+def _age(agent_id: str) -> tuple[int, str]:
+    digits = agent_id.removeprefix("agent")
+    return int(digits) if digits.isdecimal() else 0, agent_id
+
+
+@dataclass(frozen=True)
+class Absence:
+    """What an agent knows of a head that it has lost."""
+
+    since: float
+    refused_since: float | None = None
+    """Since when the head's machine answers that nobody listens there; None: it does not answer."""
+
+    def tried(self, refused: bool, now: float) -> Absence:
+        """Note an attempt to reach the head."""
+        if not refused:
+            return dataclasses.replace(self, refused_since=None)
+        return dataclasses.replace(self, refused_since=now if self.refused_since is None else self.refused_since)
+
+
+# -- two heads of one run ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Rank:
+    """How far a head's side of the run is. The side with the lower rank joins the other; no two ranks are equal."""
+
+    step: int
+    term: int
+    eldest: tuple[int, str]
+    """By the agent whose child the head is: of two that are as far, that of the older agent goes on."""
+
+    @staticmethod
+    def of(step: int, term: int, agent_id: str) -> Rank:
+        number, name = _age(agent_id)
+        return Rank(step, term, (-number, name))
+
+
+@dataclass(frozen=True)
+class Standpoint:
+    """What a head has to do with other heads of its run. It gives way to a head only at a moment at which that head
+    is bound to stay: so of two heads one goes on, whichever messages are lost.
+    """
+
+    rank: Rank
+    is_asking: bool = False
+    """It has sent a `Proposal`, and waits for the `Verdict`."""
+    gives_way_to: str = ""
+    """The address of the head that it has given way to."""
+
+
+def verdict(own: Standpoint, other: Proposal) -> tuple[Standpoint, Verdict]:
+    """Return the answer to another head's proposal."""
+    if own.is_asking or own.gives_way_to:
+        return own, Verdict(gives_way="", url=own.gives_way_to)
+    if Rank.of(other.step, other.term, other.agent_id) < own.rank:
+        return own, Verdict(gives_way="you")
+    return dataclasses.replace(own, gives_way_to=other.url), Verdict(gives_way="me")
+
+
+def merged(own: Standpoint, url: str, answer: Verdict | None) -> Standpoint:
+    """Return the standpoint after the answer to this head's proposal, from the head at ``url``; None: there was none.
+
+    A head whose answer was lost has either given way, or stays: this one stays as well, and asks again.
+    """
+    own = dataclasses.replace(own, is_asking=False)
+    if answer is not None and answer.gives_way == "you":
+        return dataclasses.replace(own, gives_way_to=url)
+    return own

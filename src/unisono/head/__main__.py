@@ -37,6 +37,12 @@ class Settings:
     identity: str = ""
     """The file with the head's certificate and private key (`Memory.inherited_path`); "": connections are in the clear.
     """
+    seat: str = ""
+    """The agent that has started this head, if it follows one of another machine."""
+    before: str = ""
+    """"gone": the machine of the head before this one answers, and no agent is there; "away": it is out of reach."""
+    name: str = ""
+    """A name that no other head of the run has."""
     snapshot: int = -1
     """File descriptor of the memory of a head that has died; -1: this is the first."""
 
@@ -56,6 +62,9 @@ async def _serve(settings: Settings, token: str) -> int:
         url=settings.url,
         snapshot=snapshot,
         term=settings.term,
+        seat=settings.seat,
+        name=settings.name,
+        is_gone=settings.before == "gone",
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -23,6 +23,12 @@ class Memory:
     reason: str
     run_dir: str = ""
     """The run directory, if the script has chosen it."""
+    facts: str = ""
+    """The run's description (`unisono.rundir.describe`), as JSON."""
+    seers: tuple[str, ...] = ()
+    """The agents on whose machines a worker has seen the run directory."""
+    clock: float | None = None
+    """The time of this machine's clock (`time.monotonic`), of which times in ``state`` are."""
     tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = dataclasses.field(default_factory=list)
     """`State.tried` as a list, because MessagePack has no tuples as keys."""
 

@@ -22,6 +22,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from unisono import events
+from unisono.decisions.following import Rank, Standpoint, merged, verdict
 from unisono.decisions.membership import (
     Action,
     Event,
@@ -30,14 +31,16 @@ from unisono.decisions.membership import (
     Lags,
     Send,
     Tick,
+    TookOver,
     agent_name,
-    heirs,
+    machines,
     next_deadline,
     routine_of_many,
+    seat_of,
     step,
 )
 from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import ALIVE, Policy, Worker, resumed
+from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, resumed
 from unisono.errors import ProtocolError
 from unisono.events import StepFinished
 from unisono.head.address import AddressFiles
@@ -45,7 +48,9 @@ from unisono.head.door import Caller, open_door
 from unisono.head.keys import Keys
 from unisono.head.line import Line
 from unisono.head.memory import Memory
+from unisono.head.pen import Pen
 from unisono.head.refusals import Refusals
+from unisono.head.reunion import Reunion
 from unisono.head.status import respond, workers_status
 from unisono.head.versions import Outgoing, Versions
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -56,12 +61,16 @@ from unisono.messages import (
     Beat,
     Beats,
     Ended,
+    Foreign,
     Happened,
+    Heads,
     Hello,
     Holding,
     Kept,
     Lost,
     Message,
+    Moved,
+    Proposal,
     Ready,
     RunDirectory,
     Scale,
@@ -69,6 +78,7 @@ from unisono.messages import (
     Stop,
     StoreCall,
     TalkCall,
+    Verdict,
     Welcome,
     WorkerExit,
     WorkerLate,
@@ -83,6 +93,7 @@ __all__ = ["Head"]
 
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
+PEN_S = 1.0
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
@@ -100,6 +111,9 @@ class Head:
         url: address of the head, for the run directory.
         snapshot: the newest state of the head before this one (`Snapshot.state`).
         term: one more than that of the head before this one.
+        seat: the agent whose child this head is; "": the command that has started the run, or that of the head before.
+        name: a name that no other head of the run has.
+        is_gone: the agent of the head before this one is gone; else it may be out of reach only.
     """
 
     def __init__(
@@ -112,11 +126,19 @@ class Head:
         url: str = "",
         snapshot: bytes = b"",
         term: int = 1,
+        seat: str = "",
+        name: str = "",
+        is_gone: bool = False,
     ) -> None:
         memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
-        state = resumed(memory.state, term, time.monotonic()) if snapshot else memory.state
+        now = time.monotonic()
+        since = now if memory.clock is None else memory.clock
+        state = memory.state
+        self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
+        if snapshot:
+            state = resumed(state, term, now, seat=seat, head=name, since=since - now)
         self._state = dataclasses.replace(
-            state, term=term, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
+            state, term=term, head=name, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
         )
         self._token = token
         self._run_id = run_id
@@ -124,6 +146,8 @@ class Head:
         self._run_dir = memory.run_dir or spec.run_dir
         self._lines: dict[str, Line] = {}
         self._keys = Keys()
+        self._facts = memory.facts
+        self._seers = dict.fromkeys(memory.seers)
         self._reason = memory.reason
         self._started = memory.started
         self._last: StepFinished | None = None
@@ -149,6 +173,9 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._pen = Pen(run_id)
+        self._may_write = True
+        self._stand = Standpoint(Rank.of(-1, term, seat))
         self.superseded_by = 0
         """The term of a head that has taken over from this one."""
         self.over = asyncio.Event()
@@ -161,11 +188,18 @@ class Head:
         """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
         server = await open_door(listener, tls, self._refusals, request=self._request, handler=self._serve)
+        tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
+            self._take_pen()
             if self._run_dir:
                 self._write_address(self._run_dir)
+            if self._took_over.before not in ("", seat_of(self._state)):
+                self._happens("", self._took_over)
             await self.over.wait()
         finally:
+            for task in tasks:
+                task.cancel()
+            self._pen.release()
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
@@ -234,6 +268,12 @@ class Head:
             if isinstance(first, Scale | Stop):
                 await self._outside(line, first)
                 return
+            if isinstance(first, Proposal):
+                self._meet(line, first)
+                return
+            if isinstance(first, AgentHello) and not first.fresh and not self._state.is_own(first.branch):
+                line.put(encode(Foreign(step=self._state.committed)))
+                return
             if isinstance(first, Hello | AgentHello) and first.term > self._state.term:
                 self._give_way(first.term)
                 return
@@ -269,8 +309,13 @@ class Head:
                 await self._store(line, message)
             case RunDirectory():
                 self._tell_agents(message)
+                worker = self._state.workers.get(name)
+                if worker is not None and worker.agent not in self._seers:
+                    self._seers[worker.agent] = None
+                    self._remember_soon()
                 if self._run_dir in ("", message.path):
                     self._write_address(message.path)
+                    self._take_pen()
                     self._remember()
             case Happened():
                 self._pass_on(message)
@@ -284,12 +329,11 @@ class Head:
     def _all_informed(self) -> bool:
         """Return whether all agents have got the end of the run, and have disconnected.
 
-        The command that started the run counts even if it has not connected to this head yet; it ends the head when it
-        ends.
+        The agent whose child this head is counts even if it has not connected to this head yet; it ends the head when
+        it ends.
         """
-        agents = self._state.agents
-        commands = {agent_id for agent_id, agent in agents.items() if agent.primary}
-        return commands <= self._informed and not agents.keys() & self._lines.keys()
+        seat = seat_of(self._state)
+        return seat in ("", *self._informed) and not self._state.agents.keys() & self._lines.keys()
 
     def _welcome(self, line: Line, first: Message) -> str:
         """Answer a hello; returns the name of the worker or agent."""
@@ -310,6 +354,9 @@ class Head:
             term=self._state.term,
             warnings=warnings,
             agent_id=name if isinstance(first, AgentHello) else "",
+            branch=self._state.branch_name,
+            may_write=self._may_write,
+            machines=machines(self._state) if isinstance(first, AgentHello) else [],
         )
         line.put(encode(welcome))
         if self._state.ended is not None:
@@ -347,12 +394,65 @@ class Head:
         self.superseded_by = term
         self.over.set()
 
+    # -- other heads of this run ---------------------------------------------------------------------
+
+    def lost_addresses(self) -> list[str]:
+        """Return where machines that this side has lost may have a head (`Side`)."""
+        state = self._state
+        if state.ended is not None:
+            return []
+        here = {agent.url for agent in state.agents.values()}
+        return [agent.url for agent in state.absent.values() if agent.wanted and agent.url and agent.url not in here]
+
+    def propose(self) -> Proposal | None:
+        """Return what to ask another head now (`Side`)."""
+        own, state = self._standpoint(), self._state
+        if own.gives_way_to or state.ended is not None:
+            return None
+        self._stand = dataclasses.replace(own, is_asking=True)
+        return Proposal(
+            run_id=self._run_id, agent_id=seat_of(state), term=state.term, step=state.committed, url=self._url
+        )
+
+    def answered(self, url: str, answer: Verdict | None) -> None:
+        """Receive the answer of the head at this address (`Side`)."""
+        self._stand = merged(self._standpoint(), url, answer)
+        self._move_if_giving_way()
+
+    def _meet(self, line: Line, other: Proposal) -> None:
+        """Answer another head."""
+        if other.run_id != self._run_id:
+            raise ProtocolError(f"this is the head of run {self._run_id}, not of {other.run_id}")
+        if self._state.ended is not None:
+            line.put(encode(Verdict(gives_way="")))
+            return
+        self._stand, answer = verdict(self._standpoint(), other)
+        line.put(encode(answer))
+        self._move_if_giving_way()
+
+    def _standpoint(self) -> Standpoint:
+        state = self._state
+        return dataclasses.replace(self._stand, rank=Rank.of(state.committed, state.term, seat_of(state)))
+
+    def _move_if_giving_way(self) -> None:
+        """Send all machines of this side to the head that it gives way to, and end."""
+        url = self._stand.gives_way_to
+        if not url or self.superseded_by:
+            return
+        text = (
+            f"another side of the run, which is cut off no more, has come as far: all machines join its head at {url}"
+        )
+        self._tell_agents(Announcement(text=text))
+        self._tell_agents(Moved(url=url))
+        self._address.remove()
+        self._give_way(self._state.term)
+
     async def _store(self, line: Line, call: StoreCall) -> None:
         line.put(encode(await self._keys.answer(call)))
 
     # -- decisions -----------------------------------------------------------------------------------
 
-    def _happens(self, source: str, message: Message | Tick | Lags) -> None:
+    def _happens(self, source: str, message: Message | Tick | Lags | TookOver) -> None:
         """Pass one event to the table, and act on its decisions."""
         if isinstance(message, Tick):
             self._timer = None
@@ -362,7 +462,7 @@ class Head:
             return
         before = self._state
         self._state, actions, reason = step(before, Event(source, message), now)
-        self._versions.change_heirs(heirs(self._state))
+        self._change_branch(before)
         if isinstance(message, Hello):
             self._note_process(self._state.workers[source])
         elif isinstance(message, WorkerExit):
@@ -401,6 +501,22 @@ class Head:
 
     # -- versions for the heirs ----------------------------------------------------------------------
 
+    def _change_branch(self, before: State) -> None:
+        """Tell all of a new branch, or of other machines that may start the next head, before the next decision."""
+        state = self._state
+        known = machines(state)
+        heads = Heads(branch=state.branch_name, machines=known, may_write=self._may_write)
+        if state.branch != before.branch:
+            self._remember()
+            told: list[Action] = [Send(agent_id, heads) for agent_id in state.agents]
+            to_worker = msgspec.structs.replace(heads, machines=[])
+            told += [Send(worker_id, to_worker) for worker_id in state.workers]
+            self._versions.change_branch(state.heirs, told)
+            return
+        if known != machines(before):
+            self._tell_agents(heads)
+        self._versions.change_heirs(state.heirs)
+
     def _remember_soon(self) -> None:
         """`_remember` an event that no process acts on, and that a member reports again to a head that follows.
 
@@ -415,7 +531,16 @@ class Head:
         if self._remembering is not None:
             self._remembering.cancel()
             self._remembering = None
-        self._versions.make(Memory(self._state, self._started, self._reason, self._run_dir))
+        memory = Memory(
+            self._state,
+            self._started,
+            self._reason,
+            self._run_dir,
+            facts=self._facts,
+            seers=tuple(self._seers),
+            clock=time.monotonic(),
+        )
+        self._versions.make(memory)
 
     def _kept(self, agent_id: str, message: Kept) -> None:
         """Note that an agent holds a version of the state."""
@@ -479,7 +604,8 @@ class Head:
 
     def _note_process(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
-        if agent is not None and agent.primary and worker.info is not None and worker.state in ALIVE:
+        is_here = agent is not None and agent.agent_id == seat_of(self._state)
+        if is_here and worker.info is not None and worker.state in ALIVE:
             self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
     def _tell_agents(self, message: Message) -> None:
@@ -507,7 +633,32 @@ class Head:
             delay = self._due - now
             self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
 
+    async def _look_at_directory(self) -> None:
+        """While another side of the run writes into the directory, look whether it still does."""
+        while True:
+            await asyncio.sleep(PEN_S)
+            if not self._may_write:
+                self._take_pen()
+
+    def _take_pen(self) -> None:
+        """Have this side write into the run's directory, unless another side does."""
+        before, self._may_write = self._may_write, self._pen.take(self._run_dir)
+        if self._may_write == before:
+            return
+        told = encode(Heads(branch=self._state.branch_name, may_write=self._may_write))
+        for worker_id in self._state.workers:
+            if (line := self._lines.get(worker_id)) is not None:
+                line.put(told)
+        if self._may_write:
+            self._write_address(self._run_dir)
+            text = f"this side of the run writes into {self._run_dir} now"
+        else:
+            text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
+        self._tell_agents(Announcement(text=text))
+
     def _write_address(self, run_dir: str) -> None:
+        if not self._may_write:
+            return
         try:
             if self._address.write(run_dir):
                 self._run_dir = run_dir

@@ -59,10 +59,22 @@ class Versions:
         state = memory.state
         connected = [agent_id for agent_id in keepers(state) if agent_id in self._lines]
         if connected:
-            snapshot = Snapshot(term=state.term, number=self.number, state=memory.encode(), successor=successor(state))
+            snapshot = Snapshot(
+                term=state.term,
+                number=self.number,
+                state=memory.encode(),
+                successor=successor(state),
+                heirs=list(state.heirs),
+            )
             data = pack(encode(snapshot))
             for agent_id in connected:
                 self._lines[agent_id].put(data)
+
+    def change_branch(self, heirs: Sequence[str], messages: Sequence[Outgoing]) -> None:
+        """Go on with the newest version and without an heir; send these messages before all that waits already."""
+        self._heirs = heirs
+        self._undelivered = self._undelivered.after(self.number, messages, time.monotonic())
+        self._deliver()
 
     def when_held(self, messages: Sequence[Outgoing]) -> None:
         """Send these when all heirs hold the newest version, after the messages that wait already."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unisono.events import Event, LinesLost
-from unisono.journal.file import tail
+from unisono.journal.file import tail, truncate
 from unisono.journal.lines import LineEvent, from_line, is_line, text_of, to_line
 
 __all__ = ["MOST_KEPT_LINES", "Journal"]
@@ -127,7 +127,7 @@ class Journal:
                 self._last = None  # the directory may come back
                 return missing
             if self._last is None:
-                self._last = _take_over(self._path)
+                self._last = _take_over(self._path, self._number)
             missing = [each for each in self._recent if each.number > self._last]
             if not missing:
                 return missing
@@ -168,16 +168,23 @@ def _numbered(text: str) -> _Numbered:
     return _Numbered(line["line"], event)
 
 
-def _take_over(path: Path) -> int:
+def _take_over(path: Path, number: int) -> int:
     """Cut a journal after its last whole line, and return that line's number; -1: there is none.
 
-    A writer that was killed while it wrote leaves half a line; the next one writes that line again.
+    A writer that was killed while it wrote leaves half a line; the next one writes that line again. So it does with the
+    last line of a side of the run that has ended while this one goes on.
+
+    Args:
+        number: so many lines are known.
     """
     if not path.exists():
         return -1
     with path.open("r+b") as file:
         end, last, broken = tail(path, file)
         file.truncate(end)
+    if last is not None and last["kind"] == "end" and last["line"] < number:
+        truncate(path, last["line"])
+        return int(last["line"]) - 1
     if broken:
         warnings.warn(f"{broken}; the run goes on after its last whole line", stacklevel=2)
     return int(last["line"]) if last is not None else -1

@@ -26,19 +26,21 @@ from typing import Final, Protocol
 import msgspec
 
 from unisono import messages
+from unisono.certificate import derived
 from unisono.checkpoint import files
 from unisono.decisions.idleness import Limits
+from unisono.decisions.membership import Policy
 from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
-from unisono.invitation import Invitation
+from unisono.invitation import HeadUrl, Invitation
 from unisono.journal import conclude
 from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
 from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.descendants import end_descendants
 from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, listen, url_of
+from unisono.machine.headprocess import HeadProcess, Service, listen, reserve, url_of
 from unisono.machine.idleness import Watching
 from unisono.machine.inviting import welcome_words
 from unisono.machine.plain import free_port, variables
@@ -127,49 +129,63 @@ async def _run(
 ) -> int:
     settings = {
         "policy": service.policy,
-        "listener": listener.fileno(),
         "run_id": (run_id := secrets.token_hex(4)),
-        "url": url,
         "spec": spec.run,
     }
-    head = HeadProcess(settings, listener, secret, certificate)
-    agent = _Agent(spec, url, token, secret, Stream([make("terminal")]), head, machines)
+    head = HeadProcess(settings, listener, secret, url, certificate)
+    agent = _Agent(spec, url, token, secret, Stream([make("terminal")]), head, machines, is_primary=True)
     for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
         agent.announce(text)
     try:
         return await agent.run()
     finally:
         await head.end()
-        for run_dir in filter(None, {spec.run.run_dir, agent.run_dir}):
-            forget_head(Path(run_dir), run_id, token)  # where the last head was killed
+        head.close()
+        agent.forget_head(spec.run.run_dir, token, run_id)
 
 
 def join(spec: MachineSpec, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
-    secret = Memory("unisono-token", token.encode())
     if spec.launched:
         adopt_orphans(True)
-
-    async def work() -> int:
-        stream = Stream([make("relay" if spec.launched else "terminal")])
-        return await _Agent(spec, url, token, secret, stream, None).run()
-
+    identity = derived(token) if HeadUrl.parse(url).is_secure else None
     try:
-        return asyncio.run(work())
+        with contextlib.ExitStack() as held:
+            secret = held.enter_context(Memory("unisono-token", token.encode()))
+            certificate = held.enter_context(Memory("unisono-head", identity.pem)) if identity is not None else None
+            return asyncio.run(_join(spec, url, token, secret, certificate))
     finally:
-        secret.close()
         if spec.launched:  # also what a script has put into a session of its own
             end_descendants(TERMINATE_S)
+
+
+async def _join(spec: MachineSpec, url: str, token: str, secret: Memory, certificate: Memory | None) -> int:
+    stream = Stream([make("relay" if spec.launched else "terminal")])
+    head = None
+    with contextlib.suppress(OSError):  # without a port of its own this machine cannot have the next head
+        listener, own_url = reserve(url)
+        # The table's settings are a part of the state that the next head takes over.
+        settings = {"policy": Policy(start=1, maximum=1), "run_id": "", "spec": spec.run}
+        head = HeadProcess(settings, listener, secret, own_url, certificate)
+    agent = _Agent(spec, url, token, secret, stream, head)
+    try:
+        return await agent.run()
+    finally:
+        if head is not None:
+            await head.end()
+            head.close()
+            agent.forget_head(spec.run.run_dir, token)
 
 
 class _Agent:
     """Agent of this machine.
 
     Args:
-        head: process of the head, if this agent starts it; None in ``unisono join``.
+        head: starts heads on this machine; None: there can be none.
         machines: the other machines that this command starts agents on.
+        is_primary: this is the command that starts the run, and the first head.
     """
 
     def __init__(
@@ -181,11 +197,13 @@ class _Agent:
         stream: Stream,
         head: HeadProcess | None,
         machines: Machines | None = None,
+        *,
+        is_primary: bool = False,
     ) -> None:
         self._spec = spec
         self._stream = stream
         self._digests: dict[str, str] = {}
-        self._is_primary = head is not None
+        self._is_primary = is_primary
         self._machines = machines
         self._host = machine_label()
         offered = 0 if spec.when_idle else spec.num_workers
@@ -196,14 +214,24 @@ class _Agent:
             primary=self._is_primary,
             launched=spec.launched,
         )
-        self._following = Following(url, token, hello, self, away_s=spec.run.head_away_s, head=head)
+        self._following = Following(
+            url, token, hello, self, away_s=spec.run.head_away_s, head=head, partition=spec.run.partition
+        )
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
+        self._forgets = False
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._num_signals = 0
         self._checkpoint_code = -1  # see `reaction`
         self._stop: StopRun | None = None
         self.run_dir = ""
         """The run directory that the script has chosen; "" before."""
+
+    def forget_head(self, run_dir: str, token: str, run_id: str = "") -> None:
+        """Remove what a head of this machine that was killed has left in the run's directory."""
+        if not self._following.has_seat:
+            return
+        for folder in filter(None, {run_dir, self.run_dir}):
+            forget_head(Path(folder), run_id or self._following.run_id, token)
 
     async def run(self) -> int:
         """Work until the run is over, or this agent is asked to leave. Returns the exit code."""
@@ -294,6 +322,18 @@ class _Agent:
         if not self._over.done():
             self._over.set_result(ended)
 
+    def follow(self, url: str) -> None:
+        """Have the workers of this machine follow the head at this address."""
+        self._workers.follow(url)
+
+    async def forget_workers(self) -> None:
+        """End the workers of this machine, and report nothing about them."""
+        self._forgets = True
+        try:
+            await self._workers.forget()
+        finally:
+            self._forgets = False
+
     # -- processes ----------------------------------------------------------------------------------
 
     def on_line(self, name: str, text: str, is_error: bool) -> None:
@@ -310,6 +350,8 @@ class _Agent:
         self._following.send(MachinesGone(number=number))
 
     def _on_exit(self, message: WorkerExit) -> None:
+        if self._forgets:
+            return
         self._following.send(message)
         if self._num_signals:
             self._leave_when_alone()

@@ -1,32 +1,58 @@
 """Connection of an agent to the head of its run, made again while the head is away, and the newest state of the head.
 
-However a head has ended, the same follows: the agent that `Followed.is_successor` names starts the next head, with
-the newest state that it holds and a term that is one higher, and all agents and workers connect to that.
+However a head has ended, the same follows: another one is started with the newest state of an heir and a term that is
+one higher, and all agents and workers connect to that. As long as the machine of the head lives, its agent starts the
+next one at once (`Followed.is_successor`); where that machine is lost, or out of reach, another heir does
+(`Followed.may_start`). Workers follow their agent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections import deque
 from typing import Final, Protocol
 
 import msgspec
 
-from unisono.decisions.following import SUPERSEDED, Followed
+from unisono.decisions.following import MAX_HEIRS, SUPERSEDED, TURN_S, Absence, Followed, StaleHead, is_majority
+from unisono.dialing import open_link
+from unisono.events import StepFinished
 from unisono.invitation import shown
-from unisono.link import Link, Refused, host_and_port
+from unisono.link import Link, Refused
 from unisono.machine.children import NOT_STARTED, Child
 from unisono.machine.headprocess import MAX_HEADS, HeadProcess
-from unisono.messages import AgentHello, Ended, Message, Snapshot, Welcome, WorkerExit, decode, encode
+from unisono.messages import (
+    AgentHello,
+    Ended,
+    Foreign,
+    Happened,
+    Heads,
+    MachineInfo,
+    Message,
+    Moved,
+    Snapshot,
+    Welcome,
+    WorkerExit,
+    decode,
+    encode,
+)
+from unisono.spec import Partition
 from unisono.words import exit_words
 
 __all__ = ["Following", "Owner"]
 
 OPEN_S: Final = 10.0
+ELSEWHERE_S: Final = 3.0
+"""Where the head may be at several addresses, none of them is waited for longer at once."""
 RETRY_S: Final = 0.05
+AVOID_S: Final = 2.0
+"""How long a head that this agent cannot follow is left alone."""
+LATE_HEAD_S: Final = 15.0
+"""How much longer than the heirs take an agent waits for one of them to start the next head."""
+MAX_KNOWN: Final = 8
+"""Addresses at which a head was, or may be."""
 
 
 class Owner(Protocol):
@@ -44,18 +70,33 @@ class Owner(Protocol):
     def end(self, ended: Ended) -> None:
         """End the run for this machine: there is no head any more."""
 
+    def follow(self, url: str) -> None:
+        """Have the workers of this machine follow the head at this address."""
+
+    async def forget_workers(self) -> None:
+        """End the workers of this machine, and report nothing about them: a head elsewhere will order new ones."""
+
 
 class Following:
     """The connection of an agent to the head of its run, whichever head that is.
 
     Args:
         hello: how the agent introduces itself.
-        away_s: how long a head may be away before the machine gives up.
-        head: starts heads, where the head is this agent's child; None in ``unisono join``.
+        away_s: how long a head may be away before this machine gives up, or starts the next one.
+        head: starts heads on this machine; None: there can be none. The command that starts the run starts the first.
+        partition: what this machine does when it is cut off from the head.
     """
 
     def __init__(
-        self, url: str, token: str, hello: AgentHello, owner: Owner, *, away_s: float, head: HeadProcess | None
+        self,
+        url: str,
+        token: str,
+        hello: AgentHello,
+        owner: Owner,
+        *,
+        away_s: float,
+        head: HeadProcess | None,
+        partition: Partition = "go-on",
     ) -> None:
         self._url = url
         self._token = token
@@ -72,7 +113,20 @@ class Following:
         ] = {}  # repeated after each `Welcome`: an earlier head may not have received them
         self._is_sent = asyncio.Event()
         self._is_sent.set()
-        self._away_since: float | None = None
+        self._partition = partition
+        self.has_seat = hello.primary and head is not None
+        """The head is this agent's child."""
+        self._branch = ""
+        self._is_fresh = False
+        self._absence: Absence | None = None
+        self._machines: list[MachineInfo] = []
+        self._urls: list[str] = []  # where else a head was, or may be; the newest first
+        self._avoided: dict[str, float] = {}  # until when
+        self._reached: set[str] = set()  # addresses of machines that have answered, be it that nobody listens
+        self._was_refused = False
+        self._found = url  # the address of the head at the other end of the connection
+        self._elsewhere = ""  # the head that this machine is to join with new workers
+        self._last_step = -1
         self._lost_head: Child | None = None  # this head has ended, and its last messages are not all read
         self._head_is_done = False
         self._is_over = False
@@ -94,11 +148,14 @@ class Following:
         Raises:
             OSError: no process can be started.
         """
-        if self._head is None:
-            return
+        if self.has_seat:
+            self._start_head()
+
+    def _start_head(self, **settings: str) -> None:
+        assert self._head is not None
         self._known = self._known.learn(self._known.term + 1)
         state = self._known.snapshot.state if self._known.snapshot is not None else b""
-        self._head.start(self._known.term, state, self._owner.show_head_line, self._head_ended)
+        self._head.start(self._known.term, state, self._owner.show_head_line, self._head_ended, **settings)
 
     def send(self, message: Message) -> None:
         """Send a message to the head, and again to every later head: the table ignores repetitions."""
@@ -160,7 +217,11 @@ class Following:
             except Exception as error:
                 self._end(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
                 raise
+            if self._elsewhere and not self._is_over:
+                await self._join_anew()
+                continue
             self._note_absence(why)
+            self._take_over_when_due(why)
             await asyncio.sleep(RETRY_S)
             if self._head_is_done:
                 why = (
@@ -171,13 +232,76 @@ class Following:
 
     def _note_absence(self, why: str) -> None:
         now = time.monotonic()
-        if self._away_since is None:
-            self._away_since = now
-            if not self._is_over and self._head is None:
+        if self._absence is None:
+            self._absence = Absence(now)
+            if not self._is_over and not self._hello.primary:
                 self._owner.announce(f"{why}; the workers go on for {self._away_s:.0f} s")
-        has_never_followed = not self.agent_id and self._head is None
-        if now - self._away_since > self._away_s or has_never_followed:
+        self._absence = self._absence.tried(self._was_refused, now)
+        has_never_followed = not self.agent_id and not self._hello.primary
+        if now - self._absence.since > self._patience_s() or has_never_followed:
             self._end(Ended(ok=False, reason=why, exit_code=1))
+
+    def _patience_s(self) -> float:
+        """Return how long this machine waits for a head: longer where another machine may start the next one."""
+        others = [machine for machine in self._machines if machine.url not in (self._url, self._own_url)]
+        if self._partition == "wait" or not (others or self._may_be_next()):
+            return self._away_s
+        return self._away_s + MAX_HEIRS * TURN_S + LATE_HEAD_S
+
+    # -- the next head, where the machine of the last one is lost --------------------------------------
+
+    @property
+    def _own_url(self) -> str:
+        return self._head.url if self._head is not None else ""
+
+    def _may_be_next(self) -> bool:
+        snapshot = self._known.snapshot
+        return self._head is not None and snapshot is not None and self.agent_id in snapshot.heirs
+
+    def _take_over_when_due(self, why: str) -> None:
+        """Start the next head here, if it is this machine's turn."""
+        if self._is_over or self.has_seat or self._head is None or self._absence is None:
+            return
+        here = {machine.agent_id for machine in self._machines if machine.url in self._reached} | {self.agent_id}
+        now = time.monotonic()
+        is_due = self._known.may_start(
+            self.agent_id,
+            self._absence,
+            self._partition,
+            away_s=self._away_s,
+            has_majority=is_majority(here, {machine.agent_id for machine in self._machines} | here),
+            now=now,
+        )
+        if not is_due:
+            return
+        is_gone = self._absence.refused_since is not None
+        try:
+            self._start_head(seat=self.agent_id, run_id=self.run_id, before="gone" if is_gone else "away")
+        except OSError as error:
+            self._end(Ended(ok=False, reason=f"{why}; the next one {NOT_STARTED.format(error)}", exit_code=1))
+            return
+        self.has_seat, self._url, self._absence = True, self._head.url, None
+        self._owner.announce(f"{why}; this machine has the next head, and the run goes on")
+
+    async def _join_anew(self) -> None:
+        """Join the head of another side of the run: this side is behind, or its head has found that one."""
+        url, self._elsewhere = self._elsewhere, ""
+        self._owner.announce(f"this machine joins the head at {url}, with new workers")
+        await self._owner.forget_workers()
+        if self._head is not None:
+            await self._head.end()
+            with contextlib.suppress(OSError):
+                self._head.renew(url)
+        self._reports.clear()
+        self._outbox.clear()
+        self._known, self._branch, self._is_fresh = Followed(), "", True
+        self.has_seat, self._absence, self._url = False, None, url
+
+    def _learn_machines(self, machines: list[MachineInfo]) -> None:
+        if machines:
+            self._machines = machines
+            urls = [machine.url for machine in machines[:MAX_HEIRS]]
+            self._urls = list(dict.fromkeys([*urls, self._found, *self._urls]))[:MAX_KNOWN]
 
     async def _follow(self) -> str:
         """Talk to one head until the connection ends."""
@@ -197,7 +321,14 @@ class Following:
 
         loop.add_reader(link.sock, pump)
         try:
-            hello = msgspec.structs.replace(self._hello, agent_id=self.agent_id, term=self._known.term)
+            hello = msgspec.structs.replace(
+                self._hello,
+                agent_id=self.agent_id,
+                term=self._known.term,
+                url=self._own_url,
+                branch=self._branch,
+                fresh=self._is_fresh,
+            )
             link.put(encode(hello))
             pump()
             return await ended
@@ -211,22 +342,48 @@ class Following:
                 self._start_next(lost)
 
     async def _reach(self) -> Link:
+        """Connect to the head, wherever it is: to the first address at which one answers.
+
+        Raises:
+            Refused, OSError: of the address at which the head was.
+        """
         # Without an answer, an attempt must not take much longer than the head may be away.
         open_s = min(OPEN_S, 1.0 + self._away_s) if self.agent_id else OPEN_S
-        loop = asyncio.get_running_loop()
+        urls = self._places()
+        if len(urls) > 1:
+            open_s = min(open_s, ELSEWHERE_S)
+        attempts = {url: asyncio.ensure_future(open_link(url, self._token, open_s)) for url in urls}
+        found, waiting = "", set(attempts.values())
         try:
-            async with asyncio.timeout(open_s):
-                sock = await _connect(*host_and_port(self._url))
-                try:
-                    link = Link(sock, self._url, self._token)
-                    while not link.is_open:
-                        link.feed(await loop.sock_recv(sock, 65536))
-                    return link
-                except BaseException:
-                    sock.close()
-                    raise
-        except TimeoutError:
-            raise TimeoutError(f"no answer within {open_s:.0f} s") from None
+            while waiting and not found:
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                answered = [url for url, attempt in attempts.items() if attempt.done() and not attempt.exception()]
+                found = next(iter(answered), "")
+        finally:
+            for url, attempt in attempts.items():
+                if url != found:
+                    _drop(attempt)
+        failures = {url: attempt.exception() for url, attempt in attempts.items() if attempt.done() and url != found}
+        self._reached = {url for url, failure in failures.items() if isinstance(failure, ConnectionRefusedError)}
+        self._was_refused = self._url in self._reached
+        if found:
+            self._found = found
+            return attempts[found].result()
+        failure = failures.get(self._url)
+        raise failure if failure is not None else OSError("no head answers")
+
+    def _places(self) -> list[str]:
+        """Return the addresses at which the head may be, first the one at which it was."""
+        if self.has_seat:
+            return [self._url]
+        now = time.monotonic()
+        others = self._urls
+        if self._partition == "majority" and self._absence is not None:
+            others = [*others, *(machine.url for machine in self._machines)]
+        found = [url for url in dict.fromkeys(others) if url not in (self._url, self._own_url)]
+        found = [url for url in found if self._avoided.get(url, 0.0) <= now]
+        is_avoided = self._avoided.get(self._url, 0.0) > now
+        return [*([] if is_avoided and found else [self._url]), *(found if self.agent_id else [])]
 
     def _flush_outbox(self) -> None:
         """Send what can be sent now, and the rest when there is room."""
@@ -255,11 +412,27 @@ class Following:
     def _take(self, message: Message) -> None:
         match message:
             case Welcome():
-                self._known = self._known.learn(message.term)
+                self._learn_term(message.term)
                 self.agent_id, self.run_id = message.agent_id, message.run_id
-                self._away_since = None
+                self._url, self._branch, self._is_fresh, self._absence = self._found, message.branch, False, None
+                self._learn_machines(message.machines)
+                self._owner.follow(self._url)
                 self._is_welcome = True
                 self._outbox = deque(self._reports.values())
+            case Heads():
+                self._branch = message.branch
+                self._learn_machines(message.machines)
+            case Foreign():
+                self._avoided[self._found] = time.monotonic() + AVOID_S
+                if not self._may_be_next() or self._last_step <= message.step:
+                    self._elsewhere = self._found
+                raise ConnectionError(f"the head at {self._found} has gone on without this machine")
+            case Moved():
+                self._elsewhere = message.url
+                raise ConnectionError(f"the head gives way to the one at {message.url}")
+            case Happened(event=StepFinished() as event):
+                self._last_step = max(self._last_step, event.step)
+                self._owner.receive(message)
             case Snapshot():
                 self._known, answer = self._known.keep(message)
                 self._outbox.append(answer)
@@ -269,11 +442,19 @@ class Following:
             case _:
                 self._owner.receive(message)
 
+    def _learn_term(self, term: int) -> None:
+        try:
+            self._known = self._known.learn(term)
+        except StaleHead:
+            self._avoided[self._found] = time.monotonic() + AVOID_S
+            raise
+
     # -- the head's process --------------------------------------------------------------------------
 
     def _head_ended(self, child: Child) -> None:
         self._is_answered.set()
         if self._is_over or child.exit_code == SUPERSEDED:
+            self.has_seat = False
             return
         if child.exit_code == 0:
             self._head_is_done = True  # `run` reads its last messages first
@@ -285,7 +466,7 @@ class Following:
     def _start_next(self, child: Child) -> None:
         """Start another head after one that has died."""
         assert self._head is not None
-        if not self._known.is_successor(self.agent_id):
+        if not self.has_seat and not self._known.is_successor(self.agent_id):
             return
         lines = "".join(f"\n{line}" for line in child.output.last_lines)
         reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{lines}"
@@ -293,7 +474,7 @@ class Following:
             self._end(Ended(ok=False, reason=f"{reason}; {MAX_HEADS} heads in a row have ended", exit_code=1))
             return
         try:
-            self.start_head()
+            self._start_head(run_id=self.run_id, seat=self.agent_id) if self.run_id else self._start_head()
         except OSError as error:
             why = f"{reason}; another one {NOT_STARTED.format(error)}"
             self._end(Ended(ok=False, reason=why, exit_code=1))
@@ -301,27 +482,15 @@ class Following:
             self._owner.announce(f"{reason}; another one takes over, the workers go on")
 
 
-async def _connect(host: str, port: int) -> socket.socket:
-    """Return a non-blocking socket that is connected to the first address of this host that answers."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # a name, whose look-up may take long
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in found:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setblocking(False)
-            await loop.sock_connect(sock, address)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-    raise failure
+def _drop(attempt: asyncio.Future[Link]) -> None:
+    """Give up an attempt to connect."""
+
+    def close(done: asyncio.Future[Link]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().close()
+
+    attempt.cancel()
+    attempt.add_done_callback(close)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -1,6 +1,7 @@
-"""Process of the head, which the agent of ``unisono run`` starts, and its listening socket.
+"""Process of the head, which an agent starts, and its listening socket.
 
-The socket belongs to the agent, so it survives a head that dies.
+The socket belongs to the agent, so it survives a head that dies. Every agent has one, and listens when it starts a
+head: until then the machine answers that nobody listens there.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +28,24 @@ from unisono.errors import UsageError
 from unisono.interfaces import Interface, interfaces, is_local
 from unisono.invitation import HeadUrl
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory
+from unisono.link import host_and_port
 from unisono.machine.children import TERMINATE_S, Child, spawn
 
-__all__ = ["MAX_HEADS", "HeadProcess", "Service", "listen", "other_addresses", "reachable", "url_of"]
+__all__ = [
+    "MAX_HEADS",
+    "HeadProcess",
+    "Service",
+    "address_like",
+    "listen",
+    "other_addresses",
+    "reachable",
+    "reserve",
+    "url_of",
+]
 
 MAX_HEADS: Final = 4
 HEADS_WITHIN_S: Final = 30.0
+BACKLOG: Final = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +87,34 @@ def listen(service: Service) -> socket.socket:
         family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
         # "All interfaces" includes those of IPv4: joining machines get an IPv4 address where there is one.
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server((service.bind, service.port), family=family, backlog=512, dualstack_ipv6=both)
+        return socket.create_server((service.bind, service.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
         raise UsageError(
             f"cannot listen on {service.bind} port {service.port}: {getattr(error, 'strerror', None) or error}; use "
             "another --bind or --port (0: any)"
         ) from error
+
+
+def reserve(url: str) -> tuple[socket.socket, str]:
+    """Return a socket on which a head of this machine can listen later, and the address of that head.
+
+    It is on the interface by which this machine reaches the head at ``url``.
+
+    Raises:
+        OSError: there is no way to that head, or no port.
+    """
+    host, port = host_and_port(url)
+    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)  # no packet is sent
+        here = str(probe.getsockname()[0])
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((here, 0))
+    except BaseException:
+        listener.close()
+        raise
+    return listener, address_like(url, here, listener.getsockname()[1])
 
 
 def reachable(bind: str) -> str:
@@ -117,37 +153,70 @@ def url_of(service: Service, listener: socket.socket, identity: Identity | None)
     return HeadUrl(host, listener.getsockname()[1], identity is not None, fingerprint)
 
 
+def address_like(url: str, host: str, port: int) -> str:
+    """Return the URL of another head of the run whose head is at ``url``."""
+    return str(replace(HeadUrl.parse(url), host=host, port=port))
+
+
 class HeadProcess:
     """Starts and ends the heads of this agent, one after the other.
 
     Args:
+        settings: of `unisono.head`.
+        listener: a socket that is bound; closed by the caller.
         secret: the run's token.
+        url: where heads that listen on it are reached.
         identity: the heads' certificate and private key (`unisono.certificate.Identity.pem`); None: no TLS.
     """
 
     def __init__(
-        self, settings: dict[str, Any], listener: socket.socket, secret: Memory, identity: Memory | None = None
+        self,
+        settings: dict[str, Any],
+        listener: socket.socket,
+        secret: Memory,
+        url: str,
+        identity: Memory | None = None,
     ) -> None:
+        self.url = url
         self._settings = {**settings, "identity": identity.inherited_path if identity is not None else ""}
-        self._descriptors = (listener.fileno(), secret.descriptor, *([identity.descriptor] if identity else []))
+        self._listener = listener
+        self._inherited = (secret.descriptor, *([identity.descriptor] if identity is not None else []))
         self._environment = {**os.environ, TOKEN_FILE: secret.inherited_path, PARENT: str(os.getpid())}
         self._starts: deque[float] = deque(maxlen=MAX_HEADS)
         self.child: Child | None = None
 
     def start(
-        self, term: int, snapshot: bytes, on_line: Callable[[str, bool], None], on_end: Callable[[Child], None]
+        self,
+        term: int,
+        snapshot: bytes,
+        on_line: Callable[[str, bool], None],
+        on_end: Callable[[Child], None],
+        **settings: str,
     ) -> None:
         """Start a head of this term. It listens on the socket of the head before, so connections only have to wait.
 
         Args:
             snapshot: the newest state of the head before; empty for the first head.
+            settings: those that were not known before.
         """
         self._starts.append(time.monotonic())
+        self._listener.listen(BACKLOG)
         with Memory("unisono-head", snapshot) as memory:
-            settings = {**self._settings, "term": term, "snapshot": memory.descriptor if snapshot else -1}
-            command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(settings).decode()]
-            descriptors = (*self._descriptors, memory.descriptor)
+            known = {**self._settings, **settings, "url": self.url, "listener": self._listener.fileno()}
+            known |= {"term": term, "name": secrets.token_hex(4), "snapshot": memory.descriptor if snapshot else -1}
+            command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(known).decode()]
+            descriptors = (self._listener.fileno(), *self._inherited, memory.descriptor)
             self.child = spawn("head", command, self._environment, descriptors, on_line=on_line, on_end=on_end)
+
+    def renew(self, url: str) -> None:
+        """Stop listening, when this machine follows a head elsewhere (``url``): choose another port for later heads."""
+        listener, self.url = reserve(url)
+        self._listener.close()
+        self._listener = listener
+
+    def close(self) -> None:
+        """Let go of the port."""
+        self._listener.close()
 
     def may_start_again(self) -> bool:
         """Return False if several heads have died within a short time: the cause is then probably in their state."""

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from unisono import seats
 from unisono.beatpage import BeatPage, Slot
@@ -32,6 +33,9 @@ def machine_label() -> str:
         with contextlib.suppress(OSError):
             marks.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
     return f"{socket.gethostname()}-{zlib.crc32(' '.join(marks).encode()) & 0xFFFF:04x}"
+
+
+FORGET_S: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Workers:
     ) -> None:
         self._spec = spec
         self._head = head
+        self._where: Memory | None = None  # the address of the head that the workers are to follow
         self._host = host
         self._on_exit = on_exit
         start = "plain" if spec.run.plain else spec.start
@@ -105,10 +110,18 @@ class Workers:
         Raises:
             OSError, UsageError: see `Placement.open`.
         """
+        self._where = Memory("unisono-where")
+        self.follow(self._head)
         if words := self._places.reserve(0 if self._spec.when_idle else self._spec.num_workers):
             self._listener.on_notice(words)
         if self._spec.num_workers:
             self._placement.open()
+
+    def follow(self, url: str) -> None:
+        """Have the workers follow the head at this address."""
+        self._head = url
+        if self._where is not None:
+            os.pwrite(self._where.descriptor, f"{url}\n".encode(), 0)
 
     def start(
         self, worker_ids: Iterable[str], delay_s: float = 0.0, variables: Mapping[str, Mapping[str, str]] | None = None
@@ -169,6 +182,19 @@ class Workers:
                 state.timer.cancel()
         return all(await asyncio.gather(*(state.child.ended_within(seconds) for state in self._started())))
 
+    async def forget(self) -> None:
+        """Kill all workers and forget their ids: another head will order workers by ids of its own."""
+        for worker_id, state in list(self._states.items()):
+            if isinstance(state, _Starting):
+                self._states[worker_id] = _Starting(state.local_rank, is_evicted=True)
+            elif isinstance(state, _Delayed):
+                state.timer.cancel()
+        self.kill()
+        while any(isinstance(state, _Starting) for state in self._states.values()):
+            await asyncio.sleep(FORGET_S)
+        await asyncio.gather(*(state.child.ended_within(TERMINATE_S) for state in self._started()))
+        self._states.clear()
+
     async def close(self) -> None:
         """End all workers (SIGTERM, then SIGKILL), and the process that has forked them."""
         if not await self.ended_within(0.0):
@@ -181,6 +207,9 @@ class Workers:
         seats.release()
         if self._beats is not None:
             self._beats.close()
+        where, self._where = self._where, None
+        if where is not None:
+            where.close()
 
     def slots(self) -> dict[str, Slot]:
         """Return the slots in which running workers leave their heartbeats, by the workers' ids."""
@@ -246,6 +275,7 @@ class Workers:
         return WorkerSpec(
             run=spec.run,
             head=self._head,
+            where=self._where.path if self._where is not None else "",
             worker_id=worker_id,
             host=host,
             agent=os.getpid(),

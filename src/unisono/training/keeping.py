@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unisono import member as members
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
@@ -60,7 +61,7 @@ class Keeper:
         if isinstance(anyway, str):
             raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
         self.policy = policy
-        self._directory = RunDirectory(directory)
+        self._directory = RunDirectory(directory, _may_write)
         self._resumption = Resumption(
             self._directory,
             tracked,
@@ -126,7 +127,7 @@ class Keeper:
     def close(self) -> None:
         """End what was begun, whatever happened."""
         self._saver.close()
-        if self._writes and not self._directory.look():
+        if self._writes and not self._directory.look() and not self._directory.is_left_to_others:
             self._miss()
         self._directory.release()
         if self._signal_before is not None:
@@ -185,7 +186,7 @@ class Keeper:
         self._saver.on_reports(reports, generation, worker_ids)
         self.journal.note_written(max(report.lines for report in reports))
         wrote, self._writes = self._writes, self._saver.choose_publisher(worker_ids) == self._worker_id
-        if wrote and not self._saver.reaching:
+        if wrote and not self._saver.reaching and not self._directory.is_left_to_others:
             self._miss()
         elif self._misses and self._saver.reaching:
             self._misses = False
@@ -240,3 +241,9 @@ class Keeper:
     def _moment(self, rounds: Rounds) -> Moment:
         team = rounds.team
         return Moment(rounds.position, team.generation, team.worker_ids, self._metrics)
+
+
+def _may_write() -> bool:
+    """Return whether this side of the run writes into the run's directory."""
+    member = members.current()
+    return member is None or member.may_write

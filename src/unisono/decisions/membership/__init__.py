@@ -40,12 +40,12 @@ from __future__ import annotations
 
 from unisono.decisions.membership import plain
 from unisono.decisions.membership.agents import agent_name
-from unisono.decisions.membership.dispatch import Event, Lags, Tick, take
+from unisono.decisions.membership.dispatch import Event, Lags, Tick, TookOver, take
 from unisono.decisions.membership.draft import Action, Draft, Hangup, Invite, Send
 from unisono.decisions.membership.generations import follow_up
 from unisono.decisions.membership.heartbeat import routine, routine_of_many
-from unisono.decisions.membership.heirs import heirs, keepers, successor, without_lost_heir
-from unisono.decisions.membership.roster import Policy, State, noted
+from unisono.decisions.membership.heirs import heirs, keepers, machines, successor, without_lost_heir
+from unisono.decisions.membership.roster import Policy, State, noted, rebranched, seat_of
 from unisono.decisions.membership.table import TRANSITIONS
 from unisono.messages import Beat
 
@@ -60,11 +60,14 @@ __all__ = [
     "Send",
     "State",
     "Tick",
+    "TookOver",
     "agent_name",
     "heirs",
     "keepers",
+    "machines",
     "next_deadline",
     "routine_of_many",
+    "seat_of",
     "step",
     "successor",
 ]
@@ -79,8 +82,9 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     Raises:
         ProtocolError: this source may not send this message now. The state is unchanged.
     """
-    if state.ended is not None:
-        return without_lost_heir(state, event), (), ""
+    if state.ended is not None and not isinstance(event.message, TookOver):
+        state = without_lost_heir(state, event)
+        return rebranched(state, heirs(state)), (), ""
     if isinstance(event.message, Beat) and (found := routine(state, event.source, event.message, now)) is not None:
         return found, (), ""
     draft = Draft(state, now)
@@ -91,6 +95,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     take(draft, event)
     if draft.actions or draft.broken or not isinstance(event.message, Beat):  # most events are heartbeats
         follow_up(draft)
+    draft.state = rebranched(draft.state, heirs(draft.state))
     return noted(draft.state, now), tuple(draft.actions), "; ".join(dict.fromkeys(draft.reasons))
 
 

@@ -7,14 +7,26 @@ from collections import Counter
 from collections.abc import Iterable
 
 from unisono.decisions.membership.draft import Draft
-from unisono.decisions.membership.restarts import order
+from unisono.decisions.membership.restarts import lose, order
 from unisono.decisions.membership.roster import ALIVE, Agent, State, Worker, WorkerState
 from unisono.decisions.membership.spreading import to_leave, to_start
 from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
 from unisono.words import count, listed
 
-__all__ = ["agent_name", "drain", "drain_withdrawn", "enlist", "join", "leave", "offer", "resize", "scale", "stop"]
+__all__ = [
+    "agent_name",
+    "drain",
+    "drain_withdrawn",
+    "enlist",
+    "join",
+    "leave",
+    "offer",
+    "resize",
+    "scale",
+    "stop",
+    "take_over",
+]
 
 _S = WorkerState
 
@@ -32,8 +44,11 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     known = state.agents.get(agent_id)
     if known is not None and hello.agent_id != agent_id:
         raise ProtocolError(f"agent {agent_id} has said hello twice")
+    if known is not None and hello.fresh:
+        _cut_off(draft, agent_id, "went on under another head")
+        known, state = None, draft.state
     if known is not None:
-        draft.put_agent(agent_id, away_at=None, lags=False)
+        draft.put_agent(agent_id, away_at=None, lags=False, url=hello.url)
         _repeat_start(draft, agent_id)
         return
     known = enlist(draft, agent_id, hello)
@@ -55,12 +70,15 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     is_counted = hello.primary or (hello.launched and state.policy.elastic)  # in `--workers` already
     adds = hello.num_workers if state.policy.grows and not is_counted else 0
     fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, launched=hello.launched)
-    agent = dataclasses.replace(fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, away_at=None, lags=False)
+    agent = dataclasses.replace(
+        fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, url=hello.url, away_at=None, lags=False
+    )
     draft.put(
         agents={**state.agents, agent_id: agent},
         absent={i: absent for i, absent in state.absent.items() if i != agent_id},
         num_agents=state.num_agents + (known is None),
         policy=dataclasses.replace(state.policy, maximum=state.policy.maximum + adds),
+        seat=state.seat or (agent_id if hello.primary else ""),
     )
     if known is not None:
         draft.reasons.append(f"the agent of {hello.host} is back")
@@ -102,8 +120,12 @@ def _repeat_start(draft: Draft, agent_id: str) -> None:
             draft.send(agent_id, Start(worker_ids=[worker.worker_id], delay_s=delay_s))
 
 
-def leave(draft: Draft, agent_id: str, message: Lost) -> None:
-    """Remove an agent whose connection has closed, or that has not connected to a head that has taken over."""
+def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) -> None:
+    """Remove an agent whose connection has closed, or that has not connected to a head that has taken over.
+
+    Args:
+        is_told: the user is told the message's reason.
+    """
     agent = draft.state.agents[agent_id]
     own = draft.workers_of([agent_id])
     wanted = sum(not worker.draining for worker in own)
@@ -111,16 +133,45 @@ def leave(draft: Draft, agent_id: str, message: Lost) -> None:
         agents={i: a for i, a in draft.state.agents.items() if i != agent_id},
         absent={**draft.state.absent, agent_id: dataclasses.replace(agent, wanted=wanted)},
     )
-    if agent.primary:
+    if agent.primary and not draft.state.agents:
         draft.end(False, f"the command that started the run has ended ({message.reason})")
         return
     policy = draft.state.policy
     if policy.grows:  # not after `unisono scale`, which sets the number
         draft.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
-    draft.reasons.append(f"the agent of {agent.host} is gone")
+    draft.reasons.append(message.reason if is_told else f"the agent of {agent.host} is gone")
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.put_worker(worker.worker_id, state=_S.LEFT)
+
+
+def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
+    """Go on without a machine and its workers, which may go on by themselves."""
+    own, host = draft.workers_of([agent_id]), draft.state.agents[agent_id].host
+    gone = listed([worker.worker_id for worker in own if worker.state is not WorkerState.ORDERED])
+    why = f"{host} {why}" + (f": the run goes on without {gone}" if gone else "")
+    leave(draft, agent_id, Lost(reason=why), is_told=True)
+    for worker in own:
+        if draft.state.workers[worker.worker_id].state in ALIVE:
+            lose(draft, worker.worker_id, why, replace=False)
+
+
+def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
+    """Go on without the machine of the head before this one, which another agent has followed.
+
+    Args:
+        before: the agent whose child that head was.
+        is_gone: that agent is gone for good; else its machine may go on by itself.
+    """
+    if before not in draft.state.agents:
+        return
+    if draft.state.ended is not None:
+        draft.put(agents={i: agent for i, agent in draft.state.agents.items() if i != before})
+        return
+    _cut_off(draft, before, "is out of reach, with the head")
+    if is_gone:
+        absent = dataclasses.replace(draft.state.absent[before], wanted=0)
+        draft.put(absent={**draft.state.absent, before: absent})
 
 
 def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:

@@ -48,7 +48,7 @@ from unisono.messages import (
     WorkerExit,
 )
 
-__all__ = ["Event", "Lags", "Tick", "take"]
+__all__ = ["Event", "Lags", "Tick", "TookOver", "take"]
 
 _S = WorkerState
 
@@ -64,11 +64,21 @@ class Lags:
 
 
 @dataclass(frozen=True)
+class TookOver:
+    """This head has followed one of another machine."""
+
+    before: str
+    """The agent whose child that head was."""
+    is_gone: bool = False
+    """That agent is gone for good; else its machine may go on by itself."""
+
+
+@dataclass(frozen=True)
 class Event:
     """A message, and the worker or agent that sent it ("": a command from outside the run)."""
 
     source: str
-    message: Message | Tick | Lags
+    message: Message | Tick | Lags | TookOver
 
 
 def take(draft: Draft, event: Event) -> None:
@@ -80,6 +90,8 @@ def take(draft: Draft, event: Event) -> None:
     source, message = event.source, event.message
     if isinstance(message, Tick):
         _pass_time(draft)
+    elif isinstance(message, TookOver):
+        agents.take_over(draft, message.before, is_gone=message.is_gone)
     elif isinstance(message, Lags):
         if source in draft.state.agents:
             draft.put_agent(source, lags=True)
@@ -144,6 +156,9 @@ def _take_from_worker(draft: Draft, worker_id: str, message: Message) -> None:
             _add_unordered(draft, worker_id)
     worker = draft.state.workers[worker_id]
     if worker.state in GONE and not isinstance(message, Hello):
+        return
+    if isinstance(message, Hello) and not draft.state.is_own(message.branch) and worker.state in ALIVE:
+        lose(draft, worker_id, f"{worker.name} has gone on under another head")
         return
     if worker.state is _S.LOST:  # its machine was cut off
         draft.hang_up(worker_id, f"the run goes on without {worker.name}: it was out of reach")

@@ -10,6 +10,7 @@ from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
 from unisono.decisions.membership.agents import drain_withdrawn
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
+from unisono.decisions.membership.heirs import is_cut_off
 from unisono.decisions.membership.machines import free_machines, tell_wanted
 from unisono.decisions.membership.restarts import turn_agents_away
 from unisono.decisions.membership.roster import Worker, WorkerState, number_of
@@ -46,7 +47,7 @@ def follow_up(draft: Draft) -> None:
 
 def _go_on_without_the_lost(draft: Draft) -> None:
     """Announce a generation of the survivors, or end the run if they cannot go on: the newest generation is broken."""
-    why = "; ".join(draft.broken)
+    why = "; ".join(dict.fromkeys(draft.broken))
     survivors = draft.holders()
     fresh = draft.members(_S.ADMITTED)
     if _state_is_lost(draft, survivors, fresh):
@@ -155,13 +156,15 @@ def _plan_next(draft: Draft) -> None:
     joins = [i for i in wanted if i not in state.member_ids]
     going_on = set(wanted)
     leaves = [i for i in state.members if i not in going_on and state.workers[i].state is _S.HOLDING]
-    is_enough = len(wanted) >= policy.minimum
+    is_alone = is_cut_off(state)
+    is_enough = len(wanted) >= policy.minimum and not is_alone
     is_paused = state.notice is not None and state.notice.paused
-    if leaves or (is_enough and (joins or is_paused)):
+    if leaves or (is_enough and (joins or is_paused)) or (is_alone and not is_paused):
         words = [f"{listed(joins)} {'joins' if len(joins) == 1 else 'join'}"] if joins else []
         words += [f"{listed(leaves)} {'leaves' if len(leaves) == 1 else 'leave'}"] if leaves else []
         draft.drained = [i for i in draft.drained if i not in leaves]
-        _announce(draft, wanted, ", ".join(words) or "enough workers are there again", immediate=False)
+        back = "other machines are out of reach" if is_alone else "enough workers are there again"
+        _announce(draft, wanted, ", ".join(words) or back, immediate=False)
 
 
 # -- the notice --------------------------------------------------------------------------------------
@@ -171,9 +174,13 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
     """Make the next generation and tell all workers that it concerns."""
     state = draft.state
     infos = _by_rank(state.workers[i].info for i in worker_ids)
-    is_paused = 0 < len(infos) < state.policy.minimum
+    is_alone = is_cut_off(state)
+    is_paused = bool(infos) and (is_alone or len(infos) < state.policy.minimum)
     generation = max(state.generation, state.unknown) + 1
-    if is_paused:
+    if is_paused and is_alone:
+        machines = count(len(state.agents), "machine")
+        reason = f"{why}; paused: {machines} and no majority (--partition majority)"
+    elif is_paused:
         reason = f"{why}; paused: {len(infos)} of at least {count(state.policy.minimum, 'worker')}"
     elif not infos:
         reason = why

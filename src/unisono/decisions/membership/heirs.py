@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
-from unisono.decisions.following import MAX_HEIRS
+from unisono.decisions.following import MAX_HEIRS, is_majority
 from unisono.decisions.membership.dispatch import Event, Lags
-from unisono.decisions.membership.roster import State
-from unisono.messages import Lost
+from unisono.decisions.membership.roster import State, seat_of
+from unisono.messages import Lost, MachineInfo
 
-__all__ = ["heirs", "keepers", "successor", "without_lost_heir"]
+__all__ = ["heirs", "keepers", "machines", "successor", "without_lost_heir"]
 
 
 def heirs(state: State) -> tuple[str, ...]:
     """Return the agents that must hold a decision before others hear of it: the first that joined, and answer."""
-    able = (agent.agent_id for agent in state.agents.values() if not (agent.lags or agent.is_sent_away))
-    return tuple(itertools.islice(able, MAX_HEIRS))
+    seat = seat_of(state)
+    able = [agent.agent_id for agent in state.agents.values() if not (agent.lags or agent.is_sent_away)]
+    return tuple(sorted(able, key=lambda agent_id: agent_id != seat)[:MAX_HEIRS])
 
 
 def keepers(state: State) -> tuple[str, ...]:
@@ -29,7 +29,22 @@ def keepers(state: State) -> tuple[str, ...]:
 
 def successor(state: State) -> str:
     """Return the agent that starts the next head: the one whose child the head is ("": it is not known yet)."""
-    return next((agent.agent_id for agent in state.agents.values() if agent.primary), "")
+    return seat_of(state)
+
+
+def machines(state: State) -> list[MachineInfo]:
+    """Return the machines of the run for those that may need them when the head is away, first the heirs."""
+    order = dict.fromkeys((*heirs(state), *state.agents))
+    agents = [state.agents[agent_id] for agent_id in order if not state.agents[agent_id].refused]
+    return [MachineInfo(agent_id=agent.agent_id, url=agent.url) for agent in agents if agent.url]
+
+
+def is_cut_off(state: State) -> bool:
+    """Return whether these machines are to wait for others, from which they are cut off."""
+    if state.policy.partition != "majority":
+        return False
+    gone = {agent_id for agent_id, agent in state.absent.items() if agent.wanted}
+    return not is_majority(state.agents.keys(), state.agents.keys() | gone)
 
 
 def without_lost_heir(state: State, event: Event) -> State:

@@ -20,7 +20,7 @@ from typing import Final
 from unisono.decisions.membership import agents
 from unisono.decisions.membership.admission import check_protocol
 from unisono.decisions.membership.attempts import Attempt, Failure, Part, spread
-from unisono.decisions.membership.dispatch import Event, Lags, Tick
+from unisono.decisions.membership.dispatch import Event, Lags, Tick, TookOver
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.roster import ALIVE, Agent, Worker, WorkerState
 from unisono.errors import ProtocolError
@@ -61,6 +61,9 @@ def take(draft: Draft, event: Event) -> None:
     source, message = event.source, event.message
     if isinstance(message, Tick):
         _pass_time(draft)
+    elif isinstance(message, TookOver):
+        if message.before in draft.state.agents:
+            _leave(draft, message.before, Lost(reason="its machine is out of reach, with the head"))
     elif isinstance(message, Lags):
         if source in draft.state.agents:
             draft.put_agent(source, lags=True)

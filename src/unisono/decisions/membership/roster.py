@@ -28,6 +28,7 @@ from unisono.decisions.membership.suspicion import Suspicions
 from unisono.decisions.membership.team import team_of
 from unisono.errors import UsageError
 from unisono.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
+from unisono.spec import Partition
 
 __all__ = [
     "ALIVE",
@@ -40,10 +41,14 @@ __all__ = [
     "excused",
     "noted",
     "number_of",
+    "rebranched",
     "resumed",
+    "seat_of",
 ]
 
 
+KEPT_BRANCHES: Final = 100
+"""So many branches back a machine may come back to with its workers."""
 START_HANGS: Final = 10
 """So many times `Policy.hang_s` may pass from the start of a process to its hello: it may load over a network."""
 
@@ -97,6 +102,8 @@ class Policy:
     """The script is one for torchrun: `unisono.decisions.membership.plain` has the rules."""
     suspect_s: float = 1.0
     """Time in which a loss may explain a broken exchange, before the same members try again."""
+    partition: Partition = "go-on"
+    """What machines do that are cut off from others."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.start <= self.maximum:
@@ -203,6 +210,8 @@ class Agent:
     adds: int = 0
     """Number by which it raises `Policy.maximum` while it is connected."""
     pid: int = 0
+    url: str = ""
+    """Where a head that it starts can be reached; "": it starts none."""
     away_at: float | None = None
     """Since when a head that has taken over waits for it."""
     lags: bool = False
@@ -236,6 +245,16 @@ class State:
     policy: Policy
     term: int = 1
     """Of the head: one more than that of the head before it."""
+    seat: str = ""
+    """The agent whose child the head is; "": it has not said hello yet."""
+    head: str = ""
+    """A name that no other head has."""
+    branch: int = 0
+    """Number of this head's branch of the run's history (`unisono.decisions.following`)."""
+    before_branch: tuple[str, ...] = ()
+    """The newest branches that led to it."""
+    heirs: tuple[str, ...] = ()
+    """The agents that know this branch, and hold all its decisions."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
     absent: Mapping[str, Agent] = field(default_factory=dict)
@@ -293,6 +312,14 @@ class State:
     """Time of the last message of a witness."""
     due_at: float | None = None
     """When the table needs the next `Tick`."""
+
+    @property
+    def branch_name(self) -> str:
+        return f"{self.head}.{self.branch}" if self.head else ""
+
+    def is_own(self, branch: str) -> bool:
+        """Return whether all decisions are known here on which those who have followed this branch may have acted."""
+        return branch in ("", self.branch_name, *self.before_branch)
 
     @property
     def generation(self) -> int:
@@ -360,20 +387,55 @@ def excused(state: State, seconds: float, now: float) -> State:
     return dataclasses.replace(state, workers=workers)
 
 
-def resumed(state: State, term: int, now: float) -> State:
-    """Return the state as the head of this term takes it over: all workers and agents have yet to come back."""
+def resumed(state: State, term: int, now: float, *, seat: str = "", head: str = "", since: float = 0.0) -> State:
+    """Return the state as the head of this term takes it over: all workers and agents have yet to come back.
+
+    Args:
+        seat: the agent whose child the head is; "": the same as before.
+        head: the head's name.
+        since: the time at which the state was made, by the clock of its machine, minus the same moment by this one's.
+    """
     workers = {
         worker_id: dataclasses.replace(
-            worker, heard_at=max(worker.heard_at, now), closed_at=None, beat=None, late_at=-1
+            worker, heard_at=max(worker.heard_at - since, now), closed_at=None, beat=None, late_at=-1
         )
         for worker_id, worker in state.workers.items()
     }
-    agents = {
-        i: agent if agent.primary else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()
-    }
-    state = dataclasses.replace(state, term=term, workers=workers, agents=agents)
+    seat = seat or seat_of(state)
+    agents = {i: agent if i == seat else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()}
+    state = dataclasses.replace(
+        state,
+        term=term,
+        workers=workers,
+        agents=agents,
+        seat=seat,
+        head=head,
+        branch=0,
+        before_branch=_lengthened(state) if head else state.before_branch,
+    )
     state = dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
     return noted(state, now)
+
+
+def seat_of(state: State) -> str:
+    """Return the agent whose child the head is ("": it is not known yet)."""
+    return state.seat or next((agent.agent_id for agent in state.agents.values() if agent.primary), "")
+
+
+def rebranched(state: State, heirs: tuple[str, ...]) -> State:
+    """Return the state with these heirs; in a new branch if one is missing that might start a head of its own.
+
+    The agent whose child the head is starts a head only after this one.
+    """
+    gone = set(state.heirs) - {*heirs, seat_of(state)}
+    if not gone:
+        return state if heirs == state.heirs else dataclasses.replace(state, heirs=heirs)
+    return dataclasses.replace(state, heirs=heirs, branch=state.branch + 1, before_branch=_lengthened(state))
+
+
+def _lengthened(state: State) -> tuple[str, ...]:
+    known = (*state.before_branch, state.branch_name) if state.head else state.before_branch
+    return known[-KEPT_BRANCHES:]
 
 
 def noted(state: State, now: float) -> State:

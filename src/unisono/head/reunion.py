@@ -1,0 +1,58 @@
+"""Search for other heads of the run: where a network was cut, each side may have gone on under a head of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from unisono.dialing import ask
+from unisono.errors import ProtocolError
+from unisono.link import Refused
+from unisono.messages import Proposal, Verdict, decode, encode
+
+__all__ = ["Reunion"]
+
+PACE_S: Final = 2.0
+"""Between two rounds of attempts."""
+ANSWER_S: Final = 3.0
+
+
+class Side(Protocol):
+    """This head's side of the run (`unisono.head.server.Head`)."""
+
+    def lost_addresses(self) -> Sequence[str]:
+        """Return where machines that this side has lost may have a head."""
+
+    def propose(self) -> Proposal | None:
+        """Return what to ask another head now; None: nothing."""
+
+    def answered(self, url: str, answer: Verdict | None) -> None:
+        """Receive the answer of the head at this address; None: there is none."""
+
+
+class Reunion:
+    """Asks at the addresses of lost machines for a head, at a slow pace."""
+
+    def __init__(self, side: Side, token: str) -> None:
+        self._side = side
+        self._token = token
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(PACE_S)
+            for url in self._side.lost_addresses():
+                await self._try(url)
+
+    async def _try(self, url: str) -> None:
+        proposal = self._side.propose()
+        if proposal is None:
+            return
+        answer = None
+        try:
+            found = decode(await ask(url, self._token, encode(proposal), ANSWER_S))
+            answer = found if isinstance(found, Verdict) else None
+        except (OSError, Refused, ProtocolError):  # no head is there, or not one of this run
+            pass
+        finally:
+            self._side.answered(url, answer)

@@ -1,0 +1,121 @@
+"""The machine with the head dies, or is cut off: the run goes on, with the same bits and one journal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.hosts.lab import Lab, laid
+from tests.workers import small_training
+from tests.workers.conftest import Command, Unisono
+from tests.workers.gates import Gates
+from unisono.journal import compare, read
+
+SCRIPT = Path(small_training.__file__)
+STEPS = 60
+MACHINES = 3
+QUICK: Final = ("--head-away-s", 1, "--heartbeat-timeout-s", 4)
+"""Where machines are cut off: who is silent is lost soon, and who has lost the head goes on soon."""
+JOINS = (3, 8, 13, 18)
+"""Steps at whose beginning machines join, one after the other."""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with laid(MACHINES) as lab:
+        yield lab
+
+
+@pytest.fixture(autouse=True)
+def whole(lab: Lab) -> Iterator[None]:
+    """After each test all machines reach each other again."""
+    yield
+    lab.mend()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one worker."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    command = [sys.executable, "-P", "-m", "unisono", "run", "-n", "1", "--run-dir", folder, SCRIPT]
+    outcome = subprocess.run([*command, "--", "--steps", str(STEPS)], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    return folder
+
+
+def started(lab: Lab, unisono: Unisono, run_dir: Path, gates: Gates, *options: object, machines: int) -> list[Command]:
+    """A run with a worker on each of so many machines, all in the generation that trains, at gate 20."""
+    first, *others = lab.machines[:machines]
+    options = ("--bind", first.address, "--heartbeat-s", 0.3, "--timeout-s", 3600, *options)
+    script = ("--", "--steps", STEPS, "--gates", gates.folder)
+    commands = [first.start(unisono, "run", SCRIPT, "-n", 1, "--run-dir", run_dir, *options, *script)]
+    token = gates.folder.parent / "token"
+    for number, machine in enumerate(others, 2):
+        gate = JOINS[number - 2]
+        gates.wait(gate)
+        url = json.loads((run_dir / "head.json").read_text())["url"]
+        token.write_text((run_dir / "token").read_text())
+        commands.append(machine.start(unisono, "join", url, "--token-file", token, "-n", 1))
+        gates.open(gate, commands[0].generation(f"with {number} workers"))
+    gates.wait(20, workers=machines)
+    return commands
+
+
+def workers_at(run_dir: Path, step: int) -> set[str]:
+    return next(set(line["workers"]) for line in read(run_dir) if line["kind"] == "step" and line["step"] == step)
+
+
+@pytest.mark.parametrize("machines", [2, 3])
+def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path) -> None:
+    """Another machine starts the next head; the survivors finish the step, and `unisono status` finds the head."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (*JOINS[: machines - 1], 20, 40)) as gates:
+        _, *survivors = started(lab, unisono, run_dir, gates, machines=machines)
+        before = json.loads((run_dir / "head.json").read_text())["url"]
+        lab.machines[0].kill()
+        gates.open(20)
+        gates.wait(40, workers=machines - 1)
+        assert json.loads((run_dir / "head.json").read_text())["url"] != before
+        status = unisono("status", run_dir, "--json", before=lab.machines[1].inside())
+        assert status.wait() == 0, status.err
+        assert len(json.loads("\n".join(status.out))["workers"]) == machines - 1
+        gates.open(40)
+        for survivor in survivors:
+            assert survivor.wait() == 0, survivor.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert len(workers_at(run_dir, 19)) == machines
+    assert len(workers_at(run_dir, 59)) == machines - 1
+    said = " ".join(survivors[0].err)
+    assert "this machine has the next head" in said
+    assert "m0-" in said
+    assert "is out of reach, with the head: the run goes on without w0" in said
+
+
+def test_both_sides_of_a_cut_network_go_on_and_one_joins_the_other_again(
+    lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    """Both see the same directory, into which one side writes at a time. Of two sides that are as far, that of the
+    newer head goes on.
+    """
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
+        left, right = started(lab, unisono, run_dir, gates, *QUICK, machines=2)
+        lab.cut({1})
+        gates.open(20)
+        gates.wait(40, workers=2)
+        assert len(workers_at(run_dir, 30)) == 1
+        lab.mend()
+        gates.open(40, right.generation("with 2 workers", after="this machine has the next head"))
+        assert right.wait() == 0, right.err
+        assert left.wait() == 0, left.err
+    print("L", *left.err, sep="\n")
+    print("R", *right.err, sep="\n")
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert len(workers_at(run_dir, 59)) == 2
+    assert "this machine joins the head at" in " ".join(left.err)
