@@ -88,7 +88,7 @@ __all__ = [
     "is_refusal",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 def is_refusal(status: int) -> bool:

@@ -156,7 +156,7 @@ def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch
 
     async def work() -> list[str]:
         agents = Fleet(growing, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
-        agents.start(seen, seen.on_lost)
+        agents.start(seen, seen.on_lost, seen.on_gone)
         agents.resize(4)
         said = [await seen.said.get(), await seen.said.get()]
         agents.resize(3)
