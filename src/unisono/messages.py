@@ -534,7 +534,8 @@ class Verdict(Message):
 
     gives_way: str
     """"you": the sender of the proposal; "me": the other one, now; "": neither, try again later."""
-    url: str = ""
+    step: int = -1
+    """The last step that is done at the other one."""
 
 
 class WorkerLate(Message):

@@ -49,21 +49,36 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started(lab: Lab, unisono: Unisono, run_dir: Path, gates: Gates, *options: object, machines: int) -> list[Command]:
-    """A run with a worker on each of so many machines, all in the generation that trains, at gate 20."""
-    first, *others = lab.machines[:machines]
+def started(
+    lab: Lab,
+    unisono: Unisono,
+    run_dir: Path,
+    gates: Gates,
+    *options: object,
+    machines: int,
+    others: Gates | None = None,
+) -> list[Command]:
+    """A run with a worker on each of so many machines, all in the generation that trains, at gate 20.
+
+    Args:
+        others: the gates of all machines but the first; default: the same.
+    """
+    first, *guests = lab.machines[:machines]
+    own = f"mount --bind {others.folder} {gates.folder}" if others is not None else ""
     options = ("--bind", first.address, "--heartbeat-s", 0.3, "--timeout-s", 3600, *options)
     script = ("--", "--steps", STEPS, "--gates", gates.folder)
     commands = [first.start(unisono, "run", SCRIPT, "-n", 1, "--run-dir", run_dir, *options, *script)]
     token = gates.folder.parent / "token"
-    for number, machine in enumerate(others, 2):
+    for number, machine in enumerate(guests, 2):
         gate = JOINS[number - 2]
         gates.wait(gate)
         url = json.loads((run_dir / "head.json").read_text())["url"]
         token.write_text((run_dir / "token").read_text())
-        commands.append(machine.start(unisono, "join", url, "--token-file", token, "-n", 1))
+        commands.append(machine.start(unisono, "join", url, "--token-file", token, "-n", 1, set_up=own))
         gates.open(gate, commands[0].generation(f"with {number} workers"))
-    gates.wait(20, workers=machines)
+    if others is not None:
+        others.wait(20, workers=machines - 1)
+    gates.wait(20, workers=machines if others is None else 1)
     return commands
 
 
@@ -97,25 +112,35 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
     assert "is out of reach, with the head: the run goes on without w0" in said
 
 
-def test_both_sides_of_a_cut_network_go_on_and_one_joins_the_other_again(
-    lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
+@pytest.mark.parametrize("ahead", ["left", "right"])
+def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the_other(
+    ahead: str, lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
 ) -> None:
-    """Both see the same directory, into which one side writes at a time. Of two sides that are as far, that of the
-    newer head goes on.
-    """
+    """The left side has the first head. Both see the same directory, into which one side writes at a time."""
     run_dir = tmp_path / "run"
-    with Gates(tmp_path / "gates", (3, 20, 40)) as gates:
-        left, right = started(lab, unisono, run_dir, gates, *QUICK, machines=2)
+    steps = (20, 40, 50)
+    with Gates(tmp_path / "gates", (*JOINS[:1], *steps)) as gates, Gates(tmp_path / "others", steps) as others:
+        left, right = started(lab, unisono, run_dir, gates, *QUICK, machines=2, others=others)
         lab.cut({1})
         gates.open(20)
-        gates.wait(40, workers=2)
+        others.open(20)
+        first, second = (gates, others) if ahead == "left" else (others, gates)
+        for each in (gates, others):
+            each.wait(40)
+        first.open(40)
+        first.wait(50)
         assert len(workers_at(run_dir, 30)) == 1
         lab.mend()
-        gates.open(40, right.generation("with 2 workers", after="this machine has the next head"))
+        stays, moves = (left, right) if ahead == "left" else (right, left)
+        try:
+            moves.line("this machine joins the head at")
+        except BaseException:
+            print("STAYS", *stays.err, sep="\n")
+            raise
+        second.open(40)
+        second.open(50)
+        first.open(50, stays.generation("with 2 workers", after="is out of reach|silent"))
         assert right.wait() == 0, right.err
         assert left.wait() == 0, left.err
-    print("L", *left.err, sep="\n")
-    print("R", *right.err, sep="\n")
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
     assert len(workers_at(run_dir, 59)) == 2
-    assert "this machine joins the head at" in " ".join(left.err)

@@ -215,15 +215,18 @@ class Standpoint:
     """It has sent a `Proposal`, and waits for the `Verdict`."""
     gives_way_to: str = ""
     """The address of the head that it has given way to."""
+    their_step: int = -1
+    """The last step that is done there."""
 
 
 def verdict(own: Standpoint, other: Proposal) -> tuple[Standpoint, Verdict]:
     """Return the answer to another head's proposal."""
     if own.is_asking or own.gives_way_to:
-        return own, Verdict(gives_way="", url=own.gives_way_to)
+        return own, Verdict(gives_way="")
     if Rank.of(other.step, other.term, other.agent_id) < own.rank:
-        return own, Verdict(gives_way="you")
-    return dataclasses.replace(own, gives_way_to=other.url), Verdict(gives_way="me")
+        return own, Verdict(gives_way="you", step=own.rank.step)
+    own = dataclasses.replace(own, gives_way_to=other.url, their_step=other.step)
+    return own, Verdict(gives_way="me", step=own.rank.step)
 
 
 def merged(own: Standpoint, url: str, answer: Verdict | None) -> Standpoint:
@@ -233,5 +236,5 @@ def merged(own: Standpoint, url: str, answer: Verdict | None) -> Standpoint:
     """
     own = dataclasses.replace(own, is_asking=False)
     if answer is not None and answer.gives_way == "you":
-        return dataclasses.replace(own, gives_way_to=url)
+        return dataclasses.replace(own, gives_way_to=url, their_step=answer.step)
     return own

@@ -93,7 +93,9 @@ __all__ = ["Head"]
 
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
-PEN_S = 1.0
+PEN_S = 0.2
+MOVE_S = 5.0
+LOOK_S = 0.02
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
@@ -175,6 +177,7 @@ class Head:
         )
         self._pen = Pen(run_id)
         self._may_write = True
+        self._moving: asyncio.Task[None] | None = None
         self._stand = Standpoint(Rank.of(-1, term, seat))
         self.superseded_by = 0
         """The term of a head that has taken over from this one."""
@@ -270,6 +273,8 @@ class Head:
                 return
             if isinstance(first, Proposal):
                 self._meet(line, first)
+                return
+            if self._moving is not None:
                 return
             if isinstance(first, AgentHello) and not first.fresh and not self._state.is_own(first.branch):
                 line.put(encode(Foreign(step=self._state.committed)))
@@ -436,15 +441,27 @@ class Head:
 
     def _move_if_giving_way(self) -> None:
         """Send all machines of this side to the head that it gives way to, and end."""
-        url = self._stand.gives_way_to
-        if not url or self.superseded_by:
+        stand = self._standpoint()
+        if not stand.gives_way_to or self._moving is not None:
             return
+        self._may_write = False  # the workers must not write when the other side does
+        for worker_id in self._state.workers:
+            self._tell(worker_id, Heads(branch=self._state.branch_name, may_write=False))
         text = (
-            f"another side of the run, which is cut off no more, has come as far: all machines join its head at {url}"
+            f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
+            f"has done {stand.rank.step + 1}: all machines of this side join the other one"
         )
         self._tell_agents(Announcement(text=text))
-        self._tell_agents(Moved(url=url))
+        self._tell_agents(Moved(url=stand.gives_way_to))
         self._address.remove()
+        self._moving = asyncio.create_task(self._end_when_workers_have())
+
+    async def _end_when_workers_have(self) -> None:
+        """End this head, and with it the right to write, when the machines have ended their workers."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOVE_S):
+                while self._lines.keys() & self._state.workers.keys():
+                    await asyncio.sleep(LOOK_S)
         self._give_way(self._state.term)
 
     async def _store(self, line: Line, call: StoreCall) -> None:
@@ -454,6 +471,8 @@ class Head:
 
     def _happens(self, source: str, message: Message | Tick | Lags | TookOver) -> None:
         """Pass one event to the table, and act on its decisions."""
+        if self._moving is not None:
+            return  # this side ends
         if isinstance(message, Tick):
             self._timer = None
         now = self._look_at_clock()
@@ -637,7 +656,7 @@ class Head:
         """While another side of the run writes into the directory, look whether it still does."""
         while True:
             await asyncio.sleep(PEN_S)
-            if not self._may_write:
+            if not self._may_write and self._moving is None:
                 self._take_pen()
 
     def _take_pen(self) -> None:
@@ -645,16 +664,18 @@ class Head:
         before, self._may_write = self._may_write, self._pen.take(self._run_dir)
         if self._may_write == before:
             return
-        told = encode(Heads(branch=self._state.branch_name, may_write=self._may_write))
         for worker_id in self._state.workers:
-            if (line := self._lines.get(worker_id)) is not None:
-                line.put(told)
+            self._tell(worker_id, Heads(branch=self._state.branch_name, may_write=self._may_write))
         if self._may_write:
             self._write_address(self._run_dir)
             text = f"this side of the run writes into {self._run_dir} now"
         else:
             text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
         self._tell_agents(Announcement(text=text))
+
+    def _tell(self, name: str, message: Message) -> None:
+        if (line := self._lines.get(name)) is not None:
+            line.put(encode(message))
 
     def _write_address(self, run_dir: str) -> None:
         if not self._may_write:

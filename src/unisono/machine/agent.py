@@ -467,11 +467,11 @@ class _Agent:
                 conclude(Path(self.run_dir), ended.reason)
 
     def _holds_run_dir(self) -> bool:
-        """Return whether this machine has started the run, and the directory of that name is still that of this run.
+        """Return whether this machine has the head, and the directory of that name is still that of this run.
 
         The directory may have been moved, and another run been started under its name.
         """
-        if not self._is_primary or not self.run_dir:
+        if not self._following.has_seat or not self.run_dir:
             return False
         with contextlib.suppress(OSError):
             return holder(Path(self.run_dir)) == self._following.run_id

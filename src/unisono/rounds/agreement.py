@@ -50,6 +50,8 @@ class Digests(msgspec.Struct, frozen=True):
     arithmetic: int
     objects: dict[str, str]
     """By name; empty where there is no other member to compare with."""
+    reaches: bool = False
+    """The member sees the run's directory, and may write there."""
 
 
 class _Details(msgspec.Struct, frozen=True):

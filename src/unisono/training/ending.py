@@ -153,10 +153,12 @@ class Ending:
         """
         rounds, team = self._rounds, self._rounds.team
         team.leaving(rounds.position.phase, rounds.position.step)
-        own = Digests(team.arithmetic, digests if team.size > 1 else {})
+        reaches = self._keeper.wait_for_directory()
+        own = Digests(team.arithmetic, digests if team.size > 1 else {}, reaches)
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
         received = [_decode(payload, worker) for payload, worker in zip(payloads, team.worker_ids, strict=False)]
         check_digests(dict(zip(team.worker_ids, received, strict=False)))  # before the last checkpoint is kept
+        self._keeper.reached([one for one, each in zip(team.worker_ids, received, strict=False) if each.reaches])
         self._keeper.save_together(rounds)
         self._recorder.tell_again(self._role())
         team.in_loop(None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -28,6 +29,8 @@ from unisono.state.tracked import Tracked
 from unisono.training.resuming import Resumption
 
 __all__ = ["Keeper"]
+
+OTHERS_S: Final = 2.0
 
 
 class Keeper:
@@ -191,6 +194,19 @@ class Keeper:
         elif self._misses and self._saver.reaching:
             self._misses = False
             tell(f"unisono: the run directory {self._directory.path} is there again")
+
+    def wait_for_directory(self) -> bool:
+        """Wait a moment at the end of the run for another side of the run that writes into the directory, in case that
+        side has just joined this one; return whether this member may write.
+        """
+        deadline = time.monotonic() + OTHERS_S
+        while self._directory.is_left_to_others and time.monotonic() < deadline:
+            time.sleep(OTHERS_S / 100)
+        return self._directory.look()
+
+    def reached(self, worker_ids: Collection[str]) -> None:
+        """Note at the end of the run which members may write."""
+        self._saver.reaching = frozenset(worker_ids)
 
     def unwritten_lines(self) -> list[str]:
         """Return the lines of the journal that a newcomer may have to write."""
