@@ -30,11 +30,12 @@ from typing import Any, Final
 from benchmarks.population import Process, Site
 from benchmarks.report import print_table, write_json
 from unisono.decisions.membership import Policy
+from unisono.events import StepFinished
 from unisono.lifetime import Memory
 from unisono.machine import headprocess
 from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, address, listen
-from unisono.messages import AgentHello, Ended, Message
+from unisono.messages import AgentHello, Ended, Happened, Message
 from unisono.spec import RunSpec
 
 TIMEOUT_S: Final = 180.0
@@ -44,9 +45,15 @@ SETTLE_S: Final = 2.0
 class Command:
     """The agent of ``unisono run``, without workers of its own: it starts the head and follows it."""
 
+    def __init__(self) -> None:
+        self.steps = 0
+        """The last step of which the head has told."""
+
     def receive(self, message: Message) -> None:
         if isinstance(message, Ended):
             print(f"the run has ended: {message.reason}", flush=True)
+        elif isinstance(message, Happened) and isinstance(message.event, StepFinished):
+            self.steps = message.event.step
 
     def announce(self, text: str) -> None:
         if "join" not in text:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -43,9 +46,10 @@ from unisono.messages import (
     encode,
 )
 
-__all__ = ["Population", "Site", "work"]
+__all__ = ["Population", "Process", "Site", "main"]
 
 TICK_S: Final = 0.01
+ROOT: Final = Path(__file__).resolve().parents[1]
 FINGERPRINT: Final = {
     "torch": "2.13.0+cpu",
     "python": "3.11",
@@ -200,7 +204,19 @@ class _Agent:
 class Population:
     """The agents of a `Site`, with their workers."""
 
-    METHODS: Final = ("join", "ready", "hold", "train", "calm", "kill_worker", "kill_agent", "told", "newest", "counts")
+    METHODS: Final = (
+        "join",
+        "ready",
+        "hold",
+        "train",
+        "calm",
+        "kill_worker",
+        "kill_agent",
+        "told",
+        "hear",
+        "newest",
+        "counts",
+    )
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -284,6 +300,12 @@ class Population:
         """Return the newest generation that a worker has heard of."""
         return max((worker.generation for worker in self._living()), default=0)
 
+    async def hear(self, generation: int, num_workers: int) -> int:
+        """Wait until so many workers have heard of this generation or a later one; return the newest of all."""
+        while (await self.told(generation))[0] < num_workers:
+            await asyncio.sleep(TICK_S)
+        return await self.newest()
+
     async def counts(self) -> dict[str, tuple[int, int]]:
         """Return by kind the messages that have arrived since the last call, and their bytes."""
         found = {kind: (number, self._bytes[kind]) for kind, number in self._num.items()}
@@ -342,9 +364,10 @@ def worker_count(site: Site) -> int:
     return int(os.environ.get("UNISONO_BENCH_WORKERS", len(site.agents) * site.workers_per_agent))
 
 
-def work(site: Site, pipe: Connection) -> None:
-    """Be the process of a population, until the pipe ends."""
-    asyncio.run(_work(site, pipe))
+def main() -> None:
+    """Be the process of a population, until its owner closes the pipe (whose number is the argument)."""
+    pipe = Connection(int(sys.argv[1]))
+    asyncio.run(_work(pipe.recv(), pipe))
 
 
 async def _work(site: Site, pipe: Connection) -> None:
@@ -370,11 +393,12 @@ class Process:
     """A population in a process of its own, and the pipe to it."""
 
     def __init__(self, site: Site) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(site, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", "from benchmarks.population import main; main()", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=(theirs.fileno(),))
+        self._pipe = Connection(ours.detach())
+        self._pipe.send(site)
 
     def ask(self, method: str, *arguments: Any) -> None:
         self._pipe.send((method, arguments))
@@ -386,6 +410,8 @@ class Process:
 
     def close(self) -> None:
         self._pipe.close()
-        self._process.join(5.0)
-        with contextlib.suppress(ValueError):
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()

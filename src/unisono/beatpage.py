@@ -77,6 +77,10 @@ class Slot:
         """Prepare the slot for another worker."""
         self._page[self._start : self._start + SLOT_BYTES] = bytes(SLOT_BYTES)
 
+    def close(self) -> None:
+        """Give back the memory, on the worker's side."""
+        self._page.close()
+
     def _taken(self) -> int:
         return int(_TAKEN.unpack_from(self._page, self._start + _TAKEN_AT)[0])
 

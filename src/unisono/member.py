@@ -195,6 +195,8 @@ class Member:
         self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(FLUSH_TIMEOUT_S)
+        if self._slot is not None and not self._thread.is_alive():
+            self._slot.close()
         if _current is self:
             _current = None
 

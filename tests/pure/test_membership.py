@@ -26,6 +26,7 @@ from unisono.decisions.membership import (
     Tick,
     agent_name,
     next_deadline,
+    routine_of_many,
     step,
 )
 from unisono.decisions.membership.likeness import differences
@@ -35,6 +36,7 @@ from unisono.messages import (
     AgentHello,
     Announcement,
     Beat,
+    BeatOf,
     Drain,
     Ended,
     Evict,
@@ -2389,6 +2391,110 @@ def calls_of_events(num_workers: int) -> dict[str, int]:
         found[name] = len(calls) // (num_workers if name == "others hold" else 1)
     assert story.state.generation == 2
     return found
+
+
+class Agents:
+    """A story whose workers' heartbeats come together, as an agent reports them: some of them late, some twice."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.found: list[tuple[str, tuple[Action, ...]]] = []
+
+    def report(self, beats: Sequence[BeatOf]) -> None:
+        self.story.state, rest = routine_of_many(self.story.state, beats, self.story.now)
+        while rest:
+            first, *rest = rest
+            self.say(first.worker_id, first.beat)
+            self.story.state, rest = routine_of_many(self.story.state, rest, self.story.now)
+
+    def say(self, worker_id: str, message: Message | Tick) -> None:
+        self.story.says(worker_id, message)
+        if self.story.actions:
+            self.found.append((self.story.reason, tuple(self.story.actions)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_heartbeats_that_an_agent_reports_decide_what_those_of_the_workers_would(seed: int) -> None:
+    """In any state of the workers, who are silent, hang, leave and come; and a report is all that a head hears."""
+    rng = random.Random(seed)
+    many, single = (Agents(Story(4, maximum=6, hang_s=20.0, aside_s=10.0)) for _ in range(2))
+    both = (many, single)
+    for each in both:
+        each.story.arrive(*each.story.agent(4))
+        if seed % 4:
+            each.story.hold()
+    for progress in range(1, 150):
+        now = many.story.now + rng.choice([0.1, 0.5, 0.5, 3.0])
+        for each in both:
+            while (due := next_deadline(each.story.state)) is not None and due <= now:
+                each.story.now = max(due, each.story.now)
+                each.say("", Tick())
+            each.story.now = now
+        act = rng.choice(["beats"] * 12 + ["exit", "leave", "scale", "ready", "close"])
+        who = f"w{rng.randrange(6)}"
+        named = [f"w{number}" for number in range(6) if f"w{number}" in many.story.state.workers]
+        beats = [
+            BeatOf(i, 0.0, msgspec.structs.replace(
+                beat(rng.choice([0.0, 0.0, 0.0, 3.5, 11.0, 30.0]), waiting=rng.random() < 0.5),
+                progress=progress,
+                step=rng.choice([3, 4, 5]),
+            ))
+            for i in rng.sample(named, rng.randint(0, len(named)))
+        ]  # fmt: skip
+        for each in both:
+            state = each.story.state
+            known = state.workers.get(who)
+            if act == "beats" and each is many:
+                each.report(beats)
+            elif act == "beats":
+                for one in beats:
+                    worker = each.story.state.workers[one.worker_id]
+                    if worker.closed_at is None and Beat in TRANSITIONS[worker.state]:
+                        each.say(one.worker_id, one.beat)
+            elif act == "exit":
+                each.say(AGENT, WorkerExit(worker_id=who, exit_code=-9))
+            elif act == "scale":
+                each.say("", Scale(num_workers=5))
+            elif act == "close" and known is not None:
+                each.say(who, Lost())
+            elif act == "leave" and known is not None and known.state is WorkerState.HOLDING:
+                each.say(who, Leaving(phase=0, step=5))
+            elif act == "ready" and known is not None and known.state is WorkerState.ORDERED:
+                each.say(who, Hello(info=info(who), fingerprint={"torch": "2"}))
+                each.say(who, Ready(phase=0))
+        assert many.found == single.found
+        assert many.story.state.workers == single.story.state.workers
+        if many.story.ended is not None:
+            break
+
+
+def test_a_report_counts_from_when_the_worker_has_left_it() -> None:
+    """So a worker that stands still is lost as soon as if it had sent its last heartbeat itself."""
+    story = training(2, heartbeat_timeout_s=5.0)
+    story.now = 10.0
+    for worker_id in ("w0", "w1"):
+        story.beat(worker_id)
+    left = BeatOf("w1", 0.4, beat())
+    story.now = 10.8
+    story.state, rest = routine_of_many(story.state, [left], story.now)
+    assert not rest
+    assert story.worker("w1").heard_at == pytest.approx(10.4)
+    for now in (12.0, 13.5, 15.0):
+        story.now = now
+        story.beat("w0")
+    assert story.tick(15.3) == []
+    story.tick(15.4)
+    assert story.worker("w1").state is WorkerState.LOST
+
+
+def test_an_older_heartbeat_that_comes_late_does_not_take_a_worker_back() -> None:
+    story = training(2)
+    story.now = 1.0
+    story.beat("w1", progress=9, step=7)
+    story.now = 1.2
+    story.state, rest = routine_of_many(story.state, [BeatOf("w1", 0.1, beat())], story.now)
+    known = story.worker("w1")
+    assert (rest, known.heard_at, known.beat and known.beat.step) == ((), pytest.approx(1.1), 7)
 
 
 # -- a head whose memory is old ----------------------------------------------------------------------

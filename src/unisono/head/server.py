@@ -512,10 +512,12 @@ class Head:
         return now
 
     def _take_beats(self, message: Beats) -> None:
-        """Deal with the heartbeats of a machine's workers: together, and one by one where something may follow."""
+        """Deal with the heartbeats of a machine's workers: together, but those from which something may follow."""
         self._state, rest = routine_of_many(self._state, message.beats, self._look_at_clock())
-        for each in rest:
-            self._happens(each.worker_id, each.beat)
+        while rest:
+            first, *rest = rest
+            self._happens(first.worker_id, first.beat)
+            self._state, rest = routine_of_many(self._state, rest, time.monotonic())
         self._set_timer()
 
     # -- versions for the heirs ----------------------------------------------------------------------
@@ -631,7 +633,7 @@ class Head:
         self._tell(self._state.agents, message)
 
     def _tell(self, agent_ids: Iterable[str], message: Message) -> None:
-        data = pack(encode(message))
+        data = encode(message)
         for agent_id in agent_ids:
             line = self._lines.get(agent_id)
             # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.

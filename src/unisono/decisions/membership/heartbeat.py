@@ -27,31 +27,32 @@ def routine(state: State, worker_id: str, beat: Beat, now: float) -> State | Non
     if worker is None or not _Rule.of(state, now).is_routine(worker, beat):
         return None
     workers = dict(state.workers)
-    workers[worker_id] = dataclasses.replace(worker, heard_at=now, beat=beat, phase=beat.phase)
+    workers[worker_id] = worker.heard(now, beat)
     is_witness = worker.state is state.witness_state
     return dataclasses.replace(state, workers=workers, witnessed_at=now if is_witness else state.witnessed_at)
 
 
-def routine_of_many(state: State, beats: Sequence[BeatOf], now: float) -> tuple[State, list[BeatOf]]:
-    """Return the state after the heartbeats from which nothing follows, and those from which something may.
+def routine_of_many(state: State, beats: Sequence[BeatOf], now: float) -> tuple[State, Sequence[BeatOf]]:
+    """Return the state after the heartbeats up to the first from which something may follow, and those from it on.
 
     Left out are those of workers that have no connection. Of a worker that is known to have got further (it has spoken
     for itself in between) only the time counts.
     """
     if state.ended is not None:
-        return state, []
-    rule, workers, witnessed_at, rest = _Rule.of(state, now), dict(state.workers), state.witnessed_at, []
-    for each in beats:
+        return state, ()
+    rule, workers, witnessed_at = _Rule.of(state, now), dict(state.workers), state.witnessed_at
+    rest: Sequence[BeatOf] = ()
+    for number, each in enumerate(beats):
         worker, beat = workers.get(each.worker_id), each.beat
         if worker is None or worker.closed_at is not None or Beat not in TRANSITIONS[worker.state]:
             continue
         if worker.beat is not None and beat.progress < worker.beat.progress:
             beat = worker.beat
         elif not rule.is_routine(worker, beat):
-            rest.append(each)
-            continue
+            rest = tuple(beats[number:])
+            break
         heard_at = max(worker.heard_at, now - each.seconds_ago)
-        workers[each.worker_id] = dataclasses.replace(worker, heard_at=heard_at, beat=beat, phase=beat.phase)
+        workers[each.worker_id] = worker.heard(heard_at, beat)
         if worker.state is state.witness_state:
             witnessed_at = max(witnessed_at, heard_at)
     return dataclasses.replace(state, workers=workers, witnessed_at=witnessed_at), rest

@@ -195,6 +195,12 @@ class Worker:
     def number(self) -> int:
         return number_of(self.worker_id)
 
+    def heard(self, heard_at: float, beat: Beat) -> Worker:
+        """Return the worker after a heartbeat. This is `dataclasses.replace` in a fifth of the time."""
+        worker = object.__new__(Worker)
+        worker.__dict__.update(self.__dict__, heard_at=heard_at, beat=beat, phase=beat.phase)
+        return worker
+
     @property
     def name(self) -> str:
         return f"worker {self.worker_id} (pid {self.info.pid})" if self.info else f"worker {self.worker_id}"
