@@ -88,7 +88,8 @@ class Head:
 
     Args:
         spec: settings of the run, for machines that join.
-        url: address of the head, for the run directory.
+        url: where other machines reach the head, for invitations.
+        local_url: where this machine does, for the run directory; "": at the same address.
         snapshot: the newest state of the head before this one (`Snapshot.state`).
         term: one more than that of the head before this one.
     """
@@ -101,6 +102,7 @@ class Head:
         run_id: str,
         spec: RunSpec,
         url: str = "",
+        local_url: str = "",
         snapshot: bytes = b"",
         term: int = 1,
     ) -> None:
@@ -128,7 +130,7 @@ class Head:
             lambda text: self._tell_agents(Announcement(text=text)),
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        self._address = AddressFiles(run_id, url, token, made=memory.run_dir if snapshot else "")
+        self._address = AddressFiles(run_id, local_url or url, token, made=memory.run_dir if snapshot else "")
         # Pids and start times of the workers of this machine whose end was not reported to this head: the report may
         # have been lost with the head before.
         self._here: dict[str, tuple[int, str]] = {}

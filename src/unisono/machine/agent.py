@@ -35,7 +35,7 @@ from unisono.journal import conclude
 from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, listen, url_of
+from unisono.machine.headprocess import HeadProcess, Service, listen, local_url, url_of
 from unisono.machine.inviting import welcome_words
 from unisono.machine.workers import Workers, machine_label
 from unisono.messages import (
@@ -114,10 +114,11 @@ async def _run(
         "listener": listener.fileno(),
         "run_id": (run_id := secrets.token_hex(4)),
         "url": url,
+        "local_url": (own_url := local_url(service, url)),
         "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret, certificate)
-    agent = _Agent(spec, url, token, secret, Stream([make("terminal")]), head, machines)
+    agent = _Agent(spec, own_url, token, secret, Stream([make("terminal")]), head, machines)
     for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
         agent.announce(text)
     try:

@@ -6,6 +6,7 @@ The socket belongs to the agent, so it survives a head that dies.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import ipaddress
 import os
 import signal
@@ -28,7 +29,7 @@ from unisono.invitation import HeadUrl
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory
 from unisono.machine.children import TERMINATE_S, Child, spawn
 
-__all__ = ["MAX_HEADS", "HeadProcess", "Service", "listen", "other_addresses", "reachable", "url_of"]
+__all__ = ["MAX_HEADS", "HeadProcess", "Service", "listen", "local_url", "other_addresses", "reachable", "url_of"]
 
 MAX_HEADS: Final = 4
 HEADS_WITHIN_S: Final = 30.0
@@ -108,6 +109,11 @@ def other_addresses(service: Service) -> list[Interface]:
             chosen = reachable(service.bind)
             return [found for found in _listening(service.bind) if found.address != chosen]
     return []
+
+
+def local_url(service: Service, url: str) -> str:
+    """Return the URL for this machine itself: it may not reach the address that others are told (NAT)."""
+    return str(dataclasses.replace(HeadUrl.parse(url), host=reachable(service.bind))) if service.advertise else url
 
 
 def url_of(service: Service, listener: socket.socket, identity: Identity | None) -> HeadUrl:
