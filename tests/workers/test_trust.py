@@ -221,7 +221,7 @@ def listening_ports(pid: int) -> set[int]:
 
 def answers(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        socket.create_connection(("127.0.0.1", port), timeout=0.5).close()
     except OSError:
         return False
     return True
