@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -131,6 +132,37 @@ def test_a_certificate_of_ones_own(unisono: Unisono, tmp_path: Path, own: Identi
         assert command.wait() == 0
 
 
+@pytest.mark.usefixtures("nursery")
+def test_this_machine_need_not_reach_the_address_that_others_are_told(
+    unisono: Unisono, tmp_path: Path, calm: Path
+) -> None:
+    """It may be that of a router before it, which sends nothing back to where it came from."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (1,)) as gates:
+        command = start(unisono, run_dir, gates, "--tls", "--advertise", "192.0.2.77")
+        gates.wait(1)
+        head = HeadUrl.parse(find(str(run_dir)).url)
+        status = unisono("status", run_dir)
+        assert status.wait() == 0
+        line = shlex.split(status.line("other machines join with: ").partition("join with: ")[2])[-1]
+        assert HeadUrl.parse(Invitation.parse(line).url) == dataclasses.replace(head, host="192.0.2.77")
+        assert head.host == "127.0.0.1"
+        gates.open(1)
+        finish(command, run_dir, calm)
+
+
+def test_an_older_tls_is_refused(own: Identity) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    false = FalseHead(own)  # with the settings of a true one
+    try:
+        with socket.create_connection((false.url.host, false.url.port)) as connection, pytest.raises(ssl.SSLError):
+            context.wrap_socket(connection)
+    finally:
+        false.close()
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Identity:
     """A certificate that does not belong to the run's token, in two files."""
@@ -189,7 +221,7 @@ def listening_ports(pid: int) -> set[int]:
 
 def answers(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S).close()
+        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S / 100).close()
     except OSError:
         return False
     return True

@@ -31,7 +31,10 @@ class Settings:
     """File descriptor of the socket that listens; the agent has bound it and keeps it."""
     run_id: str
     url: str
+    """Where other machines reach the head."""
     spec: RunSpec
+    local_url: str = ""
+    """Where this machine reaches the head, if that is not the same."""
     term: int = 1
     """One more than that of the head before this one."""
     identity: str = ""
@@ -60,6 +63,7 @@ async def _serve(settings: Settings, token: str) -> int:
         run_id=settings.run_id,
         spec=settings.spec,
         url=settings.url,
+        local_url=settings.local_url,
         snapshot=snapshot,
         term=settings.term,
         seat=settings.seat,

@@ -110,7 +110,8 @@ class Head:
 
     Args:
         spec: settings of the run, for machines that join.
-        url: address of the head, for the run directory.
+        url: where other machines reach the head, for invitations.
+        local_url: where this machine does, for the run directory; "": at the same address.
         snapshot: the newest state of the head before this one (`Snapshot.state`).
         term: one more than that of the head before this one.
         seat: the agent whose child this head is; "": the command that has started the run, or that of the head before.
@@ -126,6 +127,7 @@ class Head:
         run_id: str,
         spec: RunSpec,
         url: str = "",
+        local_url: str = "",
         snapshot: bytes = b"",
         term: int = 1,
         seat: str = "",
@@ -163,7 +165,7 @@ class Head:
             lambda text: self._tell_agents(Announcement(text=text)),
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        self._address = AddressFiles(run_id, url, token, made=memory.run_dir if snapshot else "")
+        self._address = AddressFiles(run_id, local_url or url, token, made=memory.run_dir if snapshot else "")
         # Pids and start times of the workers of this machine whose end was not reported to this head: the report may
         # have been lost with the head before.
         self._here: dict[str, tuple[int, str]] = {}
@@ -446,7 +448,7 @@ class Head:
             return
         self._may_write = False  # the workers must not write when the other side does
         for worker_id in self._state.workers:
-            self._tell(worker_id, Heads(branch=self._state.branch_name, may_write=False))
+            self._tell([worker_id], Heads(branch=self._state.branch_name, may_write=False))
         text = (
             f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
             f"has done {stand.rank.step + 1}: all machines of this side join the other one"
@@ -666,18 +668,13 @@ class Head:
         before, self._may_write = self._may_write, self._pen.take(self._run_dir)
         if self._may_write == before:
             return
-        for worker_id in self._state.workers:
-            self._tell(worker_id, Heads(branch=self._state.branch_name, may_write=self._may_write))
+        self._tell(self._state.workers, Heads(branch=self._state.branch_name, may_write=self._may_write))
         if self._may_write:
             self._write_address(self._run_dir)
             text = f"this side of the run writes into {self._run_dir} now"
         else:
             text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
         self._tell_agents(Announcement(text=text))
-
-    def _tell(self, name: str, message: Message) -> None:
-        if (line := self._lines.get(name)) is not None:
-            line.put(encode(message))
 
     def _write_address(self, run_dir: str) -> None:
         if not self._may_write:

@@ -40,7 +40,7 @@ from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.descendants import end_descendants
 from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, listen, reserve, url_of
+from unisono.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of
 from unisono.machine.idleness import Watching
 from unisono.machine.inviting import welcome_words
 from unisono.machine.plain import free_port, variables
@@ -130,10 +130,11 @@ async def _run(
     settings = {
         "policy": service.policy,
         "run_id": (run_id := secrets.token_hex(4)),
+        "local_url": (own_url := local_url(service, url)),
         "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret, url, certificate)
-    agent = _Agent(spec, url, token, secret, Stream([make("terminal")]), head, machines, is_primary=True)
+    agent = _Agent(spec, own_url, token, secret, Stream([make("terminal")]), head, machines, is_primary=True)
     for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
         agent.announce(text)
     try:

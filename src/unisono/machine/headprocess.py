@@ -37,6 +37,7 @@ __all__ = [
     "Service",
     "address_like",
     "listen",
+    "local_url",
     "other_addresses",
     "reachable",
     "reserve",
@@ -144,6 +145,11 @@ def other_addresses(service: Service) -> list[Interface]:
             chosen = reachable(service.bind)
             return [found for found in _listening(service.bind) if found.address != chosen]
     return []
+
+
+def local_url(service: Service, url: str) -> str:
+    """Return the URL for this machine itself: it may not reach the address that others are told (NAT)."""
+    return str(replace(HeadUrl.parse(url), host=reachable(service.bind))) if service.advertise else url
 
 
 def url_of(service: Service, listener: socket.socket, identity: Identity | None) -> HeadUrl:
