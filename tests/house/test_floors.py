@@ -123,6 +123,7 @@ NEIGHBOURS = {
         "machine.descendants",
         "machine.following",
         "machine.headprocess",
+        "machine.holder",
         "machine.workers",
         "watch",
     },

@@ -22,7 +22,9 @@ from unisono.machine.headprocess import MAX_HEADS, HeadProcess
 from unisono.messages import AgentHello, Ended, Message, Snapshot, Welcome, WorkerExit, decode, encode
 from unisono.words import exit_words
 
-__all__ = ["Following", "Owner"]
+__all__ = ["Following", "Owner", "answers"]
+
+ANSWER_S: Final = 3.0
 
 OPEN_S: Final = 10.0
 RETRY_S: Final = 0.05
@@ -84,6 +86,11 @@ class Following:
     def snapshot(self) -> Snapshot | None:
         """The newest version of the head's state."""
         return self._known.snapshot
+
+    @property
+    def head_url(self) -> str:
+        """The address of the head that this agent is connected to; "" while the head is away."""
+        return self._url if self._is_welcome else ""
 
     # -- what the agent asks for ---------------------------------------------------------------------
 
@@ -306,6 +313,19 @@ async def _connect(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     raise failure
+
+
+async def answers(url: str) -> bool:
+    """Return whether the machine of a head answers, be it that nobody listens there any more."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            sock = await _connect(*host_and_port(url))
+    except ConnectionError:
+        return True
+    except OSError:  # no answer in time, or no way
+        return False
+    sock.close()
+    return True
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
