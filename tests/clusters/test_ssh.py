@@ -34,9 +34,14 @@ WITH_STRAYS = f"""
     """
 
 
+CHATTY = 'ForceCommand echo "Welcome to m2!"; eval "$SSH_ORIGINAL_COMMAND"'
+"""A machine whose shell has something to say first."""
+
+
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    with run_sshd(tmp_path_factory.mktemp("sshd"), "m1", "m2") as found:
+    with run_sshd(tmp_path_factory.mktemp("sshd"), "m1") as found:
+        found.start("m2", more=[CHATTY])
         yield found
 
 
@@ -72,7 +77,7 @@ class Wire:
             do("ip", "-n", self.name, *words.split())
 
     def cut(self) -> None:
-        do("ip", "link", "set", self.link, "down")
+        do("ip", "-n", self.name, "link", "set", "far", "down")  # as if the machine had no power any more
 
     def remove(self) -> None:
         subprocess.run(["ip", "link", "delete", self.link], capture_output=True, timeout=WAIT_S, check=False)
@@ -155,6 +160,7 @@ def test_a_run_by_ssh_gives_the_bits_of_one_process(
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
     assert num_workers(tmp_path / "run")[-1] == total
+    assert "[m2] Welcome to m2!" in command.out
 
 
 def end(pid: int) -> None:
