@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -317,14 +318,15 @@ async def _connect(host: str, port: int) -> socket.socket:
 
 async def answers(url: str) -> bool:
     """Return whether the machine of a head answers, be it that nobody listens there any more."""
+    parts = urlsplit(url)
     try:
         async with asyncio.timeout(ANSWER_S):
-            sock = await _connect(*host_and_port(url))
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
     except ConnectionError:
         return True
     except OSError:  # no answer in time, or no way
         return False
-    sock.close()
+    writer.close()
     return True
 
 
