@@ -23,7 +23,8 @@ from tests.waiting import WAIT_S
 
 __all__ = ["APART", "SshMachine", "Sshd", "children", "run_sshd"]
 
-PASSED = ("UNISONO_TEST", "UNISONO_NURSERY", "UNISONO_STACK_SIGNAL", "OMP_NUM_THREADS", "TMPDIR")
+MACHINE = "UNISONO_TEST_MACHINE"
+PASSED = ("PYTHONPATH", "UNISONO_TEST", "UNISONO_NURSERY", "UNISONO_STACK_SIGNAL", "OMP_NUM_THREADS", "TMPDIR")
 """Variables that come along, so that a test finds what it has started, and its runs begin quickly."""
 
 APART = ("unshare", "--pid", "--uts", "--ipc", "--mount", "--fork", "--kill-child=KILL", "--mount-proc")
@@ -75,6 +76,8 @@ class SshMachine:
         self.port = port
         self.process = process
         self.is_apart = is_apart
+        self.sign = f"{MACHINE}={name}-{port}"
+        """A variable of all processes that are started there."""
         self.log: list[str] = []
         self._is_known = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -100,13 +103,14 @@ class SshMachine:
         self.process.wait()
 
     def processes(self) -> dict[int, str]:
-        """Return all that runs there below the sshd: process id and command. No shell or sshd: what a test began."""
-        found, todo = {}, [self.process.pid]
-        for pid in todo:
-            todo += children(pid)
+        """Return all that was started there, children of children included: process id and command."""
+        found = {}
+        for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return {pid: command for pid, command in found.items() if pid != self.process.pid and "sshd" not in command}
+                if folder.name.isdecimal() and self.sign.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(folder.name)] = command
+        return found
 
     def sessions(self) -> list[int]:
         """Return the processes of the sshd that serve a connection each."""
@@ -160,7 +164,7 @@ class Sshd:
     def _start(
         self, name: str, port: int, apart: bool, prepare: str, environment: str, more: Sequence[str]
     ) -> SshMachine:
-        lines = [*more, *([f"SetEnv {environment}"] if environment else [])]
+        lines = [*more, f"SetEnv {MACHINE}={name}-{port} {environment}"]
         config = self.folder / f"sshd-{name}"
         config.write_text(SERVER.format(port=port, folder=self.folder, passed=" ".join(PASSED), more="\n".join(lines)))
         sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -33,9 +34,14 @@ WITH_STRAYS = f"""
     """
 
 
+CHATTY = 'ForceCommand echo "Welcome to m2!"; eval "$SSH_ORIGINAL_COMMAND"'
+"""A machine whose shell has something to say first."""
+
+
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    with run_sshd(tmp_path_factory.mktemp("sshd"), "m1", "m2") as found:
+    with run_sshd(tmp_path_factory.mktemp("sshd"), "m1") as found:
+        found.start("m2", more=[CHATTY])
         yield found
 
 
@@ -52,6 +58,47 @@ def island(sshd: Sshd, tmp_path: Path) -> Iterator[SshMachine]:
     machine = sshd.start(name, apart=True, prepare=prepare, environment=f"XDG_CACHE_HOME={tmp_path / 'cache'}")
     yield machine
     machine.kill()
+
+
+class Wire:
+    """A network of its own for the command, with a cable to this machine."""
+
+    def __init__(self) -> None:
+        self.name, self.link = f"unisono-ssh-{os.getpid()}", f"us{os.getpid()}"
+        net = f"10.214.{os.getpid() % 250}"
+        self.own, self.far = f"{net}.1", f"{net}.2"
+
+    def lay(self) -> None:
+        do("ip", "netns", "add", self.name)
+        do("ip", "link", "add", self.link, "type", "veth", "peer", "name", "far", "netns", self.name)
+        do("ip", "address", "add", f"{self.own}/24", "dev", self.link)
+        do("ip", "link", "set", self.link, "up")
+        for words in (f"address add {self.far}/24 dev far", "link set far up", "link set lo up"):
+            do("ip", "-n", self.name, *words.split())
+
+    def cut(self) -> None:
+        do("ip", "-n", self.name, "link", "set", "far", "down")  # as if the machine had no power any more
+
+    def remove(self) -> None:
+        subprocess.run(["ip", "link", "delete", self.link], capture_output=True, timeout=WAIT_S, check=False)
+        subprocess.run(["ip", "netns", "delete", self.name], capture_output=True, timeout=WAIT_S, check=False)
+
+
+def do(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=WAIT_S)
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    found = Wire()
+    try:
+        found.lay()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("network namespaces are not permitted here")
+    try:
+        yield found
+    finally:
+        found.remove()
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +160,7 @@ def test_a_run_by_ssh_gives_the_bits_of_one_process(
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
     assert num_workers(tmp_path / "run")[-1] == total
+    assert "[m2] Welcome to m2!" in command.out
 
 
 def end(pid: int) -> None:
@@ -190,6 +238,29 @@ def test_a_machine_that_dies_in_the_middle_costs_no_bit(
         gates.open(2, generation)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
+
+
+def test_machines_whose_command_is_out_of_reach_are_left_alone_until_they_have_ended(
+    sshd: Sshd, wire: Wire, unisono: Unisono, tmp_path: Path
+) -> None:
+    """The machine of the command is lost with its connections. What the others do then is the same as after
+    `unisono join`: they end when they have waited for the head, or the run goes on to its end. Nothing is left then.
+    """
+    machine = sshd.start("reached", more=[f"ListenAddress {wire.own}"])
+    reach = f"{sshd.command} -o HostName={wire.own}"
+    with Gates(tmp_path / "gates", (2,)) as gates:
+        options = ("--hosts", "reached:2", "--ssh", reach, "--head-away-s", "8")
+        arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
+        inside = ("ip", "netns", "exec", wire.name)
+        command = unisono("run", SCRIPT, "--run-dir", tmp_path / "run", *options, *arguments, before=inside)
+        gates.wait(2, workers=2)
+        session = os.pidfd_open(machine.sessions()[0])
+        wire.cut()
+        assert select.select([session], [], [], WAIT_S)[0], "sshd has noticed"
+        os.close(session)
+        process_of(machine, "unisono join")
+    command.process.kill()
+    wait_until_empty(machine)
 
 
 def test_a_folder_is_sent_to_the_machines_that_lack_it(

@@ -150,6 +150,7 @@ NEIGHBOURS = {
         "machine.inviting",
         "machine.idleness",
         "machine.plain",
+        "machine.holder",
         "machine.workers",
         "watch",
     },

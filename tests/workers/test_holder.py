@@ -18,7 +18,12 @@ from tests.workers.conftest import marked, wait_until_gone
 from unisono.machine.holder import CANNOT_START, Order
 
 STUBBORN = 'trap "" TERM HUP INT; echo ready; exec sleep 1000000'
-IMPATIENT = "import sys; from unisono.machine import holder; holder.TERMINATE_S = 0.1; sys.exit(holder.main())"
+IMPATIENT = """
+import sys
+from unisono.machine import holder
+holder.TERMINATE_S = holder.LOSE_S = 0.1
+sys.exit(holder.main())
+"""
 FAMILY = f"""
 import subprocess, sys
 subprocess.Popen(["setsid", "sh", "-c", {STUBBORN!r}])
@@ -82,6 +87,38 @@ def test_a_command_that_does_not_end_by_itself_is_ended(mark: str, monkeypatch: 
         process.stdin.close()
         assert process.wait(WAIT_S) == 1
         assert marked(mark) == {}
+
+
+LOSER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-P", "-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        ("echo ends", ["ends"]),
+        ("echo hangs; cat >/dev/null; exec sleep 1000000", ["hangs"]),
+        ("exec 0<&-; echo goes on; sleep 2; echo has ended by itself", ["goes on", "has ended by itself"]),
+    ],
+)
+def test_a_command_hears_of_a_lost_connection_and_may_go_on(answer: str, shown: list[str], mark: str) -> None:
+    """The connection is lost where the process that serves it has ended, too. A command that does nothing is ended."""
+    program = IMPATIENT.replace("holder.TERM", "holder.COMMAND_S = holder.TERM")
+    server = [sys.executable, "-P", "-c", LOSER, program]
+    with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        script = f'read secret; echo ready; read line; test "$line" = lost && {{ {answer}; }}'
+        process.stdin.write(Order(["sh", "-c", script]).encode() + "\nthe secret\n")
+        process.stdin.flush()
+        assert lines(process, 1) == ["ready"]
+        process.kill()
+        process.stdin.close()
+        assert process.stdout.read().splitlines() == shown
+    wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
+    assert marked(mark) == {}
 
 
 def test_a_holder_without_an_order_ends() -> None:

@@ -44,6 +44,9 @@ def project(tmp_path: Path) -> Path:
         "env/pyvenv.cfg": "",
         "env/lib/torch.py": "x",
         "runs/one/journal.jsonl": "x",
+        "older/run.json": "{}",
+        "older/journal.jsonl": "x",
+        "older/checkpoints/1/model.pt": "x",
         "ä b\n.txt": "a strange name",
     }.items():
         path = folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import IO, Final
 
 from unisono.errors import UsageError
+from unisono.journal import JOURNAL
 from unisono.machine.shipped import MAX_FILES, checksum, is_inside
+from unisono.rundir import RUN_FILE
 
 __all__ = ["MEGABYTE", "Parcel", "inspect", "pack"]
 
@@ -36,10 +39,10 @@ def inspect(folder: str, *, without: str, max_bytes: int) -> Parcel:
     """Return which files of a folder are sent. Reads all of them once, for the checksum.
 
     What ``.gitignore`` names is left out, also where the folder is no checkout of git; and so are caches of Python and
-    its tools, virtual environments, and what is neither a file nor a link.
+    its tools, virtual environments, directories of runs, and what is neither a file nor a link.
 
     Args:
-        without: a folder that is left out: the run's directory; "" for none.
+        without: a folder that is left out as well: that of the run that begins; "" for none.
 
     Raises:
         UsageError: the folder is too large, has a link that leaves it, or a file that cannot be read.
@@ -105,8 +108,16 @@ def _names(folder: str, without: str) -> Iterator[str]:
         if NEVER & set(parts) or name == apart or name.startswith(f"{apart}/"):
             continue
         parents = ["/".join(parts[:number]) for number in range(1, len(parts))]
-        if not any(os.path.isfile(f"{folder}/{parent}/pyvenv.cfg") for parent in parents):
+        if not any(_is_apart(f"{folder}/{parent}") for parent in parents):
             yield name
+
+
+@functools.cache
+def _is_apart(folder: str) -> bool:
+    """Return whether this is a virtual environment, or the directory of a run."""
+    return os.path.isfile(f"{folder}/pyvenv.cfg") or all(
+        os.path.isfile(f"{folder}/{name}") for name in (RUN_FILE, JOURNAL)
+    )
 
 
 def _listed(folder: str) -> list[str]:

@@ -39,8 +39,9 @@ from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standar
 from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.descendants import end_descendants
-from unisono.machine.following import Following
+from unisono.machine.following import Following, answers
 from unisono.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of
+from unisono.machine.holder import LOST
 from unisono.machine.idleness import Watching
 from unisono.machine.inviting import welcome_words
 from unisono.machine.plain import free_port, variables
@@ -221,6 +222,8 @@ class _Agent:
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
         self._forgets = False
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._url = url
+        self._outliving: asyncio.Future[None] | None = None
         self._num_signals = 0
         self._checkpoint_code = -1  # see `reaction`
         self._stop: StopRun | None = None
@@ -399,9 +402,28 @@ class _Agent:
 
     def _on_input(self) -> None:
         """End the agent at the end of its standard input: the launcher has ended, or ends this agent."""
-        if not os.read(sys.stdin.fileno(), 4096):
+        data = os.read(sys.stdin.fileno(), 4096)
+        if not data:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._end_now("the launcher that has started this agent is gone", 1)
+        elif data == LOST:
+            self._outliving = asyncio.ensure_future(self._outlive_launcher())
+
+    async def _outlive_launcher(self) -> None:
+        """Go on where not only the connection to the launcher is lost, but its machine, or the path to it.
+
+        Then the same holds as for a machine that has joined by itself: `Following` decides how long. Where the machine
+        of the launcher answers, the launcher was killed or wants no more of this agent, so the agent ends.
+        """
+        is_elsewhere = self._following.head_url not in ("", self._url)
+        if not is_elsewhere and await answers(self._url):
+            self._end_now("the connection to the launcher that has started this agent is lost", 1)
+            return
+        loop, number = asyncio.get_running_loop(), sys.stdin.fileno()
+        loop.remove_reader(number)
+        with open(os.devnull, "r+b") as nothing:
+            for stream in (number, sys.stdout.fileno(), sys.stderr.fileno()):
+                os.dup2(nothing.fileno(), stream)  # closes the pipes; the holder sees that
 
     def _end_now(self, reason: str, exit_code: int) -> None:
         """End the run. The head gets this message before the ends of the workers, and sends it to the other machines.

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections import deque
 from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -41,7 +42,9 @@ from unisono.messages import (
 from unisono.spec import Partition
 from unisono.words import exit_words
 
-__all__ = ["Following", "Owner"]
+__all__ = ["Following", "Owner", "answers"]
+
+ANSWER_S: Final = 3.0
 
 OPEN_S: Final = 10.0
 ELSEWHERE_S: Final = 3.0
@@ -139,6 +142,11 @@ class Following:
     def snapshot(self) -> Snapshot | None:
         """The newest version of the head's state."""
         return self._known.snapshot
+
+    @property
+    def head_url(self) -> str:
+        """The address of the head that this agent is connected to; "" while the head is away."""
+        return self._url if self._is_welcome else ""
 
     # -- what the agent asks for ---------------------------------------------------------------------
 
@@ -491,6 +499,20 @@ def _drop(attempt: asyncio.Future[Link]) -> None:
 
     attempt.cancel()
     attempt.add_done_callback(close)
+
+
+async def answers(url: str) -> bool:
+    """Return whether the machine of a head answers, be it that nobody listens there any more."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except ConnectionError:
+        return True
+    except OSError:  # no answer in time, or no way
+        return False
+    writer.close()
+    return True
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
