@@ -14,6 +14,8 @@ from unisono.errors import UsageError
 from unisono.words import count
 
 __all__ = [
+    "FILES_BESIDE",
+    "FILES_PER_WORKER",
     "Workers",
     "check_open_files",
     "check_workers",

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -334,3 +336,36 @@ def test_a_long_way_costs_time_only(
     assert steps[-1]["generation"] - steps[0]["generation"] == 2, "another one than the killed one was lost"
     assert "silent" not in " ".join(hosts.left.err)
     assert min(step["seconds"]["waiting"] for step in steps) >= 2 * DELAY_S, "a step did not go the long way"
+
+
+def examined(cable: Cable, unisono: Unisono, tmp_path: Path, *options: object) -> dict[str, Any]:
+    """What `unisono doctor` finds on both hosts."""
+    enter = "\n".join(
+        f'{side}) exec {shlex.join(cable.inside(number))} sh -c "$2" ;;'
+        for number, side in enumerate(("left", "right"))
+    )
+    program = tmp_path / "enter"
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{enter}\nesac\n')
+    program.chmod(0o755)
+    command = unisono("doctor", "--hosts", "left,right", "--ssh", program, "--json", *options)
+    command.wait()
+    found: dict[str, Any] = json.loads("\n".join(command.out))
+    return found
+
+
+def test_the_doctor_measures_the_way_between_hosts_and_finds_a_firewall(
+    cable: Cable, unisono: Unisono, tmp_path: Path
+) -> None:
+    """Each direction by itself: what stops one may let the other pass."""
+    ports = "47310:47320"
+    cable.drop(1, "-p", "tcp", "--dport", ports)
+    found = examined(cable, unisono, tmp_path, "--ports", ports)
+    there, back = found["machines"]["paths"]
+    assert (there["source"], there["target"]) == ("left", "right")
+    assert there["error"].startswith(f"{ADDRESSES[1]} port 4731")
+    assert "timed out" in there["error"]
+    assert back["address"] == ADDRESSES[0]
+    assert back["bandwidth"] > 1e5
+    (hurt,) = [finding for finding in found["findings"] if finding["check"] == "left to right"]
+    assert hurt["do"].startswith("let the firewall of right pass TCP from left")
+    assert {facts["host"] for facts in found["machines"]["facts"].values()} == {"left", "right"}

@@ -14,7 +14,7 @@ import click
 
 from unisono.errors import UsageError
 
-__all__ = ["check_directory", "check_text", "script_arguments", "seconds"]
+__all__ = ["check_directory", "check_text", "port_range", "script_arguments", "seconds"]
 
 
 def seconds(name: str, default_s: float, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -41,6 +41,18 @@ def check_text(what: str, *texts: str) -> None:
                 f"{what} cannot be read in this locale, whose encoding is {encoding}: {os.fsencode(text)!r}; set "
                 "PYTHONUTF8=1"
             ) from None
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """Return the first and the last port of ``A:B``.
+
+    Raises:
+        UsageError: it is not a range of ports.
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
+        raise UsageError(f"a range of ports is A:B with 1 <= A <= B <= 65535, got {text!r}")
+    return int(first), int(last)
 
 
 def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:
