@@ -72,6 +72,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     start: StartMethod = "fork"
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
+    address: str = ""
+    """At which workers of other machines reach those of this one; "": the one by which they reach the head."""
     launched: bool = False
     """A launcher has started the agent: it ends with its standard input, and prints the workers' output only."""
     when_idle: WhenIdle | None = None
@@ -95,6 +97,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Position among the workers of its machine."""
     gpu: int = -1
     """Number of the GPU that it takes, among those that its agent may use; -1: by its local rank."""
+    address: str = ""
+    """`MachineSpec.address`."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

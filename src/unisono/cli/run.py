@@ -13,7 +13,7 @@ import click
 from click import argument, option
 
 from unisono.capacity import Workers, parse_workers
-from unisono.cli.given import check_directory, check_text, script_arguments, seconds
+from unisono.cli.given import address_of, check_directory, check_text, port_range, script_arguments, seconds
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
 from unisono.spec import RunSpec, StartMethod
@@ -47,7 +47,11 @@ _OPTIONS: Final = (
            "fastest), shared (one machine), gloo, or two-level."),
     option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
            "machines need one that they can reach."),
+    option("--interface", default="", metavar="NAME", help="The network interface that the head listens on, and that "
+           "workers of this machine exchange gradients over, e.g. ib0; instead of --bind."),
     option("--port", default=0, show_default="any", help="The head's port."),
+    option("--ports", default="", metavar="A:B", help="The head takes the first free port of these; `unisono doctor "
+           "--ports A:B` says what workers need."),
     option("--max-restarts", default=10, show_default=True, help="How many lost workers of a machine are replaced."),
     option("--strict", is_flag=True, help="Refuse workers whose arithmetic may differ."),
     option("--allow-different-script", is_flag=True, help="Admit workers whose script has another text than the "
@@ -117,6 +121,7 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
         start=options.start,
         simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,
+        address=options.address,
     )
 
 
@@ -137,7 +142,9 @@ class Options:
     resume_anyway: tuple[str, ...]
     exchange: str
     bind: str
+    interface: str
     port: int
+    ports: str
     max_restarts: int
     strict: bool
     allow_different_script: bool
@@ -196,7 +203,19 @@ class Options:
             hang_s=self.hang_s,
             away_s=self.head_away_s,
         )
-        return Service(policy=policy, bind=self.bind, port=self.port)
+        if self.interface and self.bind not in (None, "127.0.0.1"):
+            raise UsageError(
+                f"--interface {self.interface} and --bind {self.bind} both name an address; give one of them"
+            )
+        if self.ports and self.port:
+            raise UsageError(f"--port {self.port} and --ports {self.ports} both name the head's port; give one of them")
+        ports = port_range(self.ports) if self.ports else (self.port, self.port)
+        return Service(policy=policy, bind=self.address or self.bind, ports=ports)
+
+    @property
+    def address(self) -> str:
+        """The address of the interface that was named; "" where none was."""
+        return address_of(self.interface) if self.interface else ""
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:

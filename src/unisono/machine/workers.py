@@ -212,6 +212,7 @@ class Workers:
             agent=os.getpid(),
             local_rank=local_rank,
             gpu=self._places.of(local_rank).gpu,
+            address=spec.address,
         )
 
     def _started(self) -> list[_Started]:
