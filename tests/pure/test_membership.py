@@ -31,6 +31,7 @@ from unisono.decisions.membership import (
 from unisono.decisions.membership.likeness import differences
 from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, resumed
 from unisono.errors import ProtocolError, UsageError
+from unisono.head.memory import Memory
 from unisono.messages import (
     AgentHello,
     Announcement,
@@ -834,6 +835,20 @@ def test_a_run_that_decides_by_itself_takes_no_more_than_its_machines_have_room_
     assert story.sent("agent1", Start) == [], "until it was measured"
     steps(story, MEASURED, rate=20)
     assert [(w.worker_id, w.agent) for w in story.state.workers.values()][2:] == [("w2", "agent1")]
+
+
+def test_what_was_measured_goes_on_with_the_next_head() -> None:
+    story = Story(1, minimum=1, maximum=1, most=8, grows=False, efficiency=0.5)
+    story.agent(4)
+    story.arrive("w0")
+    story.hold()
+    steps(story, MEASURED, rate=10)
+    story.agent(0, "agent1", primary=False)
+    state = Memory.decode(Memory(story.state, 0.0, "").encode()).state
+    assert state.measured.rates == story.state.measured.rates
+    assert state.measured.rates[1] == pytest.approx(10)
+    assert state.agents == story.state.agents
+    assert resumed(state, 2, 0.0).policy == story.state.policy
 
 
 def test_a_number_that_the_user_sets_stays() -> None:
