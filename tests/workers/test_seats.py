@@ -110,6 +110,9 @@ def test_more_workers_than_free_gpus_share_those_of_their_own_run_and_it_is_said
         "share 2 GPUs, and a step takes longer"
     )
     assert [places.of(rank).gpu for rank in range(4)] == [1, 3, 1, 3]
+    other.kill()
+    other.wait()
+    assert [places.of(rank).gpu for rank in range(4)] == [1, 3, 0, 2], "who starts now has a GPU for itself"
 
 
 def test_what_was_counted_and_is_not_used_is_given_back(four_gpus: None) -> None:
