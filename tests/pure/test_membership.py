@@ -2711,6 +2711,12 @@ class World:
         agent_id = f"agent{len(self.story.state.agents)}"
         self.perform(lambda: self.story.agent(count, agent_id, primary=False, host=f"host{self.rng.randint(0, 9)}"))
 
+    def offer(self) -> None:
+        """A machine that has joined is used by somebody, or by nobody any more."""
+        guests = [i for i, agent in self.story.state.agents.items() if not agent.primary]
+        if guests:
+            self.says(self.rng.choice(guests), Offer(num_workers=self.rng.choice((0, 0, 1, 3)), reason="somebody"))
+
     def finish(self) -> None:
         """A member has made its last step."""
         state = self.story.state
@@ -2745,7 +2751,8 @@ def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minim
     """Whatever happens, `World.check` holds; in a calm that follows all who are there take part; and it ends."""
     rng = random.Random(seed)
     world = World(rng, start, minimum=min(minimum, start), maximum=64, max_restarts=10_000)
-    moves = [world.start] * 6 + [world.boundary] * 4 + [world.kill] * 2 + [world.drain, world.scale, world.machine]
+    moves = [world.start] * 6 + [world.boundary] * 4 + [world.kill] * 2 + [world.drain, world.scale]
+    moves += [world.machine, world.offer]
     for _ in range(120):
         rng.choice(moves)()
         if world.story.ended is not None:
