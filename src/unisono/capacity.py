@@ -14,6 +14,8 @@ from unisono.errors import UsageError
 from unisono.words import count
 
 __all__ = [
+    "FILES_BESIDE",
+    "FILES_PER_WORKER",
     "Workers",
     "check_open_files",
     "check_workers",
@@ -29,7 +31,7 @@ WORKERS_PER_CORE: Final = 64
 """More workers than that are a typing error, and would overload the machine."""
 
 FILES_PER_WORKER: Final = 2  # the agent reads its output; others of its machine map its memory
-FILES_BESIDE: Final = 40  # and one for every core and GPU that it holds
+FILES_BESIDE: Final = 40
 
 
 class Workers(NamedTuple):
@@ -94,15 +96,19 @@ def machine_cores() -> list[str]:
     return [f"core-{number}" for number in (numbers if limit is None else numbers[: max(1, int(limit))])]
 
 
-def cpu_limit() -> float | None:
-    """Return how many cores' time the control group of this process may use; None: there is no limit."""
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """Return how many cores' time the control group of this process may use; None: there is no limit.
+
+    The smallest limit counts, of the group or of one that it lies in. In a container the group's own path may not be
+    there: then the container's is at the top.
+    """
     found: list[float] = []
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, read = Path("/sys/fs/cgroup"), _limit_of_version_2
+            base, read = root / "sys/fs/cgroup", _limit_of_version_2
         elif "cpu" in controllers.split(","):
-            base, read = Path("/sys/fs/cgroup") / controllers, _limit_of_version_1
+            base, read = root / "sys/fs/cgroup" / controllers, _limit_of_version_1
         else:
             continue
         folder = base / path.lstrip("/")

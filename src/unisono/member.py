@@ -98,7 +98,8 @@ class Member:
 
     Args:
         spec: settings, from the agent.
-        info: describes this worker; ``address`` is filled in with the interface that reaches the head.
+        info: describes this worker; ``address`` is filled in: the one that ``spec`` names, or the one that reaches the
+            head.
         fingerprint: everything that equal bits depend on.
         page: its page in shared memory (`unisono.exchange.pages.WorkerPage`), kept for the library.
         script: checksum of its script's text.
@@ -489,8 +490,9 @@ class Member:
 
     def _talk(self, link: Link) -> None:
         """Send and receive over one connection until it ends."""
-        if self.info.address != link.address:
-            self.info = msgspec.structs.replace(self.info, address=link.address)
+        address = self.spec.address or link.address
+        if self.info.address != address:
+            self.info = msgspec.structs.replace(self.info, address=address)
         hello = Hello(
             info=self.info,
             fingerprint=self._fingerprint,

@@ -56,7 +56,10 @@ def holder(name: str) -> int:
 def _take(name: str) -> bool:
     if (address := _address(name)) in _held or sys.platform != "linux":
         return True
-    seat = socket.socket(socket.AF_UNIX)  # not inherited by programs that this one starts
+    try:
+        seat = socket.socket(socket.AF_UNIX)  # not inherited by programs that this one starts
+    except OSError:
+        return False  # there is no descriptor left: workers start nevertheless, and share
     try:
         seat.bind(address)
         seat.listen()  # so that `holder` can ask

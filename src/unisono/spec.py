@@ -80,6 +80,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     start: StartMethod = "fork"
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""
+    address: str = ""
+    """At which workers of other machines reach those of this one; "": the one by which they reach the head."""
     launched: bool = False
     """Another command shows what happens in the run: the agent prints the workers' output only."""
     when_idle: WhenIdle | None = None
@@ -114,6 +116,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     beats: str = ""
     """Path of the memory in which the worker leaves its heartbeats for its agent (`unisono.beatpage`), in the slot of
     its local rank; "": the worker sends them to the head itself."""
+    address: str = ""
+    """`MachineSpec.address`."""
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,7 @@ from unisono.testing import Faults
 SCRIPT = Path(small_training.__file__)
 STEPS = 60
 ADDRESSES = ("10.213.57.1", "10.213.57.2")
+HAS_IPV6 = Path("/proc/net/if_inet6").exists()
 HEARTBEAT_TIMEOUT_S = 4.0
 """Before the kernel closes a connection whose other end is silent, which it does after 5 s."""
 SILENT = ("--heartbeat-timeout-s", HEARTBEAT_TIMEOUT_S)
@@ -54,6 +57,11 @@ def do(*command: object) -> None:
     subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
 
 
+def of_ipv6(address: str) -> str:
+    """The other address of the host that has this one."""
+    return f"fd57::{address.rpartition('.')[2]}"
+
+
 class Cable:
     """Two namespaces, `left` (the head's) and `right`, with a link between them."""
 
@@ -72,6 +80,8 @@ class Cable:
         for name, link, address in zip(self.names, self.links, ADDRESSES, strict=True):
             do("ip", "link", "set", link, "netns", name)
             do("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
+            if HAS_IPV6:
+                do("ip", "-n", name, "address", "add", f"{of_ipv6(address)}/64", "dev", link, "nodad")
             do("ip", "-n", name, "link", "set", "lo", "up")
             do("ip", "-n", name, "link", "set", link, "up")
 
@@ -226,6 +236,57 @@ class Hosts:
         gates.wait(40)
 
 
+def finish_on_both(
+    cable: Cable,
+    unisono: Unisono,
+    run_dir: Path,
+    calm: Path,
+    tmp_path: Path,
+    *place: object,
+    join: tuple[object, ...] = (),
+) -> dict[str, Any]:
+    """A worker on each host, at this address; returns what the head says of the run."""
+    with Gates(tmp_path / "gates", (3, 20)) as gates:
+        left = unisono(
+            *("run", SCRIPT, "-n", 1, "--run-dir", run_dir, *place, "--", "--steps", STEPS, "--gates", gates.folder),
+            before=cable.inside(0),
+        )
+        gates.wait(3)
+        url = json.loads((run_dir / "head.json").read_text())["url"]
+        right = unisono("join", url, "--token-file", run_dir / "token", "-n", 1, *join, before=cable.inside(1))
+        gates.open(3, left.generation("w1 joins"))
+        gates.wait(20, workers=2)
+        status = unisono("status", run_dir, "--json", before=cable.inside(0))
+        assert status.wait() == 0, status.err
+        gates.open(20)
+        assert left.wait() == 0, left.err
+        assert right.wait() == 0, right.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert by_step(run_dir)[-1] == {"w0", "w1"}
+    found: dict[str, Any] = json.loads("\n".join(status.out))
+    return found
+
+
+def test_two_hosts_train_by_ipv6(cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
+    """The head, and the exchange of gradients: no packet of IPv4 passes."""
+    if not HAS_IPV6:
+        pytest.skip("no IPv6 here")
+    host = of_ipv6(ADDRESSES[0])
+    for side in (0, 1):
+        cable.drop(side)
+    found = finish_on_both(cable, unisono, run_dir, calm, tmp_path, "--bind", host)
+    assert f"[{host}]" in found["url"]
+
+
+def test_an_interface_and_a_range_of_ports_are_named(
+    cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
+) -> None:
+    place = ("--interface", cable.links[0], "--ports", "47330:47339")
+    join = ("--interface", cable.links[1])
+    found = finish_on_both(cable, unisono, run_dir, calm, tmp_path, *place, join=join)
+    assert f"{ADDRESSES[0]}:4733" in found["url"]
+
+
 def by_step(run_dir: Path) -> list[set[str]]:
     return [set(line["workers"]) for line in read(run_dir) if line["kind"] == "step"]
 
@@ -334,3 +395,36 @@ def test_a_long_way_costs_time_only(
     assert steps[-1]["generation"] - steps[0]["generation"] == 2, "another one than the killed one was lost"
     assert "silent" not in " ".join(hosts.left.err)
     assert min(step["seconds"]["waiting"] for step in steps) >= 2 * DELAY_S, "a step did not go the long way"
+
+
+def examined(cable: Cable, unisono: Unisono, tmp_path: Path, *options: object) -> dict[str, Any]:
+    """What `unisono doctor` finds on both hosts."""
+    enter = "\n".join(
+        f'{side}) exec {shlex.join(cable.inside(number))} sh -c "$2" ;;'
+        for number, side in enumerate(("left", "right"))
+    )
+    program = tmp_path / "enter"
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{enter}\nesac\n')
+    program.chmod(0o755)
+    command = unisono("doctor", "--hosts", "left,right", "--ssh", program, "--json", *options)
+    command.wait()
+    found: dict[str, Any] = json.loads("\n".join(command.out))
+    return found
+
+
+def test_the_doctor_measures_the_way_between_hosts_and_finds_a_firewall(
+    cable: Cable, unisono: Unisono, tmp_path: Path
+) -> None:
+    """Each direction by itself: what stops one may let the other pass."""
+    ports = "47310:47320"
+    cable.drop(1, "-p", "tcp", "--dport", ports)
+    found = examined(cable, unisono, tmp_path, "--ports", ports)
+    there, back = found["machines"]["paths"]
+    assert (there["source"], there["target"]) == ("left", "right")
+    assert there["error"].startswith(f"{ADDRESSES[1]} port 4731")
+    assert "timed out" in there["error"]
+    assert back["address"] == ADDRESSES[0]
+    assert back["bandwidth"] > 1e5
+    (hurt,) = [finding for finding in found["findings"] if finding["check"] == "left to right"]
+    assert hurt["do"].startswith("let the firewall of right pass TCP from left")
+    assert {facts["host"] for facts in found["machines"]["facts"].values()} == {"left", "right"}

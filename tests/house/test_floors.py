@@ -109,6 +109,7 @@ FLOORS = {
     # 5, the doors: the command line, and launching from Python.
     "launcher": 5,
     "launchers": 5,
+    "doctor": 5,
     "cli": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
@@ -140,7 +141,7 @@ NEIGHBOURS = {
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "cli": {"launchers"},
+    "cli": {"doctor", "launchers"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",
@@ -196,7 +197,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "head", "launchers", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "doctor", "head", "launchers", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files", "training.recording"),
 )

@@ -32,6 +32,7 @@ from unisono.decisions.membership import (
 from unisono.decisions.membership.likeness import differences
 from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, noted, resumed
 from unisono.errors import ProtocolError, UsageError
+from unisono.head.memory import Memory
 from unisono.messages import (
     AgentHello,
     Announcement,
@@ -868,6 +869,20 @@ def test_a_run_that_decides_by_itself_takes_no_more_than_its_machines_have_room_
     assert story.sent("agent1", Start) == [], "until it was measured"
     steps(story, MEASURED, rate=20)
     assert [(w.worker_id, w.agent) for w in story.state.workers.values()][2:] == [("w2", "agent1")]
+
+
+def test_what_was_measured_goes_on_with_the_next_head() -> None:
+    story = Story(1, minimum=1, maximum=1, most=8, grows=False, efficiency=0.5)
+    story.agent(4)
+    story.arrive("w0")
+    story.hold()
+    steps(story, MEASURED, rate=10)
+    story.agent(0, "agent1", primary=False)
+    state = Memory.decode(Memory(story.state, 0.0, "").encode()).state
+    assert state.measured.rates == story.state.measured.rates
+    assert state.measured.rates[1] == pytest.approx(10)
+    assert state.agents == story.state.agents
+    assert resumed(state, 2, 0.0).policy == story.state.policy
 
 
 def test_a_number_that_the_user_sets_stays() -> None:
@@ -2879,6 +2894,12 @@ class World:
         agent_id = f"agent{len(self.story.state.agents)}"
         self.perform(lambda: self.story.agent(count, agent_id, primary=False, host=f"host{self.rng.randint(0, 9)}"))
 
+    def offer(self) -> None:
+        """A machine that has joined is used by somebody, or by nobody any more."""
+        guests = [i for i, agent in self.story.state.agents.items() if not agent.primary]
+        if guests:
+            self.says(self.rng.choice(guests), Offer(num_workers=self.rng.choice((0, 0, 1, 3)), reason="somebody"))
+
     def finish(self) -> None:
         """A member has made its last step."""
         state = self.story.state
@@ -2913,7 +2934,8 @@ def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minim
     """Whatever happens, `World.check` holds; in a calm that follows all who are there take part; and it ends."""
     rng = random.Random(seed)
     world = World(rng, start, minimum=min(minimum, start), maximum=64, max_restarts=10_000)
-    moves = [world.start] * 6 + [world.boundary] * 4 + [world.kill] * 2 + [world.drain, world.scale, world.machine]
+    moves = [world.start] * 6 + [world.boundary] * 4 + [world.kill] * 2 + [world.drain, world.scale]
+    moves += [world.machine, world.offer]
     for _ in range(120):
         rng.choice(moves)()
         if world.story.ended is not None:

@@ -23,12 +23,16 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from unisono import LaunchError, cli, launch, rundir
 from unisono.capacity import count_workers, parse_workers
+from unisono.cli import given
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
+from unisono.decisions.membership import Policy
 from unisono.errors import CheckpointError, UsageError
 from unisono.events import RunEnded, Seconds, StepFinished, WorkerTimes
+from unisono.interfaces import Interface
 from unisono.journal import JOURNAL
+from unisono.machine.headprocess import Service, listen
 from unisono.watch.terminal import BALANCE_EVERY_S, PLAIN_EVERY_S, Plain
 
 Script = Callable[..., str]
@@ -256,6 +260,46 @@ def test_too_few_open_files_for_the_workers_are_told_before_anything_is_started(
         "unisono: 24 workers need about 88 open files in one process, the limit is 64; raise it (ulimit -n 88), or use "
         "fewer"
     ]
+
+
+def test_an_interface_is_named_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [Interface("eth0", "10.0.0.1"), Interface("ib0", "10.1.0.1"), Interface("eth0", "fd00::1")]
+    monkeypatch.setattr(given, "interfaces", lambda: known)
+    assert given.address_of("ib0") == "10.1.0.1"
+    assert given.address_of("eth0") == "10.0.0.1"
+    assert given.address_of("eth0", ipv6=True) == "fd00::1"
+    for name, ipv6 in (("eth1", False), ("ib0", True)):
+        with pytest.raises(UsageError, match=r"has no address on this machine; there are eth0 \(10.0.0.1\), ib0"):
+            given.address_of(name, ipv6=ipv6)
+
+
+def test_a_range_of_ports_is_read() -> None:
+    assert given.port_range("47000:47100") == (47000, 47100)
+    for wrong in ("47000", "5:4", "0:9", "1:65536", "a:b", ":"):
+        with pytest.raises(UsageError, match="a range of ports is A:B"):
+            given.port_range(wrong)
+
+
+def test_the_head_takes_the_first_free_port_of_a_range() -> None:
+    policy = Policy(start=1, maximum=1)
+    with listen(Service(policy=policy)) as taken:
+        first = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {first}"):
+            listen(Service(policy=policy, ports=(first, first)))
+        with listen(Service(policy=policy, ports=(first, first + 50))) as listener:
+            assert first < listener.getsockname()[1] <= first + 50
+
+
+def test_an_address_is_named_once(unisono: Unisono, script: Script) -> None:
+    name = script("print('ran')")
+    for options, words in (
+        (["--port", 5000, "--ports", "5000:5001"], "both name the head's port"),
+        (["--interface", "eth0", "--bind", "10.0.0.1"], "both name an address"),
+        (["--interface", "nowhere7"], "--interface nowhere7 has no address on this machine"),
+    ):
+        command = unisono("run", name, "-n", 1, *options)
+        assert command.wait() == 2
+        assert words in command.err[-1]
 
 
 def test_every_gpu_else_every_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono import seats
-from unisono.capacity import count_workers, free_workers, machine_cores, machine_gpus, parse_workers
+from unisono.capacity import count_workers, cpu_limit, free_workers, machine_cores, machine_gpus, parse_workers
 from unisono.cli.reach import ask_status, find
 from unisono.lifetime import Memory
 from unisono.machine.children import Child
@@ -110,6 +110,9 @@ def test_more_workers_than_free_gpus_share_those_of_their_own_run_and_it_is_said
         "share 2 GPUs, and a step takes longer"
     )
     assert [places.of(rank).gpu for rank in range(4)] == [1, 3, 1, 3]
+    other.kill()
+    other.wait()
+    assert [places.of(rank).gpu for rank in range(4)] == [1, 3, 0, 2], "who starts now has a GPU for itself"
 
 
 def test_what_was_counted_and_is_not_used_is_given_back(four_gpus: None) -> None:
@@ -127,6 +130,32 @@ def test_without_gpus_cores_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert places.of(0).gpu == NO_GPU
     number = 2 * len(cores)
     assert places.reserve(2).startswith(f"2 workers want {number} cores; this machine has {len(cores)}: they share")
+
+
+def control_group(root: Path, group: str, files: dict[str, str]) -> Path:
+    """The files of a machine on which this process is in this control group."""
+    for name, text in {"proc/self/cgroup": group, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_limit_of_cpu_time_is_found(tmp_path: Path) -> None:
+    """Of both versions of control groups; the smallest on the way to the top counts."""
+    assert cpu_limit(control_group(tmp_path / "none", "0::/\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"})) is None
+    assert cpu_limit(tmp_path / "no such machine") is None
+    newer = {
+        "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
+        "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
+        "sys/fs/cgroup/other/cpu.max": "100000 100000\n",
+    }
+    assert cpu_limit(control_group(tmp_path / "newer", "0::/job/step\n", newer)) == 2.5
+    older = {
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    group = "4:memory:/docker/1\n3:cpu,cpuacct:/docker/1\n0::/\n"
+    assert cpu_limit(control_group(tmp_path / "older", group, older)) == 0.5
 
 
 class Recorder:

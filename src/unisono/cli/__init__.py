@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "status": ("unisono.cli.status:status", "Show how a run is, or how it went."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
     "stop": ("unisono.cli.control:stop", "End a run at the end of the step."),
+    "doctor": ("unisono.cli.doctor:doctor", "Say what of these machines will hurt a run, and what to do."),
     "checkpoints": ("unisono.cli.checkpoints:checkpoints", "List, check or export the checkpoints of a run."),
     "compare": ("unisono.cli.compare:compare", "Say whether two runs are identical, or where they part."),
 }

@@ -13,8 +13,9 @@ from pathlib import Path
 import click
 
 from unisono.errors import UsageError
+from unisono.interfaces import interfaces
 
-__all__ = ["check_directory", "check_text", "script_arguments", "seconds"]
+__all__ = ["address_of", "check_directory", "check_text", "port_range", "script_arguments", "seconds"]
 
 
 def seconds(name: str, default_s: float | None, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -41,6 +42,32 @@ def check_text(what: str, *texts: str) -> None:
                 f"{what} cannot be read in this locale, whose encoding is {encoding}: {os.fsencode(text)!r}; set "
                 "PYTHONUTF8=1"
             ) from None
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """Return the first and the last port of ``A:B``.
+
+    Raises:
+        UsageError: it is not a range of ports.
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
+        raise UsageError(f"a range of ports is A:B with 1 <= A <= B <= 65535, got {text!r}")
+    return int(first), int(last)
+
+
+def address_of(interface: str, *, ipv6: bool = False) -> str:
+    """Return the address of a network interface of this machine: of IPv4, if it has one, unless asked otherwise.
+
+    Raises:
+        UsageError: there is no such interface, or it has no address.
+    """
+    known = interfaces()
+    found = [each.address for each in known if each.name == interface and (":" in each.address or not ipv6)]
+    if not found:
+        names = ", ".join(f"{each.name} ({each.address})" for each in known) or "none"
+        raise UsageError(f"--interface {interface} has no address on this machine; there are {names}")
+    return found[-1 if ipv6 else 0]
 
 
 def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:

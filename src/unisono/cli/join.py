@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from unisono.capacity import check_open_files, check_workers, parse_workers
-from unisono.cli.given import check_text, seconds
+from unisono.cli.given import address_of, check_text, seconds
 from unisono.cli.reach import RUN, ask_status, find, read_token
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
@@ -35,6 +35,12 @@ INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
+@click.option(
+    "--interface",
+    default="",
+    metavar="NAME",
+    help="The network interface over which workers exchange gradients; default: the one that reaches the head.",
+)
 @seconds("--head-away-s", None, "How long this machine waits for a head that is out of reach. [default: as the run]")
 @click.option(
     "--when-idle",
@@ -66,6 +72,7 @@ def join(
     workers: str,
     folder: str,
     run_dir: str,
+    interface: str,
     head_away_s: float | None,
     when_idle: bool,
     idle_s: float,
@@ -100,6 +107,7 @@ def join(
         simulate_hosts=simulate_hosts,
         launched=launched,
         held=launched,
+        address=address_of(interface) if interface else "",
         when_idle=_when_idle(idle_s, idle_load, inputs) if when_idle else None,
     )
     return agent.join(machine, invitation.url, invitation.token)

@@ -15,7 +15,7 @@ from click import argument, option
 
 from unisono import tasks
 from unisono.capacity import Workers, parse_workers
-from unisono.cli.given import check_directory, check_text, script_arguments, seconds
+from unisono.cli.given import address_of, check_directory, check_text, port_range, script_arguments, seconds
 from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
@@ -68,7 +68,11 @@ _OPTIONS: Final = (
     option("--ship-limit", type=float, default=100.0, show_default=True, metavar="MB", help="Most that --ship sends."),
     option("--bind", metavar="ADDRESS", show_default="127.0.0.1; with --hosts, one that these reach", help="Where the "
            "head listens; other machines need an address that they can reach."),
+    option("--interface", default="", metavar="NAME", help="The network interface that the head listens on, and that "
+           "workers of this machine exchange gradients over, e.g. ib0; instead of --bind."),
     option("--port", default=0, show_default="any", help="The head's port."),
+    option("--ports", default="", metavar="A:B", help="The head takes the first free port of these; `unisono doctor "
+           "--ports A:B` says what workers need."),
     option("--advertise", default="", metavar="HOST", help="The address or name at which other machines reach the "
            "head, where that is not the one of --bind."),
     option("--tls/--no-tls", default=None, help="Whether connections to the head are encrypted.  [default: if other "
@@ -158,6 +162,7 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
         start=options.start,
         simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,
+        address=options.address,
     )
 
 
@@ -185,7 +190,9 @@ class Options:
     ship: bool
     ship_limit: float
     bind: str | None
+    interface: str
     port: int
+    ports: str
     advertise: str
     tls: bool | None
     certificate: str
@@ -316,15 +323,26 @@ class Options:
             away_s=self.head_away_s,
             partition=self.partition,
         )
+        if self.interface and self.bind:
+            raise UsageError(
+                f"--interface {self.interface} and --bind {self.bind} both name an address; give one of them"
+            )
+        if self.ports and self.port:
+            raise UsageError(f"--port {self.port} and --ports {self.ports} both name the head's port; give one of them")
         return Service(
             policy=policy,
-            bind=self.bind or bind or LOOPBACK,
-            port=self.port,
+            bind=self.address or self.bind or bind or LOOPBACK,
+            ports=port_range(self.ports) if self.ports else (self.port, self.port),
             advertise=self.advertise.strip("[]"),
             tls=self.tls,
             certificate=self.certificate,
             private_key=self.private_key,
         )
+
+    @property
+    def address(self) -> str:
+        """The address of the interface that was named; "" where none was."""
+        return address_of(self.interface) if self.interface else ""
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:

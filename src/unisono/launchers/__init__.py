@@ -90,6 +90,7 @@ def run(
     start: StartMethod = "fork",
     simulate_hosts: int = 1,
     outcome: str = "",
+    address: str = "",
 ) -> int:
     """Train on the launcher's machines. Blocks until the run is over; returns the exit code.
 
@@ -99,7 +100,7 @@ def run(
         spec: settings of the run. The process goes to its ``folder``; default: the current one.
         machines: what ``launcher.machines()`` has returned, if it was called already.
         service: membership and address of the head; default: all workers of the machines, on the loopback interface.
-        start, simulate_hosts, outcome: for the workers of this machine (`MachineSpec`).
+        start, simulate_hosts, outcome, address: for the workers of this machine (`MachineSpec`).
 
     Raises:
         UsageError: the run cannot be started.
@@ -117,6 +118,7 @@ def run(
         start=start,
         simulate_hosts=simulate_hosts,
         outcome=outcome,
+        address=address,
     )
     service = service or Service(policy=Policy(start=total, maximum=total))
     if isinstance(launcher, Elastic):

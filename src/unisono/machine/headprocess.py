@@ -7,6 +7,7 @@ head: until then the machine answers that nobody listens there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -55,7 +56,8 @@ class Service:
 
     policy: Policy
     bind: str = "127.0.0.1"
-    port: int = 0
+    ports: tuple[int, int] = (0, 0)
+    """The head takes the first one that is free from the first to the last of them; 0: any."""
     advertise: str = ""
     """The address at which other machines reach the head; "": found (`reachable`)."""
     tls: bool | None = None
@@ -84,16 +86,22 @@ def listen(service: Service) -> socket.socket:
     Raises:
         UsageError: this address cannot be used; says why.
     """
-    try:
-        family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
-        # "All interfaces" includes those of IPv4: joining machines get an IPv4 address where there is one.
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server((service.bind, service.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-    except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
-        raise UsageError(
-            f"cannot listen on {service.bind} port {service.port}: {getattr(error, 'strerror', None) or error}; use "
-            "another --bind or --port (0: any)"
-        ) from error
+    first, last = service.ports
+    for port in range(first, last + 1):
+        try:
+            family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
+            # "All interfaces" includes those of IPv4: joining machines get an IPv4 address where there is one.
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            return socket.create_server((service.bind, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
+            if port < last and getattr(error, "errno", None) == errno.EADDRINUSE:
+                continue
+            where = f"port {port}" if first == last else f"a port from {first} to {last}"
+            raise UsageError(
+                f"cannot listen on {service.bind} {where}: {getattr(error, 'strerror', None) or error}; use another "
+                "--bind, --port (0: any) or --ports"
+            ) from error
+    raise AssertionError("a range has a port")
 
 
 def reserve(url: str) -> tuple[socket.socket, str]:

@@ -56,10 +56,12 @@ class Places:
         return self._shortage(num_workers)
 
     def of(self, local_rank: int) -> Place:
-        """Return the place of a worker; it is taken if the worker has none yet."""
-        if local_rank not in self._places:
-            self._places[local_rank] = self._find(local_rank)
-        return self._places[local_rank]
+        """Return the place of a worker; a free one is taken if the worker has none for itself yet."""
+        place = self._places.get(local_rank)
+        if place is None or not place.is_own:
+            self.give_back(local_rank)
+            place = self._places[local_rank] = self._find(local_rank)
+        return place
 
     def give_back(self, local_rank: int) -> None:
         """Give the place of a worker that has left back to the machine."""

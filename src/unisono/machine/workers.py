@@ -283,6 +283,7 @@ class Workers:
             gpu=self._places.of(local_rank).gpu,
             variables=dict(self._variables.get(worker_id, {})),
             beats=beats,
+            address=spec.address,
         )
 
     def _started(self) -> list[_Started]:

@@ -191,7 +191,7 @@ def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:
 
 
 def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
-    """Have more workers on a machine that nobody else uses now, or none on one that is in use."""
+    """Have more or fewer workers on a machine, or none on one that is in use now (`drain_withdrawn`)."""
     agent, policy = draft.state.agents[agent_id], draft.state.policy
     if agent.offers == num_workers or agent.is_sent_away:
         return
@@ -205,6 +205,8 @@ def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
         return
     alive = [w for w in draft.workers(*ALIVE) if not w.draining]
     own = [w for w in alive if w.agent == agent_id]
+    if num_workers:
+        drain(draft, [w.worker_id for w in own[num_workers:]], why)
     order(draft, agent_id, max(0, min(num_workers - len(own), policy.maximum - len(alive))), reason=why)
 
 

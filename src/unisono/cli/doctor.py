@@ -1,0 +1,104 @@
+"""``unisono doctor``: what of these machines will hurt a run, and what to do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from unisono.cli.given import port_range
+from unisono.cli.reach import ask_status, find
+from unisono.doctor.checks import Finding, check
+from unisono.doctor.facts import Asked
+from unisono.doctor.hosts import SSH, examine, hosts
+from unisono.doctor.together import check_together
+from unisono.errors import UsageError
+from unisono.words import count
+
+__all__ = ["doctor"]
+
+FAR_HEAD_S = 0.2
+
+
+@click.command()
+@click.argument("run", default="")
+@click.option(
+    "--hosts",
+    "names",
+    default="",
+    metavar="A,B,...",
+    help="Machines, as ssh knows them, each with Unisono in the same place; default: this one.",
+)
+@click.option("--ssh", default=SSH, metavar="COMMAND", help="How they are reached.")
+@click.option("--run-dir", default=".", metavar="DIR", help="Where the run's journal and checkpoints would be.")
+@click.option("--ports", default="", metavar="A:B", help="The ports that a firewall lets through.")
+@click.option("--ipv6", is_flag=True, help="Measure by IPv6 between machines.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool, as_json: bool) -> int:
+    """Say what of these machines will hurt a run, why, and what to do. Exit code 1 if anything will.
+
+    With RUN (its directory, or how this machine reaches it), also whether this machine reaches that run.
+    """
+    chosen = [name.strip().partition(":")[0] for name in names.split(",") if name.strip()]
+    if len(set(chosen)) < len(chosen):
+        raise UsageError(f"a machine is named twice in --hosts {names}")
+    asked = Asked(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
+    findings = [_head(run)] if run else []
+    with hosts(chosen, ssh) as found:
+        known = examine(found, asked)
+        for host in found:
+            if host.error:
+                findings.append(_silent(host.name, host.error))
+            elif host.name in known.facts:
+                findings += check(host.name, known.facts[host.name], asked)
+    findings += check_together(known)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode({"findings": findings, "machines": known})).decode())
+    else:
+        _show(findings)
+    return 0 if all(finding.is_ok for finding in findings) else 1
+
+
+def _head(run: str) -> Finding:
+    """Return whether this machine reaches the head of a run."""
+    begun = time.monotonic()
+    try:
+        status = ask_status(find(run))
+    except UsageError as error:
+        return Finding(
+            check="run",
+            seen=str(error),
+            because="this machine cannot join it, nor ask for its state",
+            do="check the address, that the run is going, and that the firewall of its head passes TCP from here",
+        )
+    seconds = time.monotonic() - begun
+    seen = f"the head at {status['url']} answers within {seconds * 1e3:.0f} ms: {status['state']}"
+    if seconds > FAR_HEAD_S:
+        return Finding(check="run", seen=seen, because="heartbeats and decisions take as long", do="see the network")
+    return Finding(check="run", seen=seen)
+
+
+def _silent(name: str, error: str) -> Finding:
+    return Finding(
+        check="ssh",
+        host=name,
+        seen=error,
+        because="nothing can be started there",
+        do=f"try it by hand: ssh {name} true; it takes a key (ssh-copy-id {name}) and the same Python at the same path",
+    )
+
+
+def _show(findings: list[Finding]) -> None:
+    heading = None
+    for finding in findings:
+        if finding.host != heading:
+            heading = finding.host
+            click.echo(f"{heading or 'together'}:")
+        click.echo(f"  {'ok' if finding.is_ok else 'will hurt':<11}{finding.check}: {finding.seen}")
+        if not finding.is_ok:
+            click.echo(f"{'':13}because {finding.because}")
+            click.echo(f"{'':13}do: {finding.do}")
+    bad = sum(not finding.is_ok for finding in findings)
+    click.echo(f"{count(bad, 'thing')} will hurt" if bad else "nothing will hurt")

@@ -1,0 +1,186 @@
+"""The doctor's program on every machine, here and by ssh, and what they find together."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import secrets
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Final
+
+import msgspec
+
+from unisono.doctor.__main__ import MARK
+from unisono.doctor.facts import Asked, Facts
+from unisono.doctor.orders import Answer, Order
+from unisono.doctor.together import Known, Path
+
+__all__ = ["HERE", "SSH", "Host", "examine", "hosts"]
+
+HERE: Final = "here"
+SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+ANSWER_S: Final = 40.0
+NUM_CLOCKS: Final = 3
+
+
+class Host:
+    """One machine, with the doctor's program on it.
+
+    Args:
+        command: starts the program; its standard input and output reach it.
+    """
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self.error = ""
+        """Why the machine does not answer; "" as long as it does."""
+        self._said: list[str] = []
+        self._answers: queue.Queue[Answer | None] = queue.Queue()
+        try:
+            self._process: subprocess.Popen[str] | None = subprocess.Popen(
+                [*command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._process, self.error = None, f"{command[0]} cannot be started: {error.strerror}"
+            return
+        threading.Thread(target=self._read, args=(self._process,), name=f"unisono-{name}", daemon=True).start()
+
+    def ask(self, order: Order) -> Answer:
+        """Return the answer to an order; one with an error where the machine does not answer."""
+        self.send(order)
+        return self.answer()
+
+    def send(self, order: Order) -> None:
+        process = self._process
+        if self.error or process is None or process.stdin is None:
+            return
+        try:
+            process.stdin.write(msgspec.json.encode(order).decode() + "\n")
+            process.stdin.flush()
+        except (OSError, ValueError):
+            self._is_gone()
+
+    def answer(self) -> Answer:
+        """Return the answer to the oldest order that was sent and not answered yet."""
+        if self.error:
+            return Answer(error=self.error)
+        try:
+            found = self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            self.error = f"no answer within {ANSWER_S:.0f} s"
+            return Answer(error=self.error)
+        if found is None:
+            self._is_gone()
+            return Answer(error=self.error)
+        return found
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # the program ends
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _is_gone(self) -> None:
+        words = " ".join(self._said[-3:]) or "it has ended without a word"
+        self.error = f"the machine cannot be asked: {words}"
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                self._answers.put(msgspec.json.decode(line.removeprefix(MARK), type=Answer))
+            elif line.strip():
+                self._said.append(line.strip())
+        self._answers.put(None)
+
+
+@contextlib.contextmanager
+def hosts(names: Sequence[str], ssh: str = SSH) -> Iterator[list[Host]]:
+    """Start the program here, or on all of these machines, and end it."""
+    program = [sys.executable, "-P", "-m", "unisono.doctor"]
+    started: list[Host] = []
+    try:
+        for name in names or [HERE]:
+            started.append(Host(name, program if not names else [*shlex.split(ssh), name, shlex.join(program)]))
+        yield started
+    finally:
+        for host in started:
+            host.close()
+
+
+def examine(found: Sequence[Host], asked: Asked) -> Known:
+    """Return what all machines say of themselves, and of each other. Those that do not answer have an ``error``."""
+    for host in found:
+        host.send(Order(what="facts", asked=asked))
+    facts: dict[str, Facts] = {}
+    for host in found:
+        answer = host.answer()
+        if answer.facts is not None:
+            facts[host.name] = answer.facts
+    able = [host for host in found if host.name in facts]
+    if len(able) < 2:
+        return Known(facts=facts)
+    return Known(
+        facts=facts,
+        clocks={host.name: _clock(host) for host in able},
+        sees_run_dir=_who_sees(able, asked),
+        paths=[_path(source, target, facts, asked) for source, target in itertools.permutations(able, 2)],
+    )
+
+
+def _clock(host: Host) -> float:
+    """Return by how much the clock of a machine is ahead of the one here; of several looks the quickest counts."""
+    looks = []
+    for _ in range(NUM_CLOCKS):
+        begun = time.time()
+        answer = host.ask(Order(what="clock"))
+        ended = time.time()
+        looks.append((ended - begun, answer.time - (begun + ended) / 2))
+    return min(looks)[1]
+
+
+def _who_sees(able: Sequence[Host], asked: Asked) -> Mapping[str, bool]:
+    """Return which machines see a file that the first one makes in the run directory; nothing where it cannot."""
+    file = str(PurePath(asked.run_dir) / f".unisono-doctor-{secrets.token_hex(4)}")
+    first, *others = able
+    if first.ask(Order(what="make", file=file)).error:
+        return {}
+    try:
+        return {host.name: host.ask(Order(what="see", file=file)).is_there for host in others}
+    finally:
+        first.ask(Order(what="remove", file=file))
+
+
+def _path(source: Host, target: Host, facts: Mapping[str, Facts], asked: Asked) -> Path:
+    served = target.ask(Order(what="serve", asked=asked))
+    if served.error:
+        return Path(source=source.name, target=target.name, error=served.error)
+    addresses = [each for each in facts[target.name].addresses if (":" in each) == asked.ipv6]
+    answer = source.ask(Order(what="measure", addresses=addresses, port=served.port, word=served.word))
+    return Path(
+        source=source.name,
+        target=target.name,
+        address=answer.address,
+        latency_s=answer.latency_s,
+        bandwidth=answer.bandwidth,
+        error=answer.error,
+    )
