@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import pytest
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Command, marked
 from tests.workers.gates import Gates
-from unisono.journal import compare, read
+from unisono.checkpoint.files import FOLDER, complete
+from unisono.cli.reach import ask_status, find
+from unisono.journal import compare
 from unisono.testing import run_workers
 
 WORKERS = Path(__file__).resolve().parents[1] / "workers"
 SMALL = WORKERS / "small_training.py"
 CHECKPOINTED = WORKERS / "checkpointed_training.py"
-STEPS = 8
+STEPS, LONG = 8, 24
 MPIEXEC = {
     "Open MPI": ("mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe"),
     "MPICH": ("mpiexec.mpich",),
@@ -53,8 +56,6 @@ def mpiexec(engine: str, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPa
 
 
 def _unisono(command: str) -> list[str]:
-    import sys
-
     return [sys.executable, "-P", "-m", "unisono", command, *PATIENT]
 
 
@@ -69,15 +70,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calm_checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calm") / "checkpointed"
-    arguments = ["--steps", str(STEPS), "--every", "3"]
+    arguments = ["--steps", str(LONG), "--every", "0"]
     done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
     assert done.exit_code == 0, done.output
     return folder
-
-
-def num_workers(run: Path) -> list[int]:
-    """Of each step."""
-    return [len(line["workers"]) for line in read(run) if line["kind"] == "step"]
 
 
 def files_of_rendezvous(folder: Path) -> Sequence[str]:
@@ -90,7 +86,7 @@ def test_ranks_compute_the_bits_of_one_worker(number: int, mpiexec: Mpiexec, cal
     done = mpiexec(number, "agent", SMALL, "--run-dir", tmp_path / "run", "--", "--steps", STEPS)
     assert done.wait() == 0, done.out + done.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
-    assert num_workers(tmp_path / "run") == [number] * STEPS
+    done.line(f"generation 1 with {number} workers")
     assert files_of_rendezvous(tmp_path) == []
 
 
@@ -102,7 +98,7 @@ def test_unisono_run_is_an_agent_under_mpiexec_and_workers_are_shared_out(
     done = mpiexec(2, "run", *words)
     assert done.wait() == 0, done.out + done.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
-    assert num_workers(tmp_path / "run") == [3] * STEPS
+    done.line("generation 1 with 3 workers")
 
 
 @pytest.mark.usefixtures("nursery")
@@ -112,7 +108,7 @@ def test_two_jobs_in_one_directory_do_not_meet(mpiexec: Mpiexec, calm: Path, tmp
     for job, name in zip(jobs, names, strict=True):
         assert job.wait() == 0, job.out + job.err
         assert compare(calm, tmp_path / name).startswith(f"identical: {STEPS} steps")
-        assert num_workers(tmp_path / name) == [2] * STEPS
+        job.line("generation 1 with 2 workers")
 
 
 @pytest.mark.usefixtures("nursery")
@@ -122,8 +118,6 @@ def test_a_worker_that_is_lost_is_no_lost_rank(mpiexec: Mpiexec, engine: str, ca
         words = ["--gates", gates.folder, "--steps", STEPS]
         job = mpiexec(2, "agent", SMALL, "--run-dir", tmp_path / "run", "--", *words)
         gates.wait(3, workers=2)
-        line = job.line("generation 1 with 2 workers")
-        assert line
         os.kill(_worker(tmp_path / "run"), signal.SIGKILL)
         gates.open(3, job.generation("was killed by signal 9"))
         assert job.wait() == 0, job.out + job.err
@@ -131,24 +125,25 @@ def test_a_worker_that_is_lost_is_no_lost_rank(mpiexec: Mpiexec, engine: str, ca
 
 
 def _worker(run: Path) -> int:
-    """The process of a worker that does not hold the head's machine."""
-    from unisono.cli.reach import ask_status, find
-
+    """The process of one of the workers."""
     workers = ask_status(find(str(run)))["workers"]
-    return max(int(worker["pid"]) for worker in workers.values())
+    return max(int(worker["pid"]) for worker in workers)
 
 
-@pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("lost", [0, 1], ids=["first", "other"])
 def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
     lost: int, mpiexec: Mpiexec, engine: str, calm_checkpointed: Path, tmp_path: Path, mark: str
 ) -> None:
     """Whatever mpiexec does to the others: the checkpoint is there."""
     run = tmp_path / "run"
-    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", STEPS, "--every", 2]
-    with Gates(tmp_path / "gates", [5]) as gates:
+    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2]
+    with Gates(tmp_path / "gates", range(3, LONG)) as gates:
         job = mpiexec(2, "agent", *words, "--gates", gates.folder)
-        gates.wait(5, workers=2)
+        for step in range(3, LONG):
+            gates.wait(step, workers=2)
+            if complete(run / FOLDER):
+                break
+            gates.open(step)
         os.kill(_agent(mark, lost), signal.SIGKILL)
         assert job.wait() != 0
     if lost == 1 and engine == "Open MPI":
@@ -156,8 +151,8 @@ def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
     again = mpiexec(3, "agent", *words)
     assert again.wait() == 0, again.out + again.err
     again.line("goes on at step")
-    assert compare(calm_checkpointed, run).startswith(f"identical: {STEPS} steps")
-    assert num_workers(run)[-1] == 3
+    assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
+    again.line("with 3 workers")
     assert files_of_rendezvous(tmp_path) == [], "the file that a killed first rank has left, too"
 
 
