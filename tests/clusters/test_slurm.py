@@ -219,7 +219,7 @@ def test_a_job_that_is_cancelled_writes_a_checkpoint_and_does_not_come_back(
         assert followed.wait() != 0
     followed.line("cancelled")
     cluster.wait_for("squeue", "--noheader", until="")
-    assert [path.name for path in complete(run / FOLDER)] == ["step-0000000005"]
+    assert len(complete(run / FOLDER)) == 1
     again = unisono("run", "--workers", 1, "--resume", run)
     assert again.wait() == 0, again.err
     assert compare(calm_checkpointed, run).startswith(f"identical: {STEPS} steps")
