@@ -17,6 +17,7 @@ from tests.workers.gates import Gates
 from unisono.checkpoint.files import FOLDER, complete
 from unisono.cli.reach import ask_status, find
 from unisono.journal import compare
+from unisono.machine.placement import NURSERY
 from unisono.testing import run_workers
 
 WORKERS = Path(__file__).resolve().parents[1] / "workers"
@@ -45,14 +46,35 @@ def mpiexec(engine: str, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # mpiexec leaves folders there
     started: list[Command] = []
 
-    def start(ranks: int, command: str, *words: object) -> Command:
+    def start(ranks: int, command: str, *words: object, hosts: Sequence[str] = ()) -> Command:
         unisono = [shutil.which("env") or "env", "-u", "UNISONO_PARENT", *_unisono(command), *map(str, words)]
-        started.append(Command([*MPIEXEC[engine], "-n", str(ranks), *unisono], tmp_path, mark))
+        places = _on_hosts(engine, hosts, tmp_path / "shell") if hosts else []
+        started.append(Command([*MPIEXEC[engine], *places, "-n", str(ranks), *unisono], tmp_path, mark))
         return started[-1]
 
     yield start
     for command in started:
         command.end()
+
+
+SHELL = """#!/bin/sh
+# In place of ssh: a machine is a set of namespaces, and dies with its first process.
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1
+shift
+exec unshare --pid --uts --ipc --mount --fork --kill-child=KILL --mount-proc sh -c "hostname $host; $*"
+"""
+
+
+def _on_hosts(engine: str, hosts: Sequence[str], shell: Path) -> list[str]:
+    """Options to start one rank on each of these hosts."""
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    if engine == "MPICH":
+        names = ["-hosts", ",".join(hosts), "-launcher", "ssh", "-launcher-exec", str(shell)]
+        return [*names, "-localhost", "127.0.0.1", "-iface", "lo"]
+    names = ["--host", ",".join(f"{host}:1" for host in hosts), "--mca", "plm_rsh_agent", str(shell)]
+    return [*names, "--mca", "oob_tcp_if_include", "lo", "--mca", "btl_tcp_if_include", "lo"]
 
 
 def _unisono(command: str) -> list[str]:
@@ -132,7 +154,14 @@ def _worker(run: Path) -> int:
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["first", "other"])
 def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
-    lost: int, mpiexec: Mpiexec, engine: str, calm_checkpointed: Path, tmp_path: Path, mark: str
+    lost: int,
+    mpiexec: Mpiexec,
+    engine: str,
+    calm_checkpointed: Path,
+    standing_nursery: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    mark: str,
 ) -> None:
     """Whatever mpiexec does to the others: the checkpoint is there."""
     run = tmp_path / "run"
@@ -148,12 +177,42 @@ def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
         assert job.wait() != 0
     if lost == 1 and engine == "Open MPI":
         job.line("SIGTERM")
+    monkeypatch.setenv(NURSERY, standing_nursery)  # not before: what it forks does not die with a killed agent
     again = mpiexec(3, "agent", *words)
     assert again.wait() == 0, again.out + again.err
     again.line("goes on at step")
     assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
     again.line("with 3 workers")
     assert files_of_rendezvous(tmp_path) == [], "the file that a killed first rank has left, too"
+
+
+def test_after_a_lost_machine_the_next_mpiexec_goes_on_with_the_same_bits(
+    mpiexec: Mpiexec,
+    calm_checkpointed: Path,
+    standing_nursery: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    mark: str,
+) -> None:
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("machines that can die take root and unshare")
+    run = tmp_path / "run"
+    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2]
+    with Gates(tmp_path / "gates", range(3, LONG)) as gates:
+        job = mpiexec(2, "agent", *words, "--gates", gates.folder, hosts=("left", "right"))
+        for step in range(3, LONG):
+            gates.wait(step, workers=2)
+            if complete(run / FOLDER):
+                break
+            gates.open(step)
+        os.kill(next(pid for pid, words in marked(mark).items() if "hostname right" in words), signal.SIGKILL)
+        assert job.wait() != 0
+    monkeypatch.setenv(NURSERY, standing_nursery)
+    again = mpiexec(2, "agent", *words)
+    assert again.wait() == 0, again.out + again.err
+    again.line("goes on at step")
+    assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
+    assert files_of_rendezvous(tmp_path) == []
 
 
 def _agent(mark: str, rank: int) -> int:

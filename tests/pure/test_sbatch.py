@@ -34,7 +34,7 @@ COMMANDS = {
 
 def render(words: Sequence[str], folder: Path) -> str:
     done = CliRunner().invoke(slurm, ["--dry-run", *words], catch_exceptions=False, standalone_mode=False)
-    return done.output.replace(sys.executable, "/venv/bin/python").replace(str(folder), "/home/ada")
+    return done.output.replace(sys.executable, "/venv/bin/python").replace(str(folder), "/lab/ada")
 
 
 @pytest.fixture(autouse=True)
