@@ -104,7 +104,8 @@ class Rendezvous:
         return meeting
 
     def remove(self) -> None:
-        """Remove the file. Does nothing where it is gone."""
+        """Remove the file, and again those of jobs that are over: one may have been ending when this one began."""
+        self._tidy()
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["FIRST_SPECIAL_STEP", "Engine", "Task", "counts", "here"]
+__all__ = ["FIRST_SPECIAL_STEP", "TAKEN", "Engine", "Task", "counts", "here"]
 
 Engine = Literal["Slurm", "Open MPI", "MPICH"]
 
 FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
 """Slurm numbers the steps of ``srun`` from 0; batch scripts and interactive shells have a number from here on."""
+TAKEN: Final = "UNISONO_TASK"
+"""Set where the task is a run's already: a run that a script starts in a worker is a run of its own."""
 PMI_TIMEOUT_S: Final = 10.0
 MAX_PMI_LINE: Final = 4096
 
@@ -56,6 +58,8 @@ def here(environment: Mapping[str, str]) -> Task | None:
 
     The tasks of ``mpiexec`` come first: under Slurm ``mpiexec`` itself uses ``srun``, whose variables they inherit.
     """
+    if TAKEN in environment:
+        return None
     try:
         return _open_mpi(environment) or _hydra(environment) or _slurm(environment)
     except ValueError:  # the variables are not what they should be: another program's

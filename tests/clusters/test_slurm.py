@@ -16,7 +16,8 @@ from tests.clusters.slurm import Cluster, running
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.journal import compare, read
+from unisono.checkpoint.files import FOLDER, complete
+from unisono.journal import compare
 from unisono.lifetime import PARENT
 from unisono.testing import run_workers
 
@@ -60,7 +61,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calm_checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calm") / "checkpointed"
-    arguments = ["--steps", str(STEPS), "--every", "3"]
+    arguments = ["--steps", str(STEPS), "--every", "0"]
     done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
     assert done.exit_code == 0, done.output
     return folder
@@ -88,11 +89,6 @@ def start(cluster: Cluster, tmp_path: Path, mark: str) -> Iterator[Job]:
         command.end()
 
 
-def last_workers(run: Path) -> int:
-    """The number of workers in the last step."""
-    return len([line for line in read(run) if line["kind"] == "step"][-1]["workers"])
-
-
 def agents(mark: str) -> list[int]:
     """The processes of agents that a launcher has started."""
     return [pid for pid, command in marked(mark).items() if "--launched" in command and "srun" not in command]
@@ -117,7 +113,7 @@ def test_the_workers_of_an_allocation_compute_the_bits_of_one(
     cluster.run("sbatch", "--nodes=2", f"--output={tmp_path}/out", script)
     cluster.wait_for("squeue", "--noheader", until="")
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
-    assert last_workers(tmp_path / "run") == number
+    assert f"generation 1 with {number} workers" in (tmp_path / "out").read_text()
     assert f"{cluster.nodes[1]}-" in (tmp_path / "out").read_text()
 
 
@@ -126,7 +122,7 @@ def test_the_tasks_of_srun_compute_the_bits_of_one(number: int, start: Job, calm
     done = start(*train("auto", tmp_path / "run", before=("srun", "--nodes=2", f"--ntasks={number}")))
     assert done.wait() == 0, done.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
-    assert last_workers(tmp_path / "run") == number
+    done.line(f"generation 1 with {number} workers")
 
 
 def test_a_shell_of_salloc_uses_all_cores_of_its_nodes(start: Job, calm: Path, tmp_path: Path) -> None:
@@ -134,7 +130,7 @@ def test_a_shell_of_salloc_uses_all_cores_of_its_nodes(start: Job, calm: Path, t
     done = start(*train("auto", tmp_path / "run", before=("salloc", "--nodes=2", "--ntasks=2", "--cpus-per-task=2")))
     assert done.wait() == 0, done.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
-    assert last_workers(tmp_path / "run") == 4
+    done.line("generation 1 with 4 workers")
 
 
 def test_an_agent_that_is_killed_costs_no_bit(start: Job, calm: Path, tmp_path: Path, mark: str) -> None:
@@ -145,7 +141,6 @@ def test_an_agent_that_is_killed_costs_no_bit(start: Job, calm: Path, tmp_path: 
         gates.open(3, job.generation("with 1 worker"))
         assert job.wait() == 0, job.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
-    assert last_workers(tmp_path / "run") == 1
 
 
 def test_a_lost_node_costs_no_bit_and_the_run_goes_on_with_the_rest(
@@ -158,7 +153,6 @@ def test_a_lost_node_costs_no_bit_and_the_run_goes_on_with_the_rest(
         gates.open(3, job.generation("with 1 worker"))
         assert job.wait() == 0, job.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
-    assert last_workers(tmp_path / "run") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["int", "kill"])
@@ -208,6 +202,29 @@ def test_a_job_that_is_asked_to_end_goes_on_in_its_next_turn(
     assert compare(calm_checkpointed, tmp_path / "runs" / "a").startswith(f"identical: {STEPS} steps")
 
 
+def test_a_job_that_is_cancelled_writes_a_checkpoint_and_does_not_come_back(
+    unisono: Unisono, cluster: Cluster, calm_checkpointed: Path, tmp_path: Path
+) -> None:
+    """``scancel`` sends SIGTERM to the batch script and to the agents, and waits a while until it kills."""
+    run = tmp_path / "runs" / "a"
+    script = [CHECKPOINTED, "--", "--steps", STEPS, "--every", 0]
+    patient = [f"--run={word}" for word in PATIENT]
+    with Gates(tmp_path / "gates", [4]) as gates:
+        options = ["--nodes", 2, "--workers", 2, "--run-dir", run, *patient]
+        followed = unisono("slurm", *options, *script, "--gates", gates.folder, before=DETACHED)
+        gates.wait(4, workers=2)
+        cluster.run("scancel", *cluster.jobs())
+        followed.line("with a checkpoint")
+        gates.open(4)
+        assert followed.wait() != 0
+    followed.line("cancelled")
+    cluster.wait_for("squeue", "--noheader", until="")
+    assert len(complete(run / FOLDER)) == 1
+    again = unisono("run", "--workers", 1, "--resume", run)
+    assert again.wait() == 0, again.err
+    assert compare(calm_checkpointed, run).startswith(f"identical: {STEPS} steps")
+
+
 def test_another_job_joins_a_run_that_is_going(unisono: Unisono, cluster: Cluster, calm: Path, tmp_path: Path) -> None:
     options = ["--cpus-per-node", 1, "--workers", 1]
     patient = [f"--run={word}" for word in PATIENT]
@@ -220,7 +237,6 @@ def test_another_job_joins_a_run_that_is_going(unisono: Unisono, cluster: Cluste
         assert followed.wait() == 0, followed.out + followed.err
         assert joined.wait() == 0, joined.out + joined.err
     assert compare(calm, tmp_path / "runs" / "a").startswith(f"identical: {STEPS} steps")
-    assert last_workers(tmp_path / "runs" / "a") == 2
 
 
 def test_a_job_that_slurm_refuses_is_an_error_in_slurms_words(

@@ -14,7 +14,7 @@ from unisono.errors import UsageError
 from unisono.launchers.nodes import expand
 from unisono.launchers.slurm import capacities, inside, shares, step_environment
 from unisono.rendezvous import Meeting, Rendezvous
-from unisono.tasks import Task, counts, here
+from unisono.tasks import TAKEN, Task, counts, here
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -76,6 +76,7 @@ def test_a_task_knows_its_place(environment: dict[str, str], expected: tuple[str
         {**BATCH, "SLURM_STEP_ID": "4294967290"},  # the shell of salloc, where it runs on a node
         {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "many"},
         {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {**SRUN, TAKEN: "Slurm"},  # a script's own run, in a worker
     ],
 )
 def test_what_was_started_by_itself_is_no_task(environment: dict[str, str]) -> None:

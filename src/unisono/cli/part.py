@@ -17,7 +17,7 @@ from unisono.capacity import Workers, check_open_files, check_workers, machine_g
 from unisono.errors import UsageError
 from unisono.invitation import Invitation
 from unisono.spec import MachineSpec, RunSpec, StartMethod
-from unisono.tasks import Task
+from unisono.tasks import TAKEN, Task
 
 if TYPE_CHECKING:
     from unisono.machine.children import Listener
@@ -73,6 +73,7 @@ def take_part(
             f"{task.engine} does not say which of its jobs this is, so the tasks cannot find each other; start the "
             "agents by unisono run --hosts, or use another mpiexec"
         )
+    os.environ[TAKEN] = task.engine
     meeting = Rendezvous(Path(directory).resolve(), task.job)
     if task.rank:
         return _follow(options, task, per_task, meeting)

@@ -125,6 +125,9 @@ def _script(
     check_text("one of the options", *others, *run_options, run_dir, output, job_name)
     if not re.fullmatch(r"\d+(-\d+)?", nodes):
         raise UsageError(f"--nodes is a number, or A-B, got {nodes!r}")
+    for option in others:
+        if not option.startswith("-"):
+            raise UsageError(f"--sbatch takes an option of sbatch as it stands, --sbatch=--{option}; got {option!r}")
     unisono = (sys.executable, "-P", "-m", "unisono")
     own = ["--workers", workers] * (workers != "auto") + ["--threads", str(threads)] * (threads is not None)
     if going:

@@ -33,7 +33,7 @@ done
 # The run is not finished: the job goes back into the queue, and goes on from the checkpoint, with the same bits.
 if [ -n "$asked" ] && [ "$code" -ne 0 ]; then
     if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-        scontrol requeue "$SLURM_JOB_ID" && sleep 60
+        scontrol requeue "$SLURM_JOB_ID"
     fi
 fi
 exit "$code"

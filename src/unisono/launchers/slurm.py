@@ -52,8 +52,6 @@ class Slurm:
     """Starts agents on the nodes of the allocation that the command runs in."""
 
     def __init__(self, request: Request) -> None:
-        if shutil.which("srun") is None:
-            raise UsageError("this is an allocation of Slurm, and there is no srun; use --launcher local for one node")
         if not inside(request.environment):
             raise UsageError("--launcher slurm works in a batch script or a shell of Slurm (sbatch, salloc), not here")
         self._environment = request.environment
@@ -70,6 +68,12 @@ class Slurm:
             for name, number in zip(nodes, shares(wanted, room), strict=True)
             if number
         ]
+        others = [machine.name for machine in self._machines if machine.name != HERE]
+        if others and shutil.which("srun") is None:
+            raise UsageError(
+                f"the job of Slurm has {', '.join(others)} as well, and there is no srun here to start agents there "
+                "(in a container?); use --launcher local for this node alone"
+            )
         check_workers(wanted, len(nodes))
         check_open_files(max(machine.num_workers for machine in self._machines))
 

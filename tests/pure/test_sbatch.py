@@ -1,0 +1,116 @@
+"""The batch scripts that are rendered for Slurm: each word of them is known (``tests/pure/golden``)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.waiting import WAIT_S
+from unisono.cli.slurm import slurm
+from unisono.errors import UsageError
+
+GOLDEN = Path(__file__).parent / "golden"
+
+COMMANDS = {
+    "slurm-plain": ["train.py"],
+    "slurm-gpus": [
+        *("train.py", "--nodes", "4", "--time", "2:00:00", "--partition", "gpu", "--account", "lab", "--qos", "high"),
+        *("--gpus-per-node", "8", "--mem", "100G", "--sbatch=--constraint=a100|h100", "--sbatch=--mail-type=END"),
+        *("--threads", "2", "--run=--strict", "--", "--lr", "0.01", "--name", "it's $HOME"),
+    ],
+    "slurm-array": [
+        *("-m", "package.train", "--array", "1-3", "--cpus-per-node", "16", "--workers", "2:8", "--warn-s", "300"),
+        *("--run-dir", "/data/my runs/$a-%j", "--job-name", "sweep", "--output", "logs/%A-%a.txt"),
+    ],
+    "slurm-join": ["--join", "runs/a", "--nodes", "2-4", "--array", "1-8", "--cpus-per-node", "4", "--workers", "3"],
+}
+
+
+def render(words: Sequence[str], folder: Path) -> str:
+    done = CliRunner().invoke(slurm, ["--dry-run", *words], catch_exceptions=False, standalone_mode=False)
+    return done.output.replace(sys.executable, "/venv/bin/python").replace(str(folder), "/lab/ada")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_script_is_what_it_was_last_time(name: str, folder: Path) -> None:
+    assert render(COMMANDS[name], folder) == (GOLDEN / f"{name}.sh").read_text()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_shell_can_read_the_script(name: str) -> None:
+    subprocess.run([shutil.which("sh") or "sh", "-n", GOLDEN / f"{name}.sh"], check=True, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["missing.py"], "there is no script missing.py"),
+        (["train.py", "--nodes", "many"], "--nodes is a number, or A-B, got 'many'"),
+        (["train.py", "--join", "runs/a"], "runs the script of the run; give no other"),
+        ([], "which script?"),
+        (["train.py", "--sbatch", "constraint=a100"], "--sbatch takes an option of sbatch"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_a_job_is_submitted(words: list[str], why: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=why.replace("?", r"\?")):
+        render(words, folder)
+
+
+# -- what the script does, with a Slurm that only writes down what it is asked ---------------------------
+
+
+def run_rendered(tmp_path: Path, body: str, *, signals: bool) -> tuple[int, str]:
+    """Run the script with another program in place of the training."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    for name, says in (("squeue", "echo RUNNING"), ("scontrol", f'echo "$@" >> {tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    text = render(["train.py"], tmp_path).replace("/venv/bin/python", str(program))
+    (tmp_path / "job.sh").write_text(text)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["sh", "job.sh"], env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "began\n"
+        if signals:
+            job.terminate()
+        job.stdout.read()
+        code = job.wait(WAIT_S)
+    asked = tmp_path / "asked"
+    return code, asked.read_text() if asked.exists() else ""
+
+
+STOPS = "trap 'exit 75' TERM; echo began; while :; do :; done"
+ENDS_WELL = "trap 'exit 0' TERM; echo began; while :; do :; done"
+
+
+@pytest.mark.parametrize(
+    ("body", "signals", "expected"),
+    [
+        ("echo began; exit 0", False, (0, "")),
+        ("echo began; exit 3", False, (3, "")),
+        (STOPS, True, (75, "requeue 7\n")),
+        (ENDS_WELL, True, (0, "")),
+    ],
+    ids=["finished", "failed", "asked to end", "asked to end, and finished"],
+)
+def test_only_a_run_that_was_asked_to_end_and_is_not_finished_goes_back_into_the_queue(
+    body: str, signals: bool, expected: tuple[int, str], tmp_path: Path
+) -> None:
+    assert run_rendered(tmp_path, body, signals=signals) == expected
