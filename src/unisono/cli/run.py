@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "read", "run", "run_options", "start"]
 
+LOOPBACK: Final = "127.0.0.1"
+
 RESTARTS: Final = 10
 PLAIN_RESTARTS: Final = 0
 
@@ -44,8 +46,8 @@ _OPTIONS: Final = (
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
-    option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the head listens; other "
-           "machines need one that they can reach."),
+    option("--bind", metavar="ADDRESS", show_default="127.0.0.1; with a launcher, one that its machines reach",
+           help="Where the head listens; other machines need an address that they can reach."),
     option("--port", default=0, show_default="any", help="The head's port."),
     option("--max-restarts", type=int, show_default="10; 0 with --plain", help="How many lost workers of a machine are "
            "replaced; with --plain, how often all processes are started again."),
@@ -107,14 +109,20 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     spec, workers = read(options)
     if launcher is None:
         request = launchers.Request(
-            workers=workers, threads=spec.threads, environment=dict(os.environ), launcher=options.launcher
+            workers=workers,
+            threads=spec.threads,
+            environment=dict(os.environ),
+            launcher=options.launcher,
+            takes_all=options.workers == "auto",
         )
         launcher = launchers.choose(request)
     machines = launcher.machines()
+    if options.workers == "auto":
+        workers = parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
     return launchers.run(
         spec,
         launcher,
-        options.service(workers),
+        options.service(workers, launcher.bind() if isinstance(launcher, launchers.Reached) else ""),
         machines=machines,
         start=options.start,
         simulate_hosts=options.simulate_hosts,
@@ -136,7 +144,7 @@ class Options:
     resume: str
     resume_anyway: tuple[str, ...]
     exchange: str
-    bind: str
+    bind: str | None
     port: int
     max_restarts: int | None
     plain: bool
@@ -166,7 +174,7 @@ class Options:
             )
         if self.plain:
             self._check_plain()
-        if not self.bind:
+        if self.bind == "":
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
@@ -186,8 +194,12 @@ class Options:
             return self.max_restarts
         return PLAIN_RESTARTS if self.plain else RESTARTS
 
-    def service(self, workers: Workers) -> Service:
-        """Return the settings of the head of a run that begins with so many workers."""
+    def service(self, workers: Workers, bind: str) -> Service:
+        """Return the settings of the head of a run that begins with so many workers.
+
+        Args:
+            bind: where it listens if the user has not said it; "": on the loopback interface.
+        """
         from unisono.decisions.membership import Policy
         from unisono.machine.headprocess import Service
 
@@ -206,7 +218,7 @@ class Options:
             hang_s=self.hang_s,
             away_s=self.head_away_s,
         )
-        return Service(policy=policy, bind=self.bind, port=self.port)
+        return Service(policy=policy, bind=self.bind or bind or LOOPBACK, port=self.port)
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:

@@ -18,7 +18,9 @@ from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.launchers.fleet import Fleet
 from unisono.launchers.local import Local
-from unisono.launchers.protocol import HERE, AgentCommand, Handle, Kind, Launcher, Machine, Request
+from unisono.launchers.protocol import HERE, AgentCommand, Elastic, Handle, Kind, Launcher, Machine, Reached, Request
+from unisono.launchers.ray import Ray
+from unisono.launchers.ray import is_asked as is_ray_job
 from unisono.machine import agent
 from unisono.machine.headprocess import Service
 from unisono.spec import MachineSpec, RunSpec, StartMethod
@@ -27,11 +29,13 @@ __all__ = [
     "HERE",
     "LAUNCHERS",
     "AgentCommand",
+    "Elastic",
     "Handle",
     "Kind",
     "Launcher",
     "Machine",
     "Policy",
+    "Reached",
     "Request",
     "RunSpec",
     "Service",
@@ -39,7 +43,10 @@ __all__ = [
     "run",
 ]
 
-LAUNCHERS: Final[dict[str, Kind]] = {"local": Kind(Local, is_asked=lambda request: True)}
+LAUNCHERS: Final[dict[str, Kind]] = {
+    "ray": Kind(Ray, is_asked=is_ray_job),
+    "local": Kind(Local, is_asked=lambda request: True),
+}
 """By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""
 
 

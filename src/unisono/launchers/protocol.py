@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
 from unisono.capacity import Workers
 
-__all__ = ["HERE", "AgentCommand", "Handle", "Kind", "Launcher", "Machine", "Request"]
+__all__ = ["HERE", "AgentCommand", "Elastic", "Handle", "Kind", "Launcher", "Machine", "Reached", "Request"]
 
 HERE: Final = ""
 """Name of the machine that the command runs on: its workers need no other agent."""
@@ -39,6 +39,8 @@ class Request:
     """That of the command: a batch system says there what it has given to the job."""
     launcher: str = "auto"
     """A name in `unisono.launchers.LAUNCHERS`, or "auto"."""
+    takes_all: bool = False
+    """``--workers auto``: as many workers as the machines have room for."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +96,39 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End every agent that still runs, and free all resources of the launcher. The run is over."""
+
+
+@runtime_checkable
+class Reached(Protocol):
+    """A `Launcher` that knows at which address its machines reach this one. Optional."""
+
+    def bind(self) -> str:
+        """Return the address at which the head is to listen, if the user has not said it. Called after `machines`."""
+
+
+@runtime_checkable
+class Elastic(Protocol):
+    """A `Launcher` that can get more machines, and give machines back, while the run goes on. Optional.
+
+    ``unisono scale`` and ``--efficiency`` change the number of workers that the run wants; the command tells the
+    launcher. Where a machine's workers are all sent away, its agent ends with exit code 0: the machine is free.
+    """
+
+    def resize(self, num_workers: int) -> Sequence[Machine]:
+        """Get machines for ``num_workers`` workers of the whole run; called whenever the wanted number changes.
+
+        Do not block for long: where machines are not there yet, ask for them and return those that are; `resize` is
+        called again, with the same number, every few seconds as long as the run has fewer workers than it wants.
+
+        Args:
+            num_workers: how many workers the run wants in all from now on, those of `HERE` included. More or fewer than
+                before, or the same.
+
+        Returns:
+            Further machines, with names that were not used before; `start` is called for each of them now. What is too
+            much need not be ended: agents without wanted workers end by themselves, and the launcher sees that by their
+            handles. A request for machines that have not come yet is to be taken back here.
+        """
 
 
 @dataclass(frozen=True)
