@@ -465,6 +465,7 @@ class Member:
             script=self._script,
             generation=self._generation,
             term=self._term,
+            run_id=self._welcome.run_id if self._welcome is not None else "",
         )
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection

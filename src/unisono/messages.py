@@ -120,6 +120,8 @@ class Hello(Message):
     """The newest generation that it holds; not 0 when the worker connects again after its connection broke."""
     term: int = 0
     """The highest term of a head that the sender knows."""
+    run_id: str = ""
+    """The run that it takes part in, if it knows that already."""
     protocol: int = PROTOCOL
 
 
@@ -348,6 +350,8 @@ class AgentHello(Message):
     """The agent's name, from a `Welcome`, if it connects again."""
     term: int = 0
     """The highest term of a head that the sender knows."""
+    run_id: str = ""
+    """The run that it takes part in, if it knows that already."""
     protocol: int = PROTOCOL
 
 

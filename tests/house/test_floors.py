@@ -90,6 +90,7 @@ FLOORS = {
     "launcher": 5,
     "launchers": 5,
     "cli": 5,
+    "kubernetes": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
     "watch": WINGS,
@@ -115,7 +116,7 @@ NEIGHBOURS = {
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "cli": {"launchers"},
+    "cli": {"launchers", "kubernetes"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.children",
         "machine.following",
@@ -164,7 +165,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "head", "launchers", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files", "training.recording"),
 )

@@ -552,7 +552,7 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
     def main(number: int) -> None: ...
 
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(LaunchError, match=r"^launch has no option foo=; there are allow_.*, bind, .*timeout_s$"):
+    with pytest.raises(LaunchError, match=r"^launch has no option foo=; there are allow_.*, bind, .*token_file$"):
         launch(main, 1, foo=3)
     with pytest.raises(LaunchError, match=r"^launch has no option time_out_s=; did you mean timeout_s=.$"):
         launch(main, 1, time_out_s=3)

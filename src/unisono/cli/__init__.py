@@ -18,6 +18,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: Final = {
     "run": ("unisono.cli.run:run", "Train on the workers of this machine; others may join."),
     "ray": ("unisono.cli.ray:ray", "Train on a Ray cluster, growing and shrinking with it."),
+    "kubernetes": ("unisono.cli.kubernetes:kubernetes", "Train on a Kubernetes cluster."),
     "join": ("unisono.cli.join:join", "Add this machine's workers to a run that is going."),
     "status": ("unisono.cli.status:status", "Show how a run is, or how it went."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),

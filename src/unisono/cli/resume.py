@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 
 from unisono.cli.given import script_arguments
 from unisono.errors import UsageError
 
-__all__ = ["Resumed", "resumed"]
+__all__ = ["AUTO", "Resumed", "resumed"]
+
+AUTO: Final = "auto"
+"""Value of ``--resume``: go on with what the run directory holds, or begin there."""
 
 
 class Resumed(NamedTuple):
@@ -68,6 +71,8 @@ def resumed(path: Path, run_dir: str, *, overwrite: bool) -> Resumed:
 
     if overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give only one of them")
+    if str(path) == AUTO:
+        return Resumed(run_dir, AUTO, read_facts(Path(run_dir)) if run_dir else {})
     if not path.is_dir():
         raise UsageError(f"--resume {path}: there is no such directory")
     inside = path.parent.name == FOLDER

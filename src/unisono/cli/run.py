@@ -28,6 +28,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 RESTARTS: Final = 10
 PLAIN_RESTARTS: Final = 0
+SHORTEST_TOKEN: Final = 20
 
 
 # fmt: off
@@ -41,7 +42,8 @@ _OPTIONS: Final = (
     option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's."),
     option("--overwrite", is_flag=True, help="Replace the run that the directory holds."),
     option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
-           "checkpoints, at any number of workers; without SCRIPT, with the run's own."),
+           "checkpoints, at any number of workers; without SCRIPT, with the run's own. auto: with what the run "
+           "directory holds, if anything."),
     option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
@@ -49,6 +51,8 @@ _OPTIONS: Final = (
     option("--bind", metavar="ADDRESS", show_default="127.0.0.1; with a launcher, one that its machines reach",
            help="Where the head listens; other machines need an address that they can reach."),
     option("--port", default=0, show_default="any", help="The head's port."),
+    option("--token-file", default="", metavar="FILE", help="The run's token, where others know it before the run "
+           "begins. Default: a new one for each run."),
     option("--max-restarts", type=int, show_default="10; 0 with --plain", help="How many lost workers of a machine are "
            "replaced; with --plain, how often all processes are started again."),
     option("--plain", is_flag=True, help="The script is one for torchrun: it does not use Unisono, and reads RANK, "
@@ -67,7 +71,7 @@ _OPTIONS: Final = (
            show_default=True, help="Workers are forked from a process that has imported torch, or come by "
            "themselves."),
     option("--launcher", default="auto", show_default=True, metavar="NAME", help="What starts the workers: auto, "
-           "local (this machine), or the batch system that the command runs in."),
+           "local (this machine), none (they join by themselves), or the batch system that the command runs in."),
     option("--simulate-hosts", default=1, hidden=True),
     option("--callable", "function", default="", hidden=True),
     option("--result", default="", hidden=True),
@@ -117,7 +121,7 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
         )
         launcher = launchers.choose(request)
     machines = launcher.machines()
-    if options.workers == "auto":
+    if options.workers == "auto" and any(machine.num_workers for machine in machines):
         workers = parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
     return launchers.run(
         spec,
@@ -146,6 +150,7 @@ class Options:
     exchange: str
     bind: str | None
     port: int
+    token_file: str
     max_restarts: int | None
     plain: bool
     strict: bool
@@ -218,7 +223,21 @@ class Options:
             hang_s=self.hang_s,
             away_s=self.head_away_s,
         )
-        return Service(policy=policy, bind=self.bind or bind or LOOPBACK, port=self.port)
+        return Service(policy=policy, bind=self.bind or bind or LOOPBACK, port=self.port, token=self._token())
+
+    def _token(self) -> str:
+        from unisono.cli.reach import read_token
+
+        try:
+            token = read_token(self.token_file) if self.token_file else ""
+        except FileNotFoundError:
+            raise UsageError(f"there is no --token-file {self.token_file}") from None
+        if self.token_file and len(token) < SHORTEST_TOKEN:
+            raise UsageError(
+                f"the token in --token-file {self.token_file} has {len(token)} characters; {SHORTEST_TOKEN} or more "
+                "cannot be guessed: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+        return token
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:

@@ -18,6 +18,7 @@ from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.launchers.fleet import Fleet
 from unisono.launchers.local import Local
+from unisono.launchers.none import Nobody
 from unisono.launchers.protocol import HERE, AgentCommand, Elastic, Handle, Kind, Launcher, Machine, Reached, Request
 from unisono.launchers.ray import Ray
 from unisono.launchers.ray import is_asked as is_ray_job
@@ -45,6 +46,7 @@ __all__ = [
 
 LAUNCHERS: Final[dict[str, Kind]] = {
     "ray": Kind(Ray, is_asked=is_ray_job),
+    "none": Kind(Nobody, is_asked=lambda request: False),
     "local": Kind(Local, is_asked=lambda request: True),
 }
 """By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""
@@ -89,7 +91,7 @@ def run(
     """
     machines = launcher.machines() if machines is None else machines
     total = sum(machine.num_workers for machine in machines)
-    if total < 1:
+    if total < 1 and service is None:
         raise UsageError("a run has at least 1 worker, and the launcher's machines have none")
     if spec.folder:
         os.chdir(spec.folder)

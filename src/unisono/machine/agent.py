@@ -89,7 +89,7 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     listener = listen(service)
-    token = secrets.token_urlsafe(32)
+    token = service.token or secrets.token_urlsafe(32)
     secret = Memory("unisono-token", token.encode())
     url = address(reachable(service.bind), listener.getsockname()[1])
     try:

@@ -185,7 +185,9 @@ class Following:
 
         loop.add_reader(link.sock, pump)
         try:
-            hello = msgspec.structs.replace(self._hello, agent_id=self.agent_id, term=self._known.term)
+            hello = msgspec.structs.replace(
+                self._hello, agent_id=self.agent_id, term=self._known.term, run_id=self.run_id
+            )
             link.put(encode(hello))
             pump()
             return await ended

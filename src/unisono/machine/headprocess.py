@@ -37,6 +37,8 @@ class Service:
     policy: Policy
     bind: str = "127.0.0.1"
     port: int = 0
+    token: str = ""
+    """The run's token; "": one is made."""
 
 
 def listen(service: Service) -> socket.socket:
