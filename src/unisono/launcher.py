@@ -24,8 +24,8 @@ __all__ = ["launch"]
 T = TypeVar("T")
 NAME: Final = "unisono-launch"
 STOP_S: Final = 15.0
-NOT_OPTIONS: Final = ("module", "callable", "result", "outcome")
-"""Options of the command that `launch` sets itself."""
+NOT_OPTIONS: Final = ("module", "callable", "result", "outcome", "plain")
+"""Options of the command that `launch` sets itself, or that are for scripts."""
 
 
 def launch(
@@ -105,7 +105,8 @@ def _arguments(options: dict[str, Any]) -> list[str]:
             names = sorted(
                 other[2:].replace("-", "_")
                 for other, param in known.items()
-                if not getattr(param, "hidden", False) and other not in ("--workers", "--threads", "--run-dir")
+                if not getattr(param, "hidden", False)
+                and other not in ("--workers", "--threads", "--run-dir", "--plain")
             )
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}=?" if near else f"there are {', '.join(names)}"

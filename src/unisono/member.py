@@ -500,6 +500,7 @@ class Member:
             generation=self._generation,
             term=self._term,
             branch=self._branch,
+            run_id=self._welcome.run_id if self._welcome is not None else "",
         )
         link.put(encode(hello))
         if self._welcome is not None:  # not the first connection

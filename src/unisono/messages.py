@@ -134,6 +134,8 @@ class Hello(Message):
     """The highest term of a head that the sender knows."""
     branch: str = ""
     """The branch of the run's history that the sender has followed (`unisono.decisions.following`); "": none yet."""
+    run_id: str = ""
+    """The run that it takes part in, if it knows that already."""
     protocol: int = PROTOCOL
 
 
@@ -410,6 +412,8 @@ class AgentHello(Message):
     """The branch of the run's history that the agent has followed; "": none yet."""
     fresh: bool = False
     """The agent went on under another head, and has ended the workers that it had there."""
+    run_id: str = ""
+    """The run that it takes part in, if it knows that already."""
     protocol: int = PROTOCOL
 
 

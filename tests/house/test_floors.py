@@ -111,6 +111,7 @@ FLOORS = {
     "launchers": 5,
     "doctor": 5,
     "cli": 5,
+    "kubernetes": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
     "watch": WINGS,
@@ -141,7 +142,7 @@ NEIGHBOURS = {
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "cli": {"doctor", "launchers"},
+    "cli": {"doctor", "kubernetes", "launchers"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",
@@ -197,7 +198,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "doctor", "head", "launchers", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files", "training.recording"),
 )

@@ -17,6 +17,8 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final = {
     "run": ("unisono.cli.run:run", "Train on the workers of this machine; others may join."),
+    "ray": ("unisono.cli.ray:ray", "Train on a Ray cluster, growing and shrinking with it."),
+    "kubernetes": ("unisono.cli.kubernetes:kubernetes", "Train on a Kubernetes cluster."),
     "join": ("unisono.cli.join:join", "Add this machine's workers to a run that is going."),
     "agent": ("unisono.cli.agent:agent", "Be one task of a run that srun or mpiexec starts."),
     "slurm": ("unisono.cli.slurm:slurm", "Train in a job of Slurm: submit it, and follow it."),

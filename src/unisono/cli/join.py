@@ -6,7 +6,9 @@ import getpass
 import math
 import os
 import shlex
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +17,7 @@ import msgspec
 
 from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import address_of, check_text, seconds
-from unisono.cli.reach import RUN, ask_status, find, read_token
+from unisono.cli.reach import RUN, NotGoing, ask_status, find, read_token
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation
@@ -26,6 +28,8 @@ __all__ = ["join", "settled", "spec_of"]
 
 NICE: Final = 10
 INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev/input/mice", "/proc/interrupts")
+
+RETRY_S: Final = 1.0
 
 
 @click.command(epilog=RUN)
@@ -64,6 +68,7 @@ INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev
     help="With --when-idle: files that show input, "
     "instead of the terminals and input devices; e.g. one that a program touches.",
 )
+@click.option("--wait-s", default=0.0, show_default=True, help="How long to wait for the head, if it is not there yet.")
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", is_flag=True, hidden=True)
 def join(
@@ -78,6 +83,7 @@ def join(
     idle_s: float,
     idle_load: float,
     inputs: tuple[str, ...],
+    wait_s: float,
     simulate_hosts: int,
     launched: bool,
 ) -> int:
@@ -91,7 +97,7 @@ def join(
     from unisono.machine import agent
 
     invitation = _from_token_file(run, token_file) if token_file else find(run)
-    spec = spec_of(status := ask_status(invitation))
+    spec = spec_of(status := _wait_for_head(invitation, wait_s))
     if ":" in workers:
         raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
     number = parse_workers(workers, spec.threads).start
@@ -167,6 +173,23 @@ def _when_idle(idle_s: float, load: float, inputs: tuple[str, ...]) -> WhenIdle:
         raise UsageError(f"--idle-load is a number of cores above 0, got {load}")
     os.nice(NICE)
     return WhenIdle(idle_s=idle_s, load=load, inputs=inputs or INPUTS)
+
+
+def _wait_for_head(invitation: Invitation, wait_s: float) -> dict[str, Any]:
+    """Return the head's account of the run, as soon as there is a head."""
+    until, is_said = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return ask_status(invitation)
+        except NotGoing as error:
+            if time.monotonic() >= until:
+                raise
+            if not is_said:
+                # Process 1 of a container is not ended by a signal that it does not handle.
+                signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+                click.echo(f"unisono: {error}; waiting for it", err=True)
+            is_said = True
+            time.sleep(RETRY_S)
 
 
 def spec_of(status: dict[str, Any]) -> RunSpec:

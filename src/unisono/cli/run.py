@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "read", "run", "run_options", "start"]
 
+LOOPBACK: Final = "127.0.0.1"
+
 RESTARTS: Final = 10
 PLAIN_RESTARTS: Final = 0
-LOOPBACK: Final = "127.0.0.1"
+SHORTEST_TOKEN: Final = 20
 
 
 # fmt: off
@@ -80,6 +82,8 @@ _OPTIONS: Final = (
     option("--certificate", default="", metavar="FILE", help="The head's certificate (PEM) instead of one that is "
            "made for the run."),
     option("--private-key", default="", metavar="FILE", help="The private key of --certificate (PEM, no password)."),
+    option("--token-file", default="", metavar="FILE", help="The run's token, instead of one that is made for the run; "
+           "for machines that must know it before."),
     option("--max-restarts", type=int, show_default="10; 0 with --plain", help="How many lost workers of a machine are "
            "replaced; with --plain, how often all processes are started again."),
     option("--plain", is_flag=True, help="The script is one for torchrun: it does not use Unisono, and reads RANK, "
@@ -101,7 +105,7 @@ _OPTIONS: Final = (
            show_default=True, help="Workers are forked from a process that has imported torch, or come by "
            "themselves."),
     option("--launcher", default="auto", show_default=True, metavar="NAME", help="What starts the workers: auto, "
-           "local (this machine), or the batch system that the command runs in."),
+           "local (this machine), none (they join by themselves), or the batch system that the command runs in."),
     option("--simulate-hosts", default=1, hidden=True),
     option("--callable", "function", default="", hidden=True),
     option("--result", default="", hidden=True),
@@ -152,7 +156,7 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     if launcher is None:
         launcher = launchers.choose(options.request(spec, workers))
     machines = launcher.machines()
-    if options.workers == "auto":
+    if options.workers == "auto" and any(machine.num_workers for machine in machines):
         workers = parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
     return launchers.run(
         spec,
@@ -197,6 +201,7 @@ class Options:
     tls: bool | None
     certificate: str
     private_key: str
+    token_file: str
     max_restarts: int | None
     plain: bool
     strict: bool
@@ -337,12 +342,27 @@ class Options:
             tls=self.tls,
             certificate=self.certificate,
             private_key=self.private_key,
+            token=self._token(),
         )
 
     @property
     def address(self) -> str:
         """The address of the interface that was named; "" where none was."""
         return address_of(self.interface) if self.interface else ""
+
+    def _token(self) -> str:
+        from unisono.cli.reach import read_token
+
+        try:
+            token = read_token(self.token_file) if self.token_file else ""
+        except FileNotFoundError:
+            raise UsageError(f"there is no --token-file {self.token_file}") from None
+        if self.token_file and len(token) < SHORTEST_TOKEN:
+            raise UsageError(
+                f"the token in --token-file {self.token_file} has {len(token)} characters; {SHORTEST_TOKEN} or more "
+                "cannot be guessed: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+        return token
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:

@@ -278,6 +278,9 @@ class Head:
                 return
             if self._moving is not None:
                 return
+            if isinstance(first, Hello | AgentHello) and first.run_id not in ("", self._run_id):
+                self._refuse(line, first)
+                return
             if isinstance(first, AgentHello) and not first.fresh and not self._state.is_own(first.branch):
                 line.put(encode(Foreign(step=self._state.committed)))
                 return
@@ -395,6 +398,11 @@ class Head:
         self._versions.when_held([is_held])
         await is_held
         line.put(encode(answer))
+
+    def _refuse(self, line: Line, first: Hello | AgentHello) -> None:
+        """Send away what is left of an earlier run at this address with this token: it holds another state."""
+        why = f"the head at this address is that of run {self._run_id}, and no longer of run {first.run_id}"
+        line.put(encode(Ended(ok=False, reason=why, exit_code=1)))
 
     def _give_way(self, term: int) -> None:
         """End this head, and nothing else, because another one has taken over."""

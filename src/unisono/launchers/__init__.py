@@ -19,6 +19,7 @@ from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
 from unisono.launchers.fleet import Fleet
 from unisono.launchers.local import Local
+from unisono.launchers.none import Nobody
 from unisono.launchers.protocol import (
     HERE,
     AgentCommand,
@@ -32,6 +33,8 @@ from unisono.launchers.protocol import (
     Remote,
     Request,
 )
+from unisono.launchers.ray import Ray
+from unisono.launchers.ray import is_asked as is_ray_job
 from unisono.launchers.slurm import Slurm, inside
 from unisono.launchers.ssh import Ssh
 from unisono.launchers.ssh import is_asked as names_hosts
@@ -62,6 +65,8 @@ __all__ = [
 LAUNCHERS: Final[dict[str, Kind]] = {
     "ssh": Kind(Ssh, is_asked=names_hosts),
     "slurm": Kind(Slurm, is_asked=lambda request: inside(request.environment)),
+    "ray": Kind(Ray, is_asked=is_ray_job),
+    "none": Kind(Nobody, is_asked=lambda request: False),
     "local": Kind(Local, is_asked=lambda request: True),
 }
 """By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""
@@ -107,7 +112,7 @@ def run(
     """
     machines = launcher.machines() if machines is None else machines
     total = sum(machine.num_workers for machine in machines)
-    if total < 1:
+    if total < 1 and service is None:
         raise UsageError("a run has at least 1 worker, and the launcher's machines have none")
     if spec.folder:
         os.chdir(spec.folder)

@@ -107,7 +107,7 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     listener = listen(service)
-    token = secrets.token_urlsafe(32)
+    token = service.token or secrets.token_urlsafe(32)
     with contextlib.ExitStack() as held:
         held.enter_context(listener)
         secret = held.enter_context(Memory("unisono-token", token.encode()))

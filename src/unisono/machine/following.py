@@ -336,6 +336,7 @@ class Following:
                 url=self._own_url,
                 branch=self._branch,
                 fresh=self._is_fresh,
+                run_id=self.run_id,
             )
             link.put(encode(hello))
             pump()

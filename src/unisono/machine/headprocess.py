@@ -65,6 +65,8 @@ class Service:
     certificate: str = ""
     """A file with the head's certificate; "": it is made for the run, from the token."""
     private_key: str = ""
+    token: str = ""
+    """The run's token; "": one is made."""
 
     def identity(self, listener: socket.socket, token: str) -> Identity | None:
         """Return the certificate of the heads that listen on this socket; None: they speak no TLS.

@@ -1,0 +1,268 @@
+"""The objects of a run: a pure function of what the user asks for.
+
+The head is a Job of one pod, the workers are a Deployment::
+
+    Secret (token)     ConfigMap (script)     PersistentVolumeClaim (the user's: run directory)
+         |                    |                          |
+    Job NAME-head: unisono run --launcher none  <--Service NAME-head--  Deployment NAME-workers: unisono join
+
+docs/kubernetes.md says why these kinds, and what follows from each.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from unisono.errors import UsageError
+
+__all__ = ["PARTS", "Request", "Volume", "head_name", "labels", "parse_volume", "render", "workers_name"]
+
+PORT: Final = 7777
+SCHEME: str = "ws"
+"""wss where the head speaks TLS."""
+GRACE_S: Final = 120
+"""Time from SIGTERM to SIGKILL: until the end of the step."""
+KEPT_S: Final = 300
+"""Time from the end of the head's job to its removal, and with it that of the workers."""
+HEAD_RETRIES: Final = 20
+HEAD_AWAY_S: Final = 300.0
+WAIT_S: Final = 86400.0
+TOKEN: Final = "/etc/unisono/secret/token"
+SCRIPT: Final = "/etc/unisono/script"
+MOST_SCRIPT_BYTES: Final = 900_000  # a ConfigMap holds 1 MiB
+PARTS: Final = (
+    ("v1", "Secret", "token"),
+    ("v1", "ConfigMap", "script"),
+    ("v1", "Service", "head"),
+    ("networking.k8s.io/v1", "NetworkPolicy", "pods"),
+    ("policy/v1", "PodDisruptionBudget", "workers"),
+    ("batch/v1", "Job", "head"),
+    ("apps/v1", "Deployment", "workers"),
+)
+"""The objects, in the order in which they are made: API, kind, and the end of the name."""
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """A claim, and where it is mounted."""
+
+    claim: str
+    path: str
+
+
+def parse_volume(text: str) -> Volume:
+    """Read the value of ``--pvc``."""
+    claim, colon, path = text.partition(":")
+    if not colon or not claim or not path.startswith("/"):
+        raise UsageError(f"--pvc is CLAIM:/PATH, got {text!r}")
+    return Volume(claim=claim, path=path.rstrip("/") or "/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asks for."""
+
+    name: str
+    """Of the run; the names of its objects begin with it."""
+    namespace: str
+    image: str
+    token: str = field(repr=False)
+    command: tuple[str, ...]
+    """Script and options of ``unisono run``, as the user has given them."""
+    arguments: tuple[str, ...] = ()
+    """Of the script."""
+    run_dir: str
+    """On one of the volumes."""
+    script: str = ""
+    """Text of the script; "": it is in the image."""
+    script_name: str = ""
+    num_pods: int
+    """Of workers."""
+    workers_per_pod: int = 1
+    cpu: str = "1"
+    memory: str = "2Gi"
+    gpus_per_worker: int = 0
+    shm: str = "1Gi"
+    user: int = 1000
+    volumes: tuple[Volume, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                "the name of a run in Kubernetes has lower-case letters, digits and dashes, and at most 50 of them; "
+                f"got --name {self.name!r}"
+            )
+        num_bytes = len(self.script.encode())
+        if num_bytes > MOST_SCRIPT_BYTES:
+            raise UsageError(
+                f"the script has {num_bytes:,} bytes, and a ConfigMap holds {MOST_SCRIPT_BYTES:,}; put it into the "
+                "image and say --in-image"
+            )
+        run_dir = PurePosixPath(self.run_dir)
+        if not any(run_dir.is_relative_to(volume.path) for volume in self.volumes):
+            raise UsageError(
+                f"the run directory {self.run_dir} is on no volume, and would be gone with the pod: --pvc CLAIM:/PATH, "
+                "and --run-dir below that path"
+            )
+
+
+def head_name(name: str) -> str:
+    """Return the name of the head's Job and Service."""
+    return f"{name}-head"
+
+
+def workers_name(name: str) -> str:
+    """Return the name of the workers' Deployment: ``kubectl scale deployment`` takes it."""
+    return f"{name}-workers"
+
+
+def labels(name: str, part: str = "") -> dict[str, str]:
+    """Return the labels of a run's objects, or of one part of it."""
+    common = {"app.kubernetes.io/name": "unisono", "app.kubernetes.io/instance": name}
+    return {**common, "app.kubernetes.io/component": part} if part else common
+
+
+def render(request: Request) -> list[dict[str, Any]]:
+    """Return the objects of the run, in the order in which they are made."""
+    specs: dict[str, Mapping[str, Any] | None] = {
+        "Secret": {"type": "Opaque", "stringData": {"token": request.token}},
+        "ConfigMap": {"data": {request.script_name: request.script}} if request.script else None,
+        "Service": {"spec": _service(request)},
+        "NetworkPolicy": {"spec": _network_policy(request)},
+        "PodDisruptionBudget": {"spec": _disruption_budget(request)},
+        "Job": {"spec": _job(request)},
+        "Deployment": {"spec": _deployment(request)},
+    }
+    found = []
+    for api, kind, end in PARTS:
+        rest = specs[kind]
+        if rest is not None:
+            metadata = {
+                "name": f"{request.name}-{end}",
+                "namespace": request.namespace,
+                "labels": labels(request.name),
+            }
+            found.append({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
+    return found
+
+
+def _service(request: Request) -> dict[str, Any]:
+    ports = [{"name": "head", "port": PORT, "targetPort": "head", "protocol": "TCP"}]
+    return {"selector": labels(request.name, "head"), "ports": ports}
+
+
+def _network_policy(request: Request) -> dict[str, Any]:
+    """Only the pods of the run talk to each other."""
+    own = {"podSelector": {"matchLabels": labels(request.name)}}
+    return {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+
+
+def _disruption_budget(request: Request) -> dict[str, Any]:
+    """One pod of workers at a time is evicted from nodes that are drained: its workers leave at the end of a step."""
+    return {"maxUnavailable": 1, "selector": {"matchLabels": labels(request.name, "workers")}}
+
+
+def _job(request: Request) -> dict[str, Any]:
+    words = ["unisono", "run", *request.command, "--run-dir", request.run_dir]
+    words += [] if "--plain" in request.command else ["--resume", "auto"]
+    words += ["--launcher", "none", "--token-file", TOKEN, "--bind", "0.0.0.0", "--port", str(PORT)]
+    words += ["--head-away-s", str(HEAD_AWAY_S), *(["--", *request.arguments] if request.arguments else [])]
+    health = {"path": "/health", "port": "head", "scheme": "HTTPS" if SCHEME == "wss" else "HTTP"}
+    probe = {"httpGet": health, "periodSeconds": 5, "timeoutSeconds": 5}
+    container = {
+        **_container(request, "head", words),
+        "ports": [{"name": "head", "containerPort": PORT, "protocol": "TCP"}],
+        "startupProbe": {**probe, "failureThreshold": 60},
+        "readinessProbe": {**probe, "failureThreshold": 2},
+        "livenessProbe": {**probe, "periodSeconds": 20, "failureThreshold": 6},
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
+    }
+    return {
+        "backoffLimit": HEAD_RETRIES,
+        "ttlSecondsAfterFinished": KEPT_S,
+        "template": _pod(request, "head", container, restart="Never"),
+    }
+
+
+def _deployment(request: Request) -> dict[str, Any]:
+    words = ["unisono", "join", f"{SCHEME}://{head_name(request.name)}:{PORT}", "--token-file", TOKEN]
+    words += ["--workers", str(request.workers_per_pod), "--wait-s", str(WAIT_S), "--head-away-s", str(HEAD_AWAY_S)]
+    gpus = request.gpus_per_worker * request.workers_per_pod
+    of_gpus = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    container = {
+        **_container(request, "worker", words),
+        "resources": {
+            "requests": {"cpu": request.cpu, "memory": request.memory, **of_gpus},
+            "limits": {"memory": request.memory, **of_gpus},
+        },
+    }
+    return {
+        "replicas": request.num_pods,
+        "selector": {"matchLabels": labels(request.name, "workers")},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "template": _pod(request, "workers", container, restart="Always"),
+    }
+
+
+def _pod(request: Request, part: str, container: dict[str, Any], *, restart: str) -> dict[str, Any]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "token", "secret": {"secretName": f"{request.name}-token", "defaultMode": 0o440}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shm}},
+    ]
+    if request.script:
+        volumes.append({"name": "script", "configMap": {"name": f"{request.name}-script"}})
+    for number, volume in enumerate(request.volumes):
+        volumes.append({"name": f"volume{number}", "persistentVolumeClaim": {"claimName": volume.claim}})
+    return {
+        "metadata": {"labels": labels(request.name, part)},
+        "spec": {
+            "restartPolicy": restart,
+            "terminationGracePeriodSeconds": GRACE_S,
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": request.user,
+                "runAsGroup": request.user,
+                "fsGroup": request.user,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": volumes,
+        },
+    }
+
+
+def _container(request: Request, name: str, words: list[str]) -> dict[str, Any]:
+    mounts: list[dict[str, Any]] = [
+        {"name": "token", "mountPath": str(PurePosixPath(TOKEN).parent), "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if request.script:
+        mounts.append({"name": "script", "mountPath": SCRIPT, "readOnly": True})
+    mounts += [{"name": f"volume{number}", "mountPath": volume.path} for number, volume in enumerate(request.volumes)]
+    variables = {"HOME": "/tmp", "PYTHONUNBUFFERED": "1", **request.variables}
+    return {
+        "name": name,
+        "image": request.image,
+        "command": words,
+        **({"workingDir": SCRIPT} if request.script else {}),
+        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": mounts,
+    }
+
+
+def how_to_follow(request: Request) -> str:
+    """Return the commands that a user needs next."""
+    where = shlex.join(["-n", request.namespace])
+    return (
+        f"kubectl {where} logs -f job/{head_name(request.name)}\n"
+        f"kubectl {where} scale deployment/{workers_name(request.name)} --replicas N"
+    )

@@ -1,0 +1,419 @@
+"""``unisono kubernetes``: what is rendered, what is asked of the API server, and that the pods' commands make a run.
+
+There is no API server here. The manifests are held against Kubernetes' schemas, the client against a fake server, and
+the commands of the containers are started as processes of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+
+from tests.house.rooms import ROOT
+from tests.waiting import WAIT_S
+from tests.workers.conftest import Command, Unisono, marked
+from tests.workers.gates import Gates
+from unisono.cli.kubernetes import kubernetes as command
+from unisono.errors import UsageError
+from unisono.journal import compare
+from unisono.kubernetes.manifests import PORT, SCRIPT, TOKEN, Request, Volume, head_name, labels, parse_volume, render
+from unisono.kubernetes.text import dump
+from unisono.machine.plain import free_port
+
+kmock = pytest.importorskip("kmock")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+yaml = pytest.importorskip("yaml")
+
+GOLDEN = Path(__file__).parent / "golden"
+TOKEN_OF_TESTS = "no-secret-of-anybody-but-the-tests"
+OF_A_SCRIPT = Request(
+    name="unisono-train",
+    namespace="lab",
+    image="registry.example/train:1",
+    token=TOKEN_OF_TESTS,
+    command=(f"{SCRIPT}/train.py", "--workers", "2:8", "--threads", "2"),
+    arguments=("--lr", "0.1"),
+    run_dir="/runs/unisono-train",
+    script="import unisono\n\nprint('a script: \"quoted\"')\n",
+    script_name="train.py",
+    num_pods=4,
+    workers_per_pod=2,
+    cpu="4",
+    memory="8Gi",
+    gpus_per_worker=1,
+    volumes=(Volume(claim="runs", path="/runs"), Volume(claim="data", path="/data")),
+    variables={"HF_HOME": "/data/cache"},
+)
+OF_AN_IMAGE = Request(
+    name="plain",
+    namespace="default",
+    image="registry.example/train:1",
+    token=TOKEN_OF_TESTS,
+    command=("/app/train.py", "--workers", "4", "--plain"),
+    run_dir="/runs/plain",
+    num_pods=4,
+    volumes=(Volume(claim="runs", path="/runs"),),
+)
+REQUESTS = {"script": OF_A_SCRIPT, "image": OF_AN_IMAGE}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_what_is_rendered_is_what_was_read_by_a_person(name: str) -> None:
+    """After a change that is meant: write `dump(render(...))` there, and read the difference."""
+    assert dump(render(REQUESTS[name])) == (GOLDEN / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("version", ["1.27", "1.37"])
+def test_what_is_rendered_has_the_form_that_kubernetes_knows(version: str, name: str) -> None:
+    for manifest in render(REQUESTS[name]):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_typing_error_would_be_found() -> None:
+    manifest = render(OF_A_SCRIPT)[-1]
+    manifest["spec"]["replica"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a\nb\n",
+        "a\n\n  b\n",
+        " a\nb\n",
+        "\na\n",
+        "a\nb",
+        "a\n \n",
+        "\t\n\n",
+        "no",
+        "1",
+        "a: b",
+        "- a",
+        "",
+        "é\nb\n",
+        "#",
+    ],
+)
+def test_texts_come_back_as_they_were(value: str) -> None:
+    documents = [{"a": {"b": [value, {"c": value, "d": 1}], "e": value}, "f": {}, "g": [], "h": True}]
+    assert list(yaml.safe_load_all(dump(documents))) == documents
+
+
+def test_all_objects_come_back_as_they_were() -> None:
+    for request in REQUESTS.values():
+        assert list(yaml.safe_load_all(dump(render(request)))) == render(request)
+
+
+def test_the_workers_reach_the_head_by_the_name_of_its_service() -> None:
+    objects = {manifest["kind"]: manifest for manifest in render(OF_A_SCRIPT)}
+    words = container(objects["Deployment"])["command"]
+    assert f"ws://{objects['Service']['metadata']['name']}:{PORT}" in words
+    assert (
+        objects["Service"]["spec"]["selector"].items()
+        <= objects["Job"]["spec"]["template"]["metadata"]["labels"].items()
+    )
+
+
+def test_the_token_is_in_no_command_and_no_environment() -> None:
+    secret, *others = render(OF_A_SCRIPT)
+    assert secret["kind"] == "Secret"
+    assert TOKEN_OF_TESTS not in json.dumps(others)
+    assert TOKEN_OF_TESTS not in repr(OF_A_SCRIPT)
+
+
+# -- the command line --------------------------------------------------------------------------------
+
+
+def call(*words: str) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(command, [*words], standalone_mode=False)
+
+
+def test_the_command_renders_what_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_train.py").write_text("print()\n")
+    options = ["--image", "i", "--pvc", "runs:/runs", "--workers", "2:5", "--workers-per-pod", "2", "--strict"]
+    done = call("my_train.py", *options, "--dry-run", "--", "--lr", "0.1")
+    assert done.exception is None
+    objects = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(done.stdout)}
+    assert objects["Deployment"]["spec"]["replicas"] == 3
+    assert objects["ConfigMap"]["data"] == {"my_train.py": "print()\n"}
+    words = container(objects["Job"])["command"]
+    assert words[:3] == ["unisono", "run", f"{SCRIPT}/my_train.py"]
+    assert words[words.index("--run-dir") + 1] == "/runs/unisono-my-train"
+    assert {"--strict", "2:5"} <= {*words}
+    assert words[-3:] == ["--", "--lr", "0.1"]
+    assert len(objects["Secret"]["stringData"]["token"]) > 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--pvc", "runs:/runs", "--workers", "2"], "which container image"),
+        (["--image", "i", "--workers", "2"], "--pvc CLAIM:/PATH names a volume"),
+        (["--image", "i", "--pvc", "runs:/runs"], "how many workers"),
+        (["--image", "i", "--pvc", "runs", "--workers", "2"], "--pvc is CLAIM:/PATH, got 'runs'"),
+        (
+            ["--image", "i", "--pvc", "a:/a", "--workers", "2", "--run-dir", "/b"],
+            "the run directory /b is on no volume",
+        ),
+        (["--image", "i", "--pvc", "a:/a", "--workers", "2", "--port", "5"], "--port is set by unisono kubernetes"),
+        (["--image", "i", "--pvc", "a:/a", "--workers", "2", "--env", "x"], "--env is NAME=VALUE"),
+        (["--image", "i", "--pvc", "a:/a", "--workers", "2", "--name", "A_b"], "got --name 'A_b'"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print()\n")
+    done = call("train.py", *words, "--dry-run")
+    assert isinstance(done.exception, UsageError)
+    assert message in str(done.exception)
+
+
+def test_a_script_that_is_too_long_for_a_config_map_is_refused() -> None:
+    with pytest.raises(UsageError, match="put it into the image and say --in-image"):
+        Request(**{**vars(OF_A_SCRIPT), "script": "#" * 1_000_000})
+    assert parse_volume("a:/") == Volume(claim="a", path="/")
+
+
+# -- the client, against a fake server ---------------------------------------------------------------
+
+
+class Server:
+    """A fake API server, and a kubeconfig that names it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.handler: Any = kmock.KubernetesEmulator()
+        self.handler.resources.load_bundled()
+        self.config = folder / "kubeconfig"
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        async with self.handler, kmock.Server(self.handler) as server:
+            cluster = {"name": "c", "cluster": {"server": str(server.url).rstrip("/")}}
+            context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+            user = {"name": "u", "user": {"token": "t"}}
+            known = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "x"}
+            self.config.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **known}))
+            self._is_up.set()
+            await self._over.wait()
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        assert self._is_up.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(WAIT_S)
+
+    def calls(self, method: str) -> list[str]:
+        """The paths of the requests with this method, in their order."""
+        return [str(request.url.path) for request in list(self.handler) if request.method.value == method]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with Server(tmp_path) as found:
+        monkeypatch.setenv("KUBECONFIG", str(found.config))
+        yield found
+
+
+@pytest.fixture
+def cluster(server: Server) -> Any:
+    from unisono.kubernetes.client import Cluster
+
+    return Cluster("lab")
+
+
+def test_the_objects_are_made_and_removed(server: Server, cluster: Any) -> None:
+    cluster.create(render(OF_A_SCRIPT))
+    made = [path.rpartition("/")[2] for path in server.calls("POST")]
+    assert made == [
+        *("secrets", "configmaps", "services", "networkpolicies", "poddisruptionbudgets", "jobs", "deployments"),
+    ]
+    gone = cluster.delete("unisono-train")
+    assert len(gone) == 7
+    assert gone[0] == "deployment/unisono-train-workers"
+    assert cluster.delete("unisono-train") == [], "there is nothing left"
+
+
+def test_a_run_of_the_same_name_is_not_touched(server: Server, cluster: Any) -> None:
+    cluster.create(render(OF_AN_IMAGE))
+    with pytest.raises(UsageError, match="there is a run plain in namespace lab"):
+        cluster.create(render(OF_AN_IMAGE))
+    assert server.calls("DELETE") == []
+
+
+def test_following_shows_the_output_of_the_head_and_sends_the_workers_away_at_the_end(
+    server: Server, cluster: Any
+) -> None:
+    head = head_name("plain")
+    pod = {"metadata": {"name": "pod1", "labels": labels("plain", "head")}, "status": {"phase": "Running"}}
+    status = {"conditions": [{"type": "Complete", "status": "True"}]}
+    server.handler[f"get /apis/batch/v1/namespaces/lab/jobs/{head}"] << {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": head},
+        "status": status,
+    }
+    pods = {"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": [pod]}
+    server.handler["get /api/v1/namespaces/lab/pods"] << pods
+    server.handler["get /api/v1/namespaces/lab/pods/pod1/log"] << b"first line\nlast line\n"
+    workers = render(OF_AN_IMAGE)[-1]
+    server.handler.objects["apps/v1/deployments", "lab", "plain-workers"] = workers
+    shown: list[str] = []
+    assert cluster.follow("plain", shown.append) == 0
+    assert shown == ["first line", "last line"]
+    assert server.calls("PATCH") == ["/apis/apps/v1/namespaces/lab/deployments/plain-workers"]
+    changed = server.handler.objects["apps/v1/deployments", "lab", "plain-workers"].last.raw
+    assert changed["spec"]["replicas"] == 0
+
+
+def test_without_a_cluster_the_command_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    done = call("--delete", "train")
+    assert isinstance(done.exception, UsageError)
+    assert "no cluster can be reached" in str(done.exception)
+
+
+# -- the commands of the pods ------------------------------------------------------------------------
+
+TRAINING = f"""
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {str(ROOT)!r})
+    import torch
+    import unisono
+    from torch.nn import functional as F
+    from tests.workers.gates import wait_at
+
+    with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=2)) as run:
+        draw = torch.Generator().manual_seed(1)
+        data = torch.utils.data.TensorDataset(torch.randn(40, 6, generator=draw))
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Dropout(0.2), torch.nn.Linear(9, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(data, batch_size=16, microbatches=4, epochs=100, max_steps=8):
+            if sys.argv[1:]:
+                wait_at(Path(sys.argv[1]) / str(step.number))
+            for (inputs,) in step:
+                step.backward(model(inputs).square().mean(), weight=len(inputs))
+            optimizer.step()
+    """
+
+
+def container(manifest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+class Pods:
+    """Starts the commands of the containers as processes: with the paths, the port and the name of this machine."""
+
+    def __init__(self, unisono: Unisono, folder: Path, arguments: tuple[str, ...]) -> None:
+        self._unisono = unisono
+        port = str(free_port("127.0.0.1"))
+        request = Request(
+            **{
+                **vars(OF_A_SCRIPT),
+                "command": (f"{SCRIPT}/train.py", "--workers", "2:4"),
+                "workers_per_pod": 1,
+                "arguments": arguments,
+            }
+        )
+        (folder / "token").write_text(TOKEN_OF_TESTS)
+        here = {TOKEN: "token", f"{SCRIPT}/train.py": "train.py", "/runs/unisono-train": "run", "0.0.0.0": "127.0.0.1"}
+        here |= {str(PORT): port, f"ws://{head_name(request.name)}:{PORT}": f"ws://127.0.0.1:{port}"}
+        self._words = {
+            manifest["kind"]: [here.get(word, word) for word in container(manifest)["command"][1:]]
+            for manifest in render(request)
+            if manifest["kind"] in ("Job", "Deployment")
+        }
+
+    def head(self) -> Command:
+        return self._unisono(*self._words["Job"])
+
+    def worker(self) -> Command:
+        return self._unisono(*self._words["Deployment"])
+
+
+@pytest.fixture
+def alone(unisono: Unisono, script: Callable[[str], str], nursery: None, tmp_path: Path) -> Path:
+    run = unisono("run", script(TRAINING), "--workers", 1, "--run-dir", "alone")
+    assert run.wait() == 0, run.err
+    return tmp_path / "alone"
+
+
+@pytest.mark.usefixtures("nursery")
+def test_pods_make_a_run_in_any_order_and_leave_at_the_end_of_a_step(
+    unisono: Unisono, tmp_path: Path, alone: Path
+) -> None:
+    with Gates(tmp_path / "gates", [3, 5]) as gates:
+        pods = Pods(unisono, tmp_path, (str(gates.folder),))
+        first = pods.worker()
+        first.line("waiting for it")
+        head = pods.head()
+        second, third = pods.worker(), pods.worker()
+        gates.wait(3, workers=2)
+        gates.open(3, head.generation("with 3 workers"))
+        gates.wait(5, workers=3)
+        os.kill(third.pid, signal.SIGTERM)  # `kubectl scale`, or a node that is drained
+        gates.open(5, head.generation(" leaves"))
+        assert third.wait() == 0
+        assert head.wait() == 0, head.err
+        assert [first.wait(), second.wait()] == [0, 0]
+    assert str(compare(alone, tmp_path / "run")).startswith("identical: 8 steps")
+
+
+@pytest.mark.usefixtures("nursery")
+def test_after_the_loss_of_the_head_its_job_goes_on_from_the_checkpoint(
+    unisono: Unisono, tmp_path: Path, alone: Path, mark: str
+) -> None:
+    """What is left of the run before, with the same token, is refused: its pods start again."""
+    with Gates(tmp_path / "gates", [5]) as gates:
+        pods = Pods(unisono, tmp_path, (str(gates.folder),))
+        head, workers = pods.head(), [pods.worker(), pods.worker()]
+        gates.wait(5, workers=2)
+        server = next(pid for pid, words in marked(mark).items() if "-m unisono.head " in words)
+        os.kill(head.pid, signal.SIGSTOP)  # a container ends as a whole: nobody of it sees the others end
+        os.kill(server, signal.SIGKILL)
+        os.kill(head.pid, signal.SIGKILL)
+        head.wait()
+        again = pods.head()
+        for worker in workers:
+            assert worker.wait() == 1
+            worker.line("is that of run ")
+        gates.open(5)
+        workers = [pods.worker(), pods.worker()]
+        assert again.wait() == 0, again.err
+        assert [worker.wait() for worker in workers] == [0, 0]
+    assert str(compare(alone, tmp_path / "run")).startswith("identical: 8 steps")
+
+
+def test_a_pod_that_waits_for_the_head_ends_at_sigterm(unisono: Unisono, tmp_path: Path) -> None:
+    worker = Pods(unisono, tmp_path, ()).worker()
+    worker.line("waiting for it")
+    os.kill(worker.pid, signal.SIGTERM)
+    assert worker.wait() == 128 + signal.SIGTERM
+
+
+def test_a_token_that_can_be_guessed_is_refused(unisono: Unisono, script: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    run = unisono("run", script("print()"), "--token-file", "token")
+    assert run.wait() == 2
+    run.line("has 6 characters; 20 or more cannot be guessed")
