@@ -1,0 +1,209 @@
+"""Stream: the sum of a range of rows over the members of a wire, piece by piece, message by message.
+
+The rows are cut into **pieces**, and each piece into one chunk per member. As soon as the rows of a piece are complete
+on a member, it sends each chunk to its owner, for each node that it holds. An owner that has a chunk of all members
+adds it up in tree order and sends the sum to all others, while later pieces are still on their way, or still being
+computed. So a link carries something from the first piece to the last one, in both directions.
+
+The messages of a piece have numbers of their own, so no order between the pieces is needed; and all receives are posted
+when the stream begins, because gloo holds a message back until its receiver has said that it is ready for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.decisions.tree import Node
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
+from unisono.exchange.wire import DIGEST_BYTES, Wire, count_votes
+
+__all__ = ["PIECE_BYTES", "Ballot", "Stream", "cut"]
+
+PIECE_BYTES = 256 << 10
+"""Of a stream's pieces, at least."""
+MAX_PIECES = 96
+"""A stream of many rows has larger pieces rather than more: every piece costs all members some Python."""
+
+
+def cut(rows: range) -> list[range]:
+    """Return the pieces of ``rows``: of nearly equal size. Pure: the same on all members."""
+    num_pieces = min(max(1, len(rows) * ROW_BYTES // PIECE_BYTES), MAX_PIECES)
+    return split_rows(rows, num_pieces)
+
+
+class Stream:
+    """The sum of one range of rows, in three moves: `send`, `fold`, `gather`.
+
+    Making one is collective, in the same order on all members of the wire.
+
+    Args:
+        rows: of the layout; the same on all members of the wire.
+        plan: by rank of the wire, the nodes of each member.
+        out: receives the sums of all rows; none of the nodes.
+        multipliers: of the layout, for the digest.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        layout: FlatLayout,
+        rows: range,
+        plan: Sequence[Sequence[Node]],
+        num_leaves: int,
+        out: Rows,
+        multipliers: Tensor,
+    ) -> None:
+        self._wire = wire
+        self._layout = layout
+        self._plan = plan
+        self._num_leaves = num_leaves
+        self._out = out
+        self._multipliers = multipliers
+        self._chunks = [split_rows(piece, wire.size) for piece in cut(rows)]
+        self._others = [(wire.rank + distance) % wire.size for distance in range(1, wire.size)]
+        self._tags_each = max(len(nodes) for nodes in plan) + 1  # of a piece: one for each node of a member, and a sum
+        self._first_tag = wire.reserve_tags(len(self._chunks) * self._tags_each)
+        self._nodes: Mapping[Node, Rows] = {}
+        self._num_sent = 0
+        self._num_folded = 0
+        self._digest = 0
+        self._sending: list[Any] = []
+        self._arriving = [self._post_chunks(index) for index in range(len(self._chunks))]
+        self._gathers = [self._post_sums(index) for index in range(len(self._chunks))]
+        self._job = wire.in_background(self._run)
+
+    def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
+        """Send the pieces that lie within the first ``rows_ready`` rows, which are complete in all own nodes."""
+        while self._num_sent < len(self._chunks):
+            chunks = self._chunks[self._num_sent]
+            if chunks[-1].stop - self._chunks[0][0].start > rows_ready:
+                return
+            for turn, node in enumerate(self._plan[self._wire.rank]):
+                for other in self._others:
+                    self._send_rows(nodes[node], chunks[other], other, self._tag(self._num_sent, turn))
+            with self._wire.changed:
+                self._nodes = nodes
+                self._num_sent += 1
+                self._wire.changed.notify_all()
+
+    def fold(self) -> int:
+        """Wait until this member has added all of its chunks; return their digest. Their sums are on their way."""
+        self._wire.await_job(self._job, lambda: self._num_folded == len(self._chunks))
+        return self._digest & 0xFFFFFFFFFFFFFFFF
+
+    def gather(self) -> None:
+        """Wait until the sums of all members are in ``out``."""
+        self._wire.await_job(self._job, self._job.is_completed)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _tag(self, piece: int, turn: int = -1) -> int:
+        """Return the number of the message with a member's node ``turn``, or with the sum."""
+        return self._first_tag + piece * self._tags_each + turn % self._tags_each
+
+    def _post_chunks(self, piece: int) -> list[tuple[Node, Tensor, Any]]:
+        """Post the receives of this member's chunk of a piece: (node, memory, receive) of all others."""
+        nbytes = len(self._chunks[piece][self._wire.rank]) * ROW_BYTES
+        posted: list[tuple[Node, Tensor, Any]] = []
+        for other in self._others if nbytes else ():
+            for turn, node in enumerate(self._plan[other]):
+                memory = torch.empty(nbytes, dtype=torch.uint8)
+                posted.append((node, memory, self._wire.post(memory, other, self._tag(piece, turn))))
+        return posted
+
+    def _post_sums(self, piece: int) -> list[Any]:
+        """Post the receives of the other chunks' sums."""
+        chunks = self._chunks[piece]
+        return [
+            self._wire.post(_bytes_of(self._out, chunks[other]), other, self._tag(piece))
+            for other in self._others
+            if len(chunks[other])
+        ]
+
+    def _send_rows(self, rows: Rows, chunk: range, target: int, tag: int) -> None:
+        if len(chunk):
+            self._sending.append(self._wire.send(_bytes_of(rows, chunk), target, tag))
+
+    def _run(self) -> None:
+        """Add up, piece by piece, what has arrived; in the thread of the pump."""
+        wire = self._wire
+        for piece, chunks in enumerate(self._chunks):
+            if not wire.wait_in_background(lambda piece=piece: self._num_sent > piece):  # type: ignore[misc]
+                return
+            own = chunks[wire.rank]
+            nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
+            for node, memory, receive in self._arriving[piece]:
+                wire.finish_in_background(receive)
+                nodes[node] = Rows(memory, own.start)
+            if len(own):
+                self._digest += fold_rows(
+                    self._layout,
+                    nodes,
+                    self._num_leaves,
+                    own.start,
+                    own.stop,
+                    [self._out],
+                    multipliers=self._multipliers,
+                )
+            for other in self._others:
+                self._send_rows(self._out, own, other, self._tag(piece))
+            self._arriving[piece] = []
+            with wire.changed:
+                self._num_folded += 1
+                wire.changed.notify_all()
+        for receives in self._gathers:
+            for receive in receives:
+                wire.finish_in_background(receive)
+            receives.clear()
+        for each in self._sending:  # gloo forgets a message that nobody holds
+            wire.finish_in_background(each)
+        self._sending.clear()
+
+
+def _bytes_of(rows: Rows, chunk: range) -> Tensor:
+    return rows.memory[(chunk.start - rows.first_row) * ROW_BYTES : (chunk.stop - rows.first_row) * ROW_BYTES]
+
+
+class Ballot:
+    """The word of all members of a wire that they hold all sums, in one way instead of two: its receives are posted
+    before. Making one is collective, in the same order on all members of the wire.
+
+    Args:
+        nbytes: of the data that each member adds; equal on all members.
+    """
+
+    def __init__(self, wire: Wire, nbytes: int) -> None:
+        self._wire = wire
+        tag = wire.reserve_tags(1)
+        self._tag = tag
+        size = DIGEST_BYTES + nbytes
+        self._words = [torch.empty(size, dtype=torch.uint8) for _ in range(wire.size)]
+        self._receives = [wire.post(word, rank, tag) for rank, word in enumerate(self._words) if rank != wire.rank]
+        self._sending: list[Any] = []
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Announce to all members that this one holds all sums; return when every member does. Blocks.
+
+        Args:
+            digest: of the sums of this member.
+
+        Returns:
+            The digest of all sums, and the ``data`` of all members, by rank.
+        """
+        own = digest.to_bytes(DIGEST_BYTES, "little") + data
+        self._words[self._wire.rank] = word = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        for rank in range(self._wire.size):
+            if rank != self._wire.rank:
+                self._sending.append(self._wire.send(word, rank, self._tag))
+        job = self._wire.in_background(self._run)
+        self._wire.await_job(job, job.is_completed)
+        return count_votes([ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words])
+
+    def _run(self) -> None:
+        for each in (*self._receives, *self._sending):
+            self._wire.finish_in_background(each)
