@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from unisono.decisions.tree import Node
 from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Share, check_reduced
 from unisono.exchange.context import Context
 from unisono.exchange.flat import ROW_BYTES, Rows, Slot, blocks, divide_rows, parts_of
@@ -39,28 +37,12 @@ class Network(PrivateSlots):
         self._wire = wire
         self.rank = wire.rank
         self.size = wire.size
-        self._offered: _Opened | None = None
+        self._offered: _Sums | None = None
 
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._offered is None:
-            self._offered = self._open(share, [range(self.layout.num_rows)])
-        self._offered.sums[0].send(rows_of(share), rows_ready)
-
-    def _open(self, share: Share, parts: Sequence[range]) -> _Opened:
-        self._wire.sent_bytes = 0
-        slot = self.slot()
-        out = Rows(slot.memory, 0)
-        plan, num_leaves, multipliers = share.plan, share.num_leaves, self.multipliers
-        if self._wire.device.type == "cuda":
-            sums: list[Reduction | Stream] = []
-            for part in parts:
-                # Behind the last part there is room for padding; behind the others are rows of the next.
-                end = None if part.stop == self.layout.num_rows else part.stop * ROW_BYTES
-                own = Rows(slot.memory[:end], 0)
-                sums.append(Reduction(self._wire, self.layout, part, plan, num_leaves, own, multipliers))
-            return _Opened(slot, sums, self._wire.vote)
-        sums = [Stream(self._wire, self.layout, part, plan, num_leaves, out, multipliers) for part in parts]
-        return _Opened(slot, sums, Ballot(self._wire, TELEMETRY_BYTES).vote)
+            self._offered = _Sums(self._wire, self, share, [range(self.layout.num_rows)])
+        self._offered.send(0, rows_ready)
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
         self._wire.waiting_s = 0.0
@@ -68,8 +50,7 @@ class Network(PrivateSlots):
         offered, self._offered = self._offered, None
         if offered is not None and len(chosen) > 1:
             raise ValueError(f"rows were offered for a combine in one part, and it begins with {len(chosen)}")
-        opened = partial(self._open, share, chosen) if offered is None else lambda: offered
-        return _NetworkCombine(self._wire, self, share, chosen, opened)
+        return _NetworkCombine(self._wire, self, chosen, offered or _Sums(self._wire, self, share, chosen))
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._wire.all_gather_bytes(data)
@@ -85,55 +66,76 @@ class Network(PrivateSlots):
         self._wire.close()
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """What a combine is made of, before it begins."""
+class _Sums:
+    """The sums of a combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
 
-    slot: Slot
-    """For the sums."""
-    sums: Sequence[Reduction | Stream]
-    """By part; some rows of an offered one are sent already."""
-    vote: Callable[[int, bytes], tuple[int, list[bytes]]]
+    def __init__(self, wire: Wire, slots: PrivateSlots, share: Share, parts: Sequence[range]) -> None:
+        self._wire = wire
+        self._slots = slots
+        self._share = share
+        self._nodes = {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
+        self._parts = parts
+        self._ballot: Ballot | None = None
+        self._by_part: dict[int, Reduction | Stream] = {}
+        self.slot = slots.slot()
+        wire.sent_bytes = 0
+
+    def send(self, part: int, rows_ready: int) -> None:
+        """Send what is complete within the first ``rows_ready`` rows of a part."""
+        if part not in self._by_part:
+            self._by_part[part] = self._begin(part)
+        self._by_part[part].send(self._nodes, rows_ready)
+
+    def _begin(self, part: int) -> Reduction | Stream:
+        wire, slots, rows, memory = self._wire, self._slots, self._parts[part], self.slot.memory
+        is_on_gpu = wire.device.type == "cuda"
+        if is_on_gpu and part < len(self._parts) - 1:  # behind the last part there is room for padding
+            memory = memory[: rows.stop * ROW_BYTES]
+        if not is_on_gpu and self._ballot is None:
+            self._ballot = Ballot(wire, TELEMETRY_BYTES)
+        make = Reduction if is_on_gpu else Stream
+        plan, num_leaves = self._share.plan, self._share.num_leaves
+        return make(wire, slots.layout, rows, plan, num_leaves, Rows(memory, 0), slots.multipliers)
+
+    def fold(self, part: int) -> int:
+        """Wait until this member has added up its chunks of a part; return their digest."""
+        return self._by_part[part].fold()
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Wait until this member holds all sums, say so to the others, and wait until they do (see `Wire.vote`)."""
+        if self._ballot is not None:
+            return self._ballot.vote(digest, data)
+        for each in self._by_part.values():
+            each.gather()
+        return self._wire.vote(digest, data)
 
 
 class _NetworkCombine:
     """
     Args:
-        open_sums: called at the first publish; it may wait for the group of the members to form.
+        sums: some rows of offered ones are sent already.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        slots: PrivateSlots,
-        share: Share,
-        parts: Sequence[range],
-        open_sums: Callable[[], _Opened],
-    ) -> None:
+    def __init__(self, wire: Wire, slots: PrivateSlots, parts: Sequence[range], sums: _Sums) -> None:
         self._wire = wire
         self._slots = slots
-        self._share = share
         self._parts = parts
-        self._open_sums = open_sums
+        self._sums = sums
         self._is_taken = False
         self._reduced: set[int] = set()
         self._collected: set[int] = set()
         self._digest = 0
         self._total = 0.0
 
-    @cached_property
-    def _opened(self) -> _Opened:
-        return self._open_sums()
-
     def publish(self, part: int) -> Deferred[None]:
-        self._opened.sums[part].send(rows_of(self._share), len(self._parts[part]))
+        self._sums.send(part, len(self._parts[part]))
         return Deferred(lambda: None)
 
     def reduce(self, part: int) -> Deferred[None]:
         return Deferred(partial(self._reduce, part))
 
     def _reduce(self, part: int) -> None:
-        self._digest += self._opened.sums[part].fold()
+        self._digest += self._sums.fold(part)
         self._reduced.add(part)
 
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
@@ -141,15 +143,13 @@ class _NetworkCombine:
         return Deferred(partial(self._commit, telemetry))
 
     def _commit(self, telemetry: bytes) -> Committed:
-        for each in self._opened.sums:
-            each.gather()
-        digest, everyones = self._opened.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
-        self._total = float(self._opened.slot.scalars[0])
+        digest, everyones = self._sums.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
+        self._total = float(self._sums.slot.scalars[0])
         return Committed(digest, tuple(everyones), self._total, self._wire.waiting_s)
 
     def result(self) -> Slot:
         self._is_taken = True
-        return self._opened.slot
+        return self._sums.slot
 
     def collect(self, part: int, out: Slot) -> Deferred[None]:
         return Deferred(partial(self._collect, part, out))
@@ -157,14 +157,10 @@ class _NetworkCombine:
     def _collect(self, part: int, out: Slot) -> None:
         rows = self._parts[part]
         for first, end in blocks(rows.start, rows.stop, self._wire.device):
-            divide_rows(self._slots.layout, Rows(self._opened.slot.memory, 0), self._total, first, end, out)
+            divide_rows(self._slots.layout, Rows(self._sums.slot.memory, 0), self._total, first, end, out)
         self._collected.add(part)
         if len(self._collected) == len(self._parts) and not self._is_taken:
-            self._slots.release(self._opened.slot)
-
-
-def rows_of(share: Share) -> dict[Node, Rows]:
-    return {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
+            self._slots.release(self._sums.slot)
 
 
 def broadcast_over(wire: Wire, tensor: Tensor, source: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unisono.decisions.tree import Node
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
+from unisono.exchange.pump import Job
 from unisono.exchange.wire import DIGEST_BYTES, Wire, count_votes
 
 __all__ = ["PIECE_BYTES", "Ballot", "Stream", "cut"]
@@ -73,8 +74,6 @@ class Stream:
         self._num_folded = 0
         self._digest = 0
         self._sending: list[Any] = []
-        self._arriving = [self._post_chunks(index) for index in range(len(self._chunks))]
-        self._gathers = [self._post_sums(index) for index in range(len(self._chunks))]
         self._job = wire.in_background(self._run)
 
     def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
@@ -132,12 +131,14 @@ class Stream:
     def _run(self) -> None:
         """Add up, piece by piece, what has arrived; in the thread of the pump."""
         wire = self._wire
+        arriving = [self._post_chunks(piece) for piece in range(len(self._chunks))]
+        gathers = [self._post_sums(piece) for piece in range(len(self._chunks))]
         for piece, chunks in enumerate(self._chunks):
             if not wire.wait_in_background(lambda piece=piece: self._num_sent > piece):  # type: ignore[misc]
                 return
             own = chunks[wire.rank]
             nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
-            for node, memory, receive in self._arriving[piece]:
+            for node, memory, receive in arriving[piece]:
                 wire.finish_in_background(receive)
                 nodes[node] = Rows(memory, own.start)
             if len(own):
@@ -152,11 +153,11 @@ class Stream:
                 )
             for other in self._others:
                 self._send_rows(self._out, own, other, self._tag(piece))
-            self._arriving[piece] = []
+            arriving[piece] = []
             with wire.changed:
                 self._num_folded += 1
                 wire.changed.notify_all()
-        for receives in self._gathers:
+        for receives in gathers:
             for receive in receives:
                 wire.finish_in_background(receive)
             receives.clear()
@@ -170,8 +171,9 @@ def _bytes_of(rows: Rows, chunk: range) -> Tensor:
 
 
 class Ballot:
-    """The word of all members of a wire that they hold all sums, in one way instead of two: its receives are posted
-    before. Making one is collective, in the same order on all members of the wire.
+    """The word of all members of a wire that they hold all sums. Its receives are posted before, so it takes one way.
+
+    Making one is collective, in the same order on all members of the wire.
 
     Args:
         nbytes: of the data that each member adds; equal on all members.
@@ -179,31 +181,40 @@ class Ballot:
 
     def __init__(self, wire: Wire, nbytes: int) -> None:
         self._wire = wire
-        tag = wire.reserve_tags(1)
-        self._tag = tag
-        size = DIGEST_BYTES + nbytes
-        self._words = [torch.empty(size, dtype=torch.uint8) for _ in range(wire.size)]
-        self._receives = [wire.post(word, rank, tag) for rank, word in enumerate(self._words) if rank != wire.rank]
-        self._sending: list[Any] = []
+        self._tag = wire.reserve_tags(1)
+        self._others = [rank for rank in range(wire.size) if rank != wire.rank]
+        self._words = [torch.empty(DIGEST_BYTES + nbytes, dtype=torch.uint8) for _ in range(wire.size)]
+        self._receives: list[Any] = []
+        wire.in_background(self._post)
 
-    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
-        """Announce to all members that this one holds all sums; return when every member does. Blocks.
+    def cast(self, digest: int, data: bytes) -> Job:
+        """Announce to all members that this one holds all sums, when the streams before this ballot have gathered them.
 
         Args:
             digest: of the sums of this member.
+        """
+        own = digest.to_bytes(DIGEST_BYTES, "little") + data
+        self._words[self._wire.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return self._wire.in_background(self._run)
+
+    def count(self, job: Job) -> tuple[int, list[bytes]]:
+        """Wait until every member has announced it.
 
         Returns:
             The digest of all sums, and the ``data`` of all members, by rank.
         """
-        own = digest.to_bytes(DIGEST_BYTES, "little") + data
-        self._words[self._wire.rank] = word = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        for rank in range(self._wire.size):
-            if rank != self._wire.rank:
-                self._sending.append(self._wire.send(word, rank, self._tag))
-        job = self._wire.in_background(self._run)
         self._wire.await_job(job, job.is_completed)
         return count_votes([ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words])
 
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Cast and count."""
+        return self.count(self.cast(digest, data))
+
+    def _post(self) -> None:
+        self._receives = [self._wire.post(self._words[rank], rank, self._tag) for rank in self._others]
+
     def _run(self) -> None:
-        for each in (*self._receives, *self._sending):
-            self._wire.finish_in_background(each)
+        wire = self._wire
+        sending = [wire.send(self._words[wire.rank], rank, self._tag) for rank in self._others]
+        for each in (*self._receives, *sending):
+            wire.finish_in_background(each)

@@ -128,7 +128,6 @@ class _TwoLevelCombine(HostCombine):
         self._wire = wire
         self._hosts = hosts
         self._num_members = sum(map(len, hosts))
-        self._streams: list[Stream] = []
         self._ballot: Ballot | None = None
 
     def sum_chunk(self, part: int) -> int:
@@ -142,7 +141,6 @@ class _TwoLevelCombine(HostCombine):
         if self._ballot is None:
             self._ballot = Ballot(wire, max(self._telemetry_sizes()))
         stream = Stream(wire, self.layout, lane, plan, num_leaves, self.own_sum(part), self.layout.multipliers)
-        self._streams.append(stream)
         own = {
             node: Rows(torch.zeros(len(lane) * ROW_BYTES, dtype=torch.uint8), lane.start) for node in plan[wire.rank]
         }
@@ -182,8 +180,6 @@ class _TwoLevelCombine(HostCombine):
         In the first lane the telemetry of a host's members goes with the vote, and the telemetry of all hosts goes to
         this member's page: on a high-latency link the number of gathers decides the time of a step.
         """
-        for stream in self._streams:
-            stream.gather()
         counters, own, sizes = self.host.counters, b"", self._telemetry_sizes()
         if self.host.rank == 0:
             counters.wait("shown", shown)
