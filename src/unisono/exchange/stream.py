@@ -3,7 +3,8 @@
 The rows are cut into **pieces**, and each piece into one chunk per member. As soon as the rows of a piece are complete
 on a member, it sends each chunk to its owner, for each node that it holds. An owner that has a chunk of all members
 adds it up in tree order and sends the sum to all others, while later pieces are still on their way, or still being
-computed. So a link carries something from the first piece to the last one, in both directions.
+computed. So a link carries something from the first piece to the last one, in both directions. How many pieces may be
+under way at the same time is said by `unisono.exchange.window`.
 
 The messages of a piece have numbers of their own, so no order between the pieces is needed; and all receives are posted
 when the stream begins, because gloo holds a message back until its receiver has said that it is ready for it.
@@ -12,6 +13,8 @@ when the stream begins, because gloo holds a message back until its receiver has
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,25 +73,27 @@ class Stream:
         self._tags_each = max(len(nodes) for nodes in plan) + 1  # of a piece: one for each node of a member, and a sum
         self._first_tag = wire.reserve_tags(len(self._chunks) * self._tags_each)
         self._nodes: Mapping[Node, Rows] = {}
+        self._turn = threading.Lock()  # the pump sends too
+        self._num_ready = 0
         self._num_sent = 0
         self._num_folded = 0
         self._digest = 0
         self._sending: list[Any] = []
+        self._window = wire.window.of_next(len(self._chunks))
         self._job = wire.in_background(self._run)
 
     def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
         """Send the pieces that lie within the first ``rows_ready`` rows, which are complete in all own nodes."""
-        while self._num_sent < len(self._chunks):
-            chunks = self._chunks[self._num_sent]
-            if chunks[-1].stop - self._chunks[0][0].start > rows_ready:
-                return
-            for turn, node in enumerate(self._plan[self._wire.rank]):
-                for other in self._others:
-                    self._send_rows(nodes[node], chunks[other], other, self._tag(self._num_sent, turn))
-            with self._wire.changed:
-                self._nodes = nodes
-                self._num_sent += 1
-                self._wire.changed.notify_all()
+        first, num_ready = self._chunks[0][0].start, self._num_ready
+        while num_ready < len(self._chunks) and self._chunks[num_ready][-1].stop - first <= rows_ready:
+            num_ready += 1
+        if num_ready == self._num_ready:
+            return
+        with self._wire.changed:
+            self._nodes = nodes
+            self._num_ready = num_ready
+            self._wire.changed.notify_all()
+        self._send_on()
 
     def fold(self) -> int:
         """Wait until this member has added all of its chunks; return their digest. Their sums are on their way."""
@@ -124,6 +129,16 @@ class Stream:
             if len(chunks[other])
         ]
 
+    def _send_on(self) -> None:
+        """Send the pieces that are ready, as far as the window allows."""
+        with self._turn:
+            while self._num_sent < min(self._num_ready, self._num_folded + self._window):
+                piece = self._num_sent
+                for turn, node in enumerate(self._plan[self._wire.rank]):
+                    for other in self._others:
+                        self._send_rows(self._nodes[node], self._chunks[piece][other], other, self._tag(piece, turn))
+                self._num_sent += 1
+
     def _send_rows(self, rows: Rows, chunk: range, target: int, tag: int) -> None:
         if len(chunk):
             self._sending.append(self._wire.send(_bytes_of(rows, chunk), target, tag))
@@ -133,9 +148,11 @@ class Stream:
         wire = self._wire
         arriving = [self._post_chunks(piece) for piece in range(len(self._chunks))]
         gathers = [self._post_sums(piece) for piece in range(len(self._chunks))]
+        started = 0.0
         for piece, chunks in enumerate(self._chunks):
-            if not wire.wait_in_background(lambda piece=piece: self._num_sent > piece):  # type: ignore[misc]
+            if not wire.wait_in_background(lambda piece=piece: self._num_ready > piece):  # type: ignore[misc]
                 return
+            started = started or time.perf_counter()
             own = chunks[wire.rank]
             nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
             for node, memory, receive in arriving[piece]:
@@ -157,10 +174,12 @@ class Stream:
             with wire.changed:
                 self._num_folded += 1
                 wire.changed.notify_all()
+            self._send_on()
         for receives in gathers:
             for receive in receives:
                 wire.finish_in_background(receive)
             receives.clear()
+        wire.window.observe(self._window, time.perf_counter() - started)
         for each in self._sending:  # gloo forgets a message that nobody holds
             wire.finish_in_background(each)
         self._sending.clear()

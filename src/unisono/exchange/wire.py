@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange.groups import ScriptGroup
 from unisono.exchange.pump import Job, Pump
+from unisono.exchange.window import Window
 from unisono.words import listed
 
 __all__ = ["DIGEST_BYTES", "Collective", "Wire", "count_votes", "release_abandoned", "wire_of_one"]
@@ -76,6 +77,7 @@ class Wire:
         self.waiting_s = 0.0
         self.sent_bytes = 0
         """Data that this member has sent to others in streams and votes."""
+        self.window = Window(size)
         self.changed = threading.Condition()
         """Is notified whenever something has happened that a wait may wait for."""
         self._timeout_s = timeout_s
