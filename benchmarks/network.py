@@ -91,7 +91,8 @@ LINKS = {
 class Lab:
     """Some hosts and the hub between them, each a namespace that one process holds."""
 
-    def __init__(self, num_hosts: int, link: Link, stack: ExitStack) -> None:
+    def __init__(self, num_hosts: int, link: Link, stack: ExitStack, congestion: str = "") -> None:
+        self._congestion = congestion
         self._holders = [self._hold(number, stack) for number in range(num_hosts + 1)]
         self._do(HUB, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
         for host in range(1, num_hosts + 1):
@@ -137,6 +138,8 @@ class Lab:
             subprocess.run(["ip", "link", "set", end, "netns", str(self._holders[place].pid)], check=True)
         self._do(host, "ip", "link", "set", ends[0], "name", DEVICE)
         self._do(host, "ip", "link", "set", "lo", "up")
+        if self._congestion:
+            self._do(host, "sh", "-c", 'echo "$0" > /proc/sys/net/ipv4/tcp_congestion_control', self._congestion)
         for place, device in ((host, DEVICE), (HUB, ends[1])):
             self._do(place, "ip", "link", "set", device, "mtu", link.mtu)
             if link.rate_mbit:
@@ -205,11 +208,13 @@ def _commands(side: str, what: Comparison, lab: Lab, exchange: str, folder: Path
     ]
 
 
-def compare(what: Comparison, sides: Sequence[str], exchange: str, turns: int, steps: int) -> dict[str, Any]:
+def compare(
+    what: Comparison, sides: Sequence[str], exchange: str, turns: int, steps: int, congestion: str
+) -> dict[str, Any]:
     """Let the sides take turns."""
     link = LINKS[what.link]
     with ExitStack() as stack:
-        lab = Lab(what.num_hosts, link, stack)
+        lab = Lab(what.num_hosts, link, stack, congestion)
         with teams(what, lab, sides, exchange) as ready:
             numbers = {}
             for team in ready:
@@ -275,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--members", type=int, default=1, help="workers on each host")
     parser.add_argument("--microbatches", type=int, default=0, help="default: two a worker, so that bytes are a ring's")
     parser.add_argument("--exchange", default="auto")
+    parser.add_argument("--congestion", default="", metavar="NAME", help="TCP's control; default: this machine's")
     parser.add_argument("--sides", default="unisono,ddp,plain", metavar="A,B")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, default=0, help="of a turn; default: as many as take a while")
@@ -300,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     size=size,
                     microbatches=options.microbatches or 2 * workers,
                 )
-                result = compare(what, sides, options.exchange, options.turns, options.steps)
+                result = compare(what, sides, options.exchange, options.turns, options.steps, options.congestion)
                 found, row = figures_of(what, result)
                 figures.update(found)
                 runs.append(result)

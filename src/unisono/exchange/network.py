@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.decisions.tree import Node
-from unisono.exchange import Combine, Committed, Deferred, Share, check_reduced
+from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Share, check_reduced
 from unisono.exchange.context import Context
 from unisono.exchange.flat import ROW_BYTES, Rows, Slot, blocks, divide_rows, parts_of
 from unisono.exchange.private import PrivateSlots
 from unisono.exchange.reduce import Reduction
+from unisono.exchange.stream import Ballot, Stream
 from unisono.exchange.wire import Wire
 
 __all__ = ["Network", "broadcast_over", "build"]
@@ -25,7 +25,9 @@ def build(context: Context) -> Network:
 
 
 class Network(PrivateSlots):
-    """Chunks are sent to their owners, and the sums back, over a `Wire`."""
+    """Chunks are sent to their owners, and the sums back, over a `Wire`: between processors in a stream of messages,
+    between GPUs by collectives.
+    """
 
     def __init__(self, wire: Wire) -> None:
         # With room for padding behind every part, wherever the part begins.
@@ -35,15 +37,12 @@ class Network(PrivateSlots):
         self._wire = wire
         self.rank = wire.rank
         self.size = wire.size
-        self._offered: Reduction | None = None
+        self._offered: _Sums | None = None
 
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._offered is None:
-            self._offered = self._reduction(share, range(self.layout.num_rows))
-        self._offered.send(rows_of(share), rows_ready)
-
-    def _reduction(self, share: Share, rows: range) -> Reduction:
-        return Reduction(self._wire, self.layout, rows, share.plan, share.num_leaves)
+            self._offered = _Sums(self._wire, self, share, [range(self.layout.num_rows)])
+        self._offered.send(0, rows_ready)
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
         self._wire.waiting_s = 0.0
@@ -51,8 +50,7 @@ class Network(PrivateSlots):
         offered, self._offered = self._offered, None
         if offered is not None and len(chosen) > 1:
             raise ValueError(f"rows were offered for a combine in one part, and it begins with {len(chosen)}")
-        reductions = [offered] if offered is not None else [self._reduction(share, part) for part in chosen]
-        return _NetworkCombine(self._wire, self, share, chosen, reductions)
+        return _NetworkCombine(self._wire, self, chosen, offered or _Sums(self._wire, self, share, chosen))
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._wire.all_gather_bytes(data)
@@ -68,26 +66,61 @@ class Network(PrivateSlots):
         self._wire.close()
 
 
-class _NetworkCombine:
-    """
-    Args:
-        reductions: by part; some rows of an offered one are sent already.
-    """
+class _Sums:
+    """The sums of a combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        slots: PrivateSlots,
-        share: Share,
-        parts: Sequence[range],
-        reductions: Sequence[Reduction],
-    ) -> None:
+    def __init__(self, wire: Wire, slots: PrivateSlots, share: Share, parts: Sequence[range]) -> None:
         self._wire = wire
         self._slots = slots
         self._share = share
+        self._nodes = {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
         self._parts = parts
-        self._reductions = reductions
-        self._sum = slots.slot()
+        self._ballot: Ballot | None = None
+        self._by_part: dict[int, Reduction | Stream] = {}
+        self.slot = slots.slot()
+        wire.sent_bytes = 0
+
+    def send(self, part: int, rows_ready: int) -> None:
+        """Send what is complete within the first ``rows_ready`` rows of a part."""
+        if part not in self._by_part:
+            self._by_part[part] = self._begin(part)
+        self._by_part[part].send(self._nodes, rows_ready)
+
+    def _begin(self, part: int) -> Reduction | Stream:
+        wire, slots, rows, memory = self._wire, self._slots, self._parts[part], self.slot.memory
+        is_on_gpu = wire.device.type == "cuda"
+        if is_on_gpu and part < len(self._parts) - 1:  # behind the last part there is room for padding
+            memory = memory[: rows.stop * ROW_BYTES]
+        if not is_on_gpu and self._ballot is None:
+            self._ballot = Ballot(wire, TELEMETRY_BYTES)
+        make = Reduction if is_on_gpu else Stream
+        plan, num_leaves = self._share.plan, self._share.num_leaves
+        return make(wire, slots.layout, rows, plan, num_leaves, Rows(memory, 0), slots.multipliers)
+
+    def fold(self, part: int) -> int:
+        """Wait until this member has added up its chunks of a part; return their digest."""
+        return self._by_part[part].fold()
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Wait until this member holds all sums, say so to the others, and wait until they do (see `Wire.vote`)."""
+        if self._ballot is not None:
+            return self._ballot.vote(digest, data)
+        for each in self._by_part.values():
+            each.gather()
+        return self._wire.vote(digest, data)
+
+
+class _NetworkCombine:
+    """
+    Args:
+        sums: some rows of offered ones are sent already.
+    """
+
+    def __init__(self, wire: Wire, slots: PrivateSlots, parts: Sequence[range], sums: _Sums) -> None:
+        self._wire = wire
+        self._slots = slots
+        self._parts = parts
+        self._sums = sums
         self._is_taken = False
         self._reduced: set[int] = set()
         self._collected: set[int] = set()
@@ -95,18 +128,14 @@ class _NetworkCombine:
         self._total = 0.0
 
     def publish(self, part: int) -> Deferred[None]:
-        self._reductions[part].send(rows_of(self._share), len(self._parts[part]))
+        self._sums.send(part, len(self._parts[part]))
         return Deferred(lambda: None)
 
     def reduce(self, part: int) -> Deferred[None]:
         return Deferred(partial(self._reduce, part))
 
     def _reduce(self, part: int) -> None:
-        rows = self._parts[part]
-        # Behind the last part there is room for padding; behind the others are rows of the next.
-        end = None if part == len(self._parts) - 1 else rows.stop * ROW_BYTES
-        out = self._sum.memory[rows.start * ROW_BYTES : end]
-        self._digest += self._reductions[part].fold(out, self._slots.multipliers)
+        self._digest += self._sums.fold(part)
         self._reduced.add(part)
 
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
@@ -114,15 +143,13 @@ class _NetworkCombine:
         return Deferred(partial(self._commit, telemetry))
 
     def _commit(self, telemetry: bytes) -> Committed:
-        for reduction in self._reductions:
-            reduction.gather()
-        digest, everyones = self._wire.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
-        self._total = float(self._sum.scalars[0])
+        digest, everyones = self._sums.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
+        self._total = float(self._sums.slot.scalars[0])
         return Committed(digest, tuple(everyones), self._total, self._wire.waiting_s)
 
     def result(self) -> Slot:
         self._is_taken = True
-        return self._sum
+        return self._sums.slot
 
     def collect(self, part: int, out: Slot) -> Deferred[None]:
         return Deferred(partial(self._collect, part, out))
@@ -130,14 +157,10 @@ class _NetworkCombine:
     def _collect(self, part: int, out: Slot) -> None:
         rows = self._parts[part]
         for first, end in blocks(rows.start, rows.stop, self._wire.device):
-            divide_rows(self._slots.layout, Rows(self._sum.memory, 0), self._total, first, end, out)
+            divide_rows(self._slots.layout, Rows(self._sums.slot.memory, 0), self._total, first, end, out)
         self._collected.add(part)
         if len(self._collected) == len(self._parts) and not self._is_taken:
-            self._slots.release(self._sum)
-
-
-def rows_of(share: Share) -> dict[Node, Rows]:
-    return {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
+            self._slots.release(self._sums.slot)
 
 
 def broadcast_over(wire: Wire, tensor: Tensor, source: int) -> None:

@@ -1,4 +1,5 @@
-"""Reduction of rows over the members of a wire: all-to-all, fold in tree order, all-gather.
+"""Reduction of rows over the members of a wire by collectives, as NCCL needs them: all-to-all, fold in tree order,
+all-gather. (Between processors, `unisono.exchange.stream` does the same with messages.)
 
 The rows are cut into buckets, so that the first can travel while the last are still being computed; every bucket
 is cut into one chunk per member. Collectives are started in the same order on every member: by bucket, and
@@ -38,11 +39,22 @@ class Reduction:
     Args:
         rows: of the layout; the same on all members of the wire.
         plan: by rank of the wire, the nodes of each member.
+        out: receives the sums: the rows, and padding, if there is room for it. None of the nodes.
+        multipliers: of the layout, for the digest.
     """
 
     def __init__(
-        self, wire: Wire, layout: FlatLayout, rows: range, plan: Sequence[Sequence[Node]], num_leaves: int
+        self,
+        wire: Wire,
+        layout: FlatLayout,
+        rows: range,
+        plan: Sequence[Sequence[Node]],
+        num_leaves: int,
+        out: Rows,
+        multipliers: Tensor,
     ) -> None:
+        self._out = out.memory[(rows.start - out.first_row) * ROW_BYTES :]
+        self._multipliers = multipliers
         self._wire = wire
         self._layout = layout
         self._rows = rows
@@ -87,21 +99,17 @@ class Reduction:
             received.update({held[turn]: next(arrived) for held in self._plan if turn < len(held)})
         return sends, received
 
-    def fold(self, out: Tensor, multipliers: Tensor) -> int:
-        """Receive and add, and start to gather the sums; returns the digest of the chunks that this member added.
-
-        Args:
-            out: receives the sums: the rows, and padding, if there is room for it. None of the nodes.
-        """
+    def fold(self) -> int:
+        """Receive and add, and start to gather the sums; return the digest of the chunks that this member added."""
         digest = 0
         for bucket, (sends, received) in zip(self._buckets, self._sent, strict=True):
             for each in sends:
                 each.wait()
-            digest += self._fold_bucket(bucket, received, out, multipliers)
+            digest += self._fold_bucket(bucket, received)
             received.clear()
         return digest & 0xFFFFFFFFFFFFFFFF
 
-    def _fold_bucket(self, bucket: range, received: Mapping[Node, Tensor], out: Tensor, multipliers: Tensor) -> int:
+    def _fold_bucket(self, bucket: range, received: Mapping[Node, Tensor]) -> int:
         wire, first = self._wire, self._rows.start
         rows_each = len(bucket) // wire.size
         own = bucket.start + wire.rank * rows_each
@@ -116,9 +124,9 @@ class Reduction:
                 first + own,
                 first + end,
                 [Rows(total, first + own)],
-                multipliers=multipliers,
+                multipliers=self._multipliers,
             )
-        sums = target = out[bucket.start * ROW_BYTES : bucket.stop * ROW_BYTES]
+        sums = target = self._out[bucket.start * ROW_BYTES : bucket.stop * ROW_BYTES]
         if len(target) < len(bucket) * ROW_BYTES:  # behind it are rows of another part
             sums = torch.empty(len(bucket) * ROW_BYTES, dtype=torch.uint8, device=wire.device)
         self._gathers.append((wire.all_gather(sums, total), sums, target))

@@ -24,7 +24,7 @@ from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, parts_
 from unisono.exchange.host import Host, HostCombine, HostSlots
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.pages import MAX_TEAM
-from unisono.exchange.reduce import Reduction, padded_rows
+from unisono.exchange.stream import Ballot, Stream, cut
 from unisono.exchange.wire import Wire
 
 __all__ = ["TwoLevel", "build"]
@@ -124,29 +124,36 @@ class _TwoLevelCombine(HostCombine):
         share: Share,
         lanes: Sequence[Sequence[range]],
     ) -> None:
-        super().__init__(host, layout, share, lanes, lambda lane: padded_rows(lane, len(hosts)))
+        super().__init__(host, layout, share, lanes)
         self._wire = wire
         self._hosts = hosts
         self._num_members = sum(map(len, hosts))
-        self._reductions: list[Reduction] = []
+        self._ballot: Ballot | None = None
 
     def sum_chunk(self, part: int) -> int:
-        """Sum this member's lane of a part over all hosts."""
+        """Sum this member's lane of a part over all hosts: what its host has added up leaves piece by piece."""
         wire = self._wire
         if wire is None:
             return 0
         lane = self.chunks[part][self.host.rank].rows
         num_leaves = self.share.num_leaves
-        nbytes = padded_rows(lane, wire.size) * ROW_BYTES
         plan = [schedule([n for r in ranks for n in self.share.plan[r]], num_leaves)[1] for ranks in self._hosts]
-        own = {node: Rows(torch.zeros(nbytes, dtype=torch.uint8), lane.start) for node in plan[wire.rank]}
-        if own:
-            fold_rows(self.layout, self.nodes, num_leaves, lane.start, lane.stop, list(own.values()))
-        self.host.counters.verify()  # before any of these sums leaves the host
-        reduction = Reduction(wire, self.layout, lane, plan, num_leaves)
-        self._reductions.append(reduction)
-        reduction.send(own, len(lane))
-        return reduction.fold(self.own_sum(part).memory, self.layout.multipliers)
+        if self._ballot is None:
+            self._ballot = Ballot(wire, max(self._telemetry_sizes()))
+        stream = Stream(wire, self.layout, lane, plan, num_leaves, self.own_sum(part), self.layout.multipliers)
+        own = {
+            node: Rows(torch.zeros(len(lane) * ROW_BYTES, dtype=torch.uint8), lane.start) for node in plan[wire.rank]
+        }
+        for piece in cut(lane):
+            if own:
+                fold_rows(self.layout, self.nodes, num_leaves, piece.start, piece.stop, list(own.values()))
+                self.host.counters.verify()  # before any of these sums leaves the host
+            stream.send(own, piece.stop - lane.start)
+        return stream.fold()
+
+    def _telemetry_sizes(self) -> list[int]:
+        """Return the bytes that go with the vote of this lane, by host."""
+        return [len(ranks) * TELEMETRY_BYTES if self.host.rank == 0 else 0 for ranks in self._hosts]
 
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
         digest, counters = self.digest(), self.host.counters
@@ -159,7 +166,7 @@ class _TwoLevelCombine(HostCombine):
         counters, waiting_s = self.host.counters, 0.0
         with counters.or_leave():
             if self._wire is not None:
-                digest = self._vote(digest, shown, self._wire)
+                digest = self._vote(digest, shown)
                 waiting_s = self._wire.waiting_s
             digest = self.count_reduced(digest).wait()
         fields = counters.pages[0].fields
@@ -167,19 +174,18 @@ class _TwoLevelCombine(HostCombine):
         telemetry = tuple(team[i : i + TELEMETRY_BYTES] for i in range(0, len(team), TELEMETRY_BYTES))
         return Committed(digest, telemetry, self.total_weight(), counters.waiting_s + waiting_s)
 
-    def _vote(self, digest: int, shown: int, wire: Wire) -> int:
+    def _vote(self, digest: int, shown: int) -> int:
         """Make sure that all hosts hold the sums of this lane; return its digest over all hosts.
 
         In the first lane the telemetry of a host's members goes with the vote, and the telemetry of all hosts goes to
         this member's page: on a high-latency link the number of gathers decides the time of a step.
         """
-        for reduction in self._reductions:
-            reduction.gather()
-        counters, own, sizes = self.host.counters, b"", [0] * wire.size
+        counters, own, sizes = self.host.counters, b"", self._telemetry_sizes()
         if self.host.rank == 0:
             counters.wait("shown", shown)
-            own, sizes = b"".join(self.telemetry()), [len(ranks) * TELEMETRY_BYTES for ranks in self._hosts]
-        total, everyones = wire.vote(digest, own.ljust(max(sizes), b"\0"))
+            own = b"".join(self.telemetry())
+        assert self._ballot is not None  # made with the first of the streams
+        total, everyones = self._ballot.vote(digest, own.ljust(max(sizes), b"\0"))
         team = b"".join(each[:size] for each, size in zip(everyones, sizes, strict=True))
         ctypes.memmove(counters.own.fields.team_telemetry, team, len(team))
         return total

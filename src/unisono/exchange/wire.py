@@ -3,8 +3,9 @@
 The group is built directly (never the global default group), so that a generation can make its own. Neither the
 forming of a group nor a blocked collective can be woken: ``abort()`` and ``shutdown()`` do not, and deleting a
 group with a pending operation blocks. So no thread of the run waits *in* torch. The group is formed by a
-thread of its own; that thread, an operation's future and `interrupt` notify the same condition; and an abandoned group
-is kept until its last operation has ended, at the latest by its timeout.
+thread of its own, and the pump (`unisono.exchange.pump`) waits for messages; these threads, a collective's future and
+`interrupt` notify the same condition; and an abandoned group is kept until its last operation has ended, at the latest
+by its timeout.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange.groups import ScriptGroup
 from unisono.exchange.listening import Port
 from unisono.exchange.proof import prove
+from unisono.exchange.pump import Job, Pump
+from unisono.exchange.window import Window
 from unisono.words import listed
 
-__all__ = ["Collective", "Wire", "release_abandoned", "wire_of_one"]
+__all__ = ["DIGEST_BYTES", "Collective", "Wire", "count_votes", "release_abandoned", "wire_of_one"]
 
 SLICE_S = 0.2  # a wait checks its condition this often even if a notification was missed
 DIGEST_BYTES = 8
@@ -37,6 +40,7 @@ POLL_S = 1e-4  # NCCL sends no notification
 CONNECT_S = 20.0
 """Longest time from the arrival of all members until they are connected. A member behind a firewall, which the others
 cannot reach, must not delay them for as long as an exchange may take."""
+MAX_TAG = 1 << 30
 FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have not come to a group
 
 _abandoned: list[tuple[Any, list[Any]]] = []
@@ -75,9 +79,15 @@ class Wire:
         self.size = size
         self.device = device
         self.waiting_s = 0.0
+        self.sent_bytes = 0
+        """Data that this member has sent to others in streams and votes."""
+        self.window = Window(size)
+        self.changed = threading.Condition()
+        """Is notified whenever something has happened that a wait may wait for."""
         self._timeout_s = timeout_s
         self._error: Exception | None = None
-        self._changed = threading.Condition()
+        self._pump = Pump(self.changed)
+        self._num_tags = 0
         self._pending: list[Any] = []
         self._store = store
         self._group: Any = None
@@ -106,11 +116,11 @@ class Wire:
                 port.forget()
                 if self._all_here_at is None:
                     missing = _missing(store, names)
-            with self._changed:
+            with self.changed:
                 self._failure, self._missing = failure, missing
                 if not self._closed:
                     self._group = group
-                self._changed.notify_all()
+                self.changed.notify_all()
 
         threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
 
@@ -148,9 +158,7 @@ class Wire:
         Returns:
             The digest of all sums, and the ``data`` of all members, by rank.
         """
-        votes = self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data)
-        total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
-        return total & 0xFFFFFFFFFFFFFFFF, [each[DIGEST_BYTES:] for each in votes]
+        return count_votes(self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the wire's device) with that of rank ``source``. Blocks."""
@@ -158,6 +166,74 @@ class Wire:
         options.rootRank = source
         options.rootTensor = 0
         self._start(lambda group: group.broadcast([tensor], options), tensor).wait()
+
+    # -- messages from member to member: gloo only --------------------------------------------------------
+
+    def reserve_tags(self, number: int) -> int:
+        """Return the first of so many numbers for messages. Collective, in the same order on all members."""
+        first, self._num_tags = self._num_tags, (self._num_tags + number) % MAX_TAG
+        return first
+
+    def post(self, out: Tensor, source: int, tag: int) -> Any:
+        """Begin to receive a message that fills ``out``. Waits for nobody, but for the group to form."""
+        return self._begin(lambda group: group.recv([out], source, tag))
+
+    def send(self, data: Tensor, target: int, tag: int) -> Any:
+        """Begin to send a message; hold what this returns until it has left. Until then, ``data`` must not change."""
+        with self.changed:  # the pump sends too
+            self.sent_bytes += data.nbytes
+        return self._begin(lambda group: group.send([data], target, tag))
+
+    def in_background(self, run: Callable[[], None]) -> Job:
+        """Let the pump do something, after what it was given before."""
+        job = Job(run)
+        self._pending.append(job)
+        self._pump.add(job)
+        return job
+
+    def wait_in_background(self, done: Callable[[], bool]) -> bool:
+        """Wait, in a job, for something that this member does; False: this member has left."""
+        with self.changed:
+            while not done() and not self._pump.is_stopped:
+                self.changed.wait()
+        return not self._pump.is_stopped
+
+    def finish_in_background(self, message: Any) -> None:
+        """Wait, in a job, until a message has arrived, or has left."""
+        message.wait(timedelta(seconds=self._timeout_s))
+
+    def await_job(self, job: Job, done: Callable[[], bool]) -> None:
+        """Wait until a job has published something, or is over.
+
+        Raises:
+            PeerLost: a member is gone. DeadlineExceeded: a member did not send in time.
+        """
+        self._await(lambda: done() or job.is_completed(), "the messages")
+        if job.failure is not None:
+            raise self._lost(job.failure) from job.failure
+        if not done():
+            raise PeerLost(f"this member has left its group of {self.size} members")
+        if job.is_completed() and job in self._pending:
+            self._pending.remove(job)
+
+    def _begin(self, operation: Callable[[Any], Any]) -> Any:
+        group = self._connected()
+        try:
+            return operation(group)
+        except RuntimeError as failure:
+            raise self._lost(failure) from failure
+
+    def _lost(self, failure: Exception) -> Exception:
+        """Return the error of this member for a failure of an operation."""
+        if self._error is not None:
+            return self._error
+        if isinstance(failure, (PeerLost, DeadlineExceeded)):
+            return failure
+        if "Timed out" in str(failure):
+            return DeadlineExceeded(f"a collective took longer than {self._timeout_s:.0f} s: {failure}")
+        return PeerLost(f"a member left in the middle of a collective: {failure}")
+
+    # ------------------------------------------------------------------------------------------------------
 
     def process_group(self) -> dist.ProcessGroup:
         """Return this group for functions of ``torch.distributed``, when it is formed. `close` ends it."""
@@ -167,16 +243,17 @@ class Wire:
         return self._given
 
     def interrupt(self, error: Exception) -> None:
-        with self._changed:
+        with self.changed:
             self._error = error
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def close(self) -> None:
-        with self._changed:
+        with self.changed:
             self._closed = True
             self._error = PeerLost(f"this member has left its group of {self.size} members")
             group, self._group = self._group, None
             given, self._given = self._given, None
+        self._pump.stop()
         if given is not None:
             given.end()
         pending, self._pending = self._pending, []
@@ -231,11 +308,7 @@ class Wire:
         try:
             work.wait()
         except RuntimeError as failure:
-            if self._error is not None:
-                raise self._error from failure
-            if "Timed out" in str(failure):
-                raise DeadlineExceeded(f"a collective took longer than {self._timeout_s:.0f} s: {failure}") from failure
-            raise PeerLost(f"a member left in the middle of a collective: {failure}") from failure
+            raise self._lost(failure) from failure
         self._pending.remove(work)
 
     def _await(self, done: Callable[[], bool], what: str, slice_s: float = SLICE_S, grace_s: float = SLICE_S) -> None:
@@ -244,18 +317,18 @@ class Wire:
         started = time.perf_counter()
         # A little later than torch's own limit, whose error names the member that was late.
         deadline = started + self._timeout_s + grace_s
-        with self._changed:
+        with self.changed:
             while not done():
                 if self._error is not None:
                     raise self._error
                 if time.perf_counter() > deadline:
                     raise DeadlineExceeded(f"waited {self._timeout_s:.0f} s for {what} of {self.size} members")
-                self._changed.wait(slice_s)
+                self.changed.wait(slice_s)
         self.waiting_s += time.perf_counter() - started
 
     def _notify(self, _: Any) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
 
 
 class Collective:
@@ -274,6 +347,12 @@ class Collective:
         """
         self._wire._finish(self._work)
         self._tensors = ()
+
+
+def count_votes(votes: Sequence[bytes]) -> tuple[int, list[bytes]]:
+    """Return the sum of the digests that the votes begin with, and what follows in each."""
+    total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
+    return total & 0xFFFFFFFFFFFFFFFF, [each[DIGEST_BYTES:] for each in votes]
 
 
 def wire_of_one(device: torch.device) -> Wire:

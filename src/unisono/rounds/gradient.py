@@ -388,6 +388,7 @@ class GradientRound:
                 folder.watch_rows(None)  # the combine will raise the same
 
         folder.watch_rows(offer)
+        offer(0)
 
     # -- progress and telemetry ----------------------------------------------------------------------
 

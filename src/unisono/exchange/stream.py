@@ -1,0 +1,239 @@
+"""Stream: the sum of a range of rows over the members of a wire, piece by piece, message by message.
+
+The rows are cut into **pieces**, and each piece into one chunk per member. As soon as the rows of a piece are complete
+on a member, it sends each chunk to its owner, for each node that it holds. An owner that has a chunk of all members
+adds it up in tree order and sends the sum to all others, while later pieces are still on their way, or still being
+computed. So a link carries something from the first piece to the last one, in both directions. How many pieces may be
+under way at the same time is said by `unisono.exchange.window`.
+
+The messages of a piece have numbers of their own, so no order between the pieces is needed; and all receives are posted
+when the stream begins, because gloo holds a message back until its receiver has said that it is ready for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.decisions.tree import Node
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
+from unisono.exchange.pump import Job
+from unisono.exchange.wire import DIGEST_BYTES, Wire, count_votes
+
+__all__ = ["PIECE_BYTES", "Ballot", "Stream", "cut"]
+
+PIECE_BYTES = 256 << 10
+"""Of a stream's pieces, at least."""
+MAX_PIECES = 96
+"""A stream of many rows has larger pieces rather than more: every piece costs all members some Python."""
+
+
+def cut(rows: range) -> list[range]:
+    """Return the pieces of ``rows``: of nearly equal size. Pure: the same on all members."""
+    num_pieces = min(max(1, len(rows) * ROW_BYTES // PIECE_BYTES), MAX_PIECES)
+    return split_rows(rows, num_pieces)
+
+
+class Stream:
+    """The sum of one range of rows, in three moves: `send`, `fold`, `gather`.
+
+    Making one is collective, in the same order on all members of the wire.
+
+    Args:
+        rows: of the layout; the same on all members of the wire.
+        plan: by rank of the wire, the nodes of each member.
+        out: receives the sums of all rows; none of the nodes.
+        multipliers: of the layout, for the digest.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        layout: FlatLayout,
+        rows: range,
+        plan: Sequence[Sequence[Node]],
+        num_leaves: int,
+        out: Rows,
+        multipliers: Tensor,
+    ) -> None:
+        self._wire = wire
+        self._layout = layout
+        self._plan = plan
+        self._num_leaves = num_leaves
+        self._out = out
+        self._multipliers = multipliers
+        self._chunks = [split_rows(piece, wire.size) for piece in cut(rows)]
+        self._others = [(wire.rank + distance) % wire.size for distance in range(1, wire.size)]
+        self._tags_each = max(len(nodes) for nodes in plan) + 1  # of a piece: one for each node of a member, and a sum
+        self._first_tag = wire.reserve_tags(len(self._chunks) * self._tags_each)
+        self._nodes: Mapping[Node, Rows] = {}
+        self._turn = threading.Lock()  # the pump sends too
+        self._num_ready = 0
+        self._num_sent = 0
+        self._num_folded = 0
+        self._digest = 0
+        self._sending: list[Any] = []
+        self._window = wire.window.of_next(len(self._chunks))
+        self._job = wire.in_background(self._run)
+
+    def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
+        """Send the pieces that lie within the first ``rows_ready`` rows, which are complete in all own nodes."""
+        first, num_ready = self._chunks[0][0].start, self._num_ready
+        while num_ready < len(self._chunks) and self._chunks[num_ready][-1].stop - first <= rows_ready:
+            num_ready += 1
+        if num_ready == self._num_ready:
+            return
+        with self._wire.changed:
+            self._nodes = nodes
+            self._num_ready = num_ready
+            self._wire.changed.notify_all()
+        self._send_on()
+
+    def fold(self) -> int:
+        """Wait until this member has added all of its chunks; return their digest. Their sums are on their way."""
+        self._wire.await_job(self._job, lambda: self._num_folded == len(self._chunks))
+        return self._digest & 0xFFFFFFFFFFFFFFFF
+
+    def gather(self) -> None:
+        """Wait until the sums of all members are in ``out``."""
+        self._wire.await_job(self._job, self._job.is_completed)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _tag(self, piece: int, turn: int = -1) -> int:
+        """Return the number of the message with a member's node ``turn``, or with the sum."""
+        return self._first_tag + piece * self._tags_each + turn % self._tags_each
+
+    def _post_chunks(self, piece: int) -> list[tuple[Node, Tensor, Any]]:
+        """Post the receives of this member's chunk of a piece: (node, memory, receive) of all others."""
+        nbytes = len(self._chunks[piece][self._wire.rank]) * ROW_BYTES
+        posted: list[tuple[Node, Tensor, Any]] = []
+        for other in self._others if nbytes else ():
+            for turn, node in enumerate(self._plan[other]):
+                memory = torch.empty(nbytes, dtype=torch.uint8)
+                posted.append((node, memory, self._wire.post(memory, other, self._tag(piece, turn))))
+        return posted
+
+    def _post_sums(self, piece: int) -> list[Any]:
+        """Post the receives of the other chunks' sums."""
+        chunks = self._chunks[piece]
+        return [
+            self._wire.post(_bytes_of(self._out, chunks[other]), other, self._tag(piece))
+            for other in self._others
+            if len(chunks[other])
+        ]
+
+    def _send_on(self) -> None:
+        """Send the pieces that are ready, as far as the window allows."""
+        with self._turn:
+            while self._num_sent < min(self._num_ready, self._num_folded + self._window):
+                piece = self._num_sent
+                for turn, node in enumerate(self._plan[self._wire.rank]):
+                    for other in self._others:
+                        self._send_rows(self._nodes[node], self._chunks[piece][other], other, self._tag(piece, turn))
+                self._num_sent += 1
+
+    def _send_rows(self, rows: Rows, chunk: range, target: int, tag: int) -> None:
+        if len(chunk):
+            self._sending.append(self._wire.send(_bytes_of(rows, chunk), target, tag))
+
+    def _run(self) -> None:
+        """Add up, piece by piece, what has arrived; in the thread of the pump."""
+        wire = self._wire
+        arriving = [self._post_chunks(piece) for piece in range(len(self._chunks))]
+        gathers = [self._post_sums(piece) for piece in range(len(self._chunks))]
+        started = 0.0
+        for piece, chunks in enumerate(self._chunks):
+            if not wire.wait_in_background(lambda piece=piece: self._num_ready > piece):  # type: ignore[misc]
+                return
+            started = started or time.perf_counter()
+            own = chunks[wire.rank]
+            nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
+            for node, memory, receive in arriving[piece]:
+                wire.finish_in_background(receive)
+                nodes[node] = Rows(memory, own.start)
+            if len(own):
+                self._digest += fold_rows(
+                    self._layout,
+                    nodes,
+                    self._num_leaves,
+                    own.start,
+                    own.stop,
+                    [self._out],
+                    multipliers=self._multipliers,
+                )
+            for other in self._others:
+                self._send_rows(self._out, own, other, self._tag(piece))
+            arriving[piece] = []
+            with wire.changed:
+                self._num_folded += 1
+                wire.changed.notify_all()
+            self._send_on()
+        for receives in gathers:
+            for receive in receives:
+                wire.finish_in_background(receive)
+            receives.clear()
+        wire.window.observe(self._window, time.perf_counter() - started)
+        for each in self._sending:  # gloo forgets a message that nobody holds
+            wire.finish_in_background(each)
+        self._sending.clear()
+
+
+def _bytes_of(rows: Rows, chunk: range) -> Tensor:
+    return rows.memory[(chunk.start - rows.first_row) * ROW_BYTES : (chunk.stop - rows.first_row) * ROW_BYTES]
+
+
+class Ballot:
+    """The word of all members of a wire that they hold all sums. Its receives are posted before, so it takes one way.
+
+    Making one is collective, in the same order on all members of the wire.
+
+    Args:
+        nbytes: of the data that each member adds; equal on all members.
+    """
+
+    def __init__(self, wire: Wire, nbytes: int) -> None:
+        self._wire = wire
+        self._tag = wire.reserve_tags(1)
+        self._others = [rank for rank in range(wire.size) if rank != wire.rank]
+        self._words = [torch.empty(DIGEST_BYTES + nbytes, dtype=torch.uint8) for _ in range(wire.size)]
+        self._receives: list[Any] = []
+        wire.in_background(self._post)
+
+    def cast(self, digest: int, data: bytes) -> Job:
+        """Announce to all members that this one holds all sums, when the streams before this ballot have gathered them.
+
+        Args:
+            digest: of the sums of this member.
+        """
+        own = digest.to_bytes(DIGEST_BYTES, "little") + data
+        self._words[self._wire.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return self._wire.in_background(self._run)
+
+    def count(self, job: Job) -> tuple[int, list[bytes]]:
+        """Wait until every member has announced it.
+
+        Returns:
+            The digest of all sums, and the ``data`` of all members, by rank.
+        """
+        self._wire.await_job(job, job.is_completed)
+        return count_votes([ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words])
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Cast and count."""
+        return self.count(self.cast(digest, data))
+
+    def _post(self) -> None:
+        self._receives = [self._wire.post(self._words[rank], rank, self._tag) for rank in self._others]
+
+    def _run(self) -> None:
+        wire = self._wire
+        sending = [wire.send(self._words[wire.rank], rank, self._tag) for rank in self._others]
+        for each in (*self._receives, *sending):
+            wire.finish_in_background(each)
