@@ -19,7 +19,14 @@ from unisono.spec import MachineSpec, RunSpec, WhenIdle
 __all__ = ["join"]
 
 NICE: Final = 10
-INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev/input/mice", "/proc/interrupts")
+INPUTS: Final = (
+    "/dev/tty[0-9]*",
+    "/dev/pts/[0-9]*",
+    "/dev/input/event*",
+    "/dev/input/mice",
+    "/proc/interrupts",
+    "logind",
+)
 
 
 @click.command()
@@ -55,7 +62,7 @@ INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev
     multiple=True,
     metavar="PATTERN",
     help="With --when-idle: files that show input, "
-    "instead of the terminals and input devices; e.g. one that a program touches.",
+    "instead of terminals, input devices and desktops; e.g. one that a program touches.",
 )
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", is_flag=True, hidden=True)
