@@ -2962,6 +2962,55 @@ def test_64_members_join_leave_and_die_in_any_order(seed: int, start: int, minim
             assert world.story.ended is not None or world.story.state.label in ("paused", "waiting")
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), start=st.integers(1, 4), most=st.integers(4, 16), efficiency=st.sampled_from((0.3, 0.9))
+)
+def test_a_run_that_decides_its_size_in_any_order(seed: int, start: int, most: int, efficiency: float) -> None:
+    """Machines come, are used, and are lost; the number that the run wants stays within what was asked for."""
+    rng = random.Random(seed)
+    policy = {"minimum": start, "maximum": start, "most": most, "efficiency": efficiency, "elastic": seed % 2 == 0}
+    world = World(rng, start, grows=False, max_restarts=10_000, **policy)
+
+    def machine() -> None:
+        agent_id = f"agent{world.story.state.num_agents}"
+        hello = AgentHello(host=agent_id, pid=1, num_workers=rng.randint(1, 3), launched=rng.random() < 0.5)
+        world.perform(lambda: world.story.says(agent_id, hello))
+
+    def steps_of_all() -> None:
+        members = [m for m in world.story.state.members if m in world.up]
+        for _ in range(rng.randint(5, 40)):
+            if not members or world.story.worker(members[0]).state is not WorkerState.HOLDING:
+                return
+            seconds = (1 + rng.random() / 5) / len(world.story.state.members)
+            world.says(members[0], StepDone(step=world.story.state.committed + 1, seconds=seconds, samples=100))
+
+    moves = [world.start] * 6 + [world.boundary] * 4 + [steps_of_all] * 4
+    moves += [world.kill, world.drain, machine, machine, world.offer]
+    for _ in range(200):
+        rng.choice(moves)()
+        state = world.story.state
+        if state.ended is not None:
+            break
+        assert start <= state.policy.maximum <= most
+        assert state.wanted <= state.policy.maximum
+
+
+def test_a_number_that_the_machines_cannot_reach_is_waited_for() -> None:
+    """Too few are there: what they add is measured, and the number that is wanted does not fall for it."""
+    story = Story(4, minimum=2, maximum=4, most=8, grows=False, efficiency=0.5)
+    story.agent(8)
+    story.arrive("w0", "w1")
+    story.says(AGENT, WorkerExit(worker_id="w2", exit_code=-9))
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, max_restarts=0))
+    for worker in [w for w in story.state.workers.values() if w.state is WorkerState.ORDERED]:
+        story.says(AGENT, WorkerExit(worker_id=worker.worker_id, exit_code=-9))
+    story.hold()
+    assert len(story.state.members) == 2
+    steps(story, 2 * MEASURED, rate=20)
+    assert story.state.policy.maximum == 4
+
+
 def test_64_members_form_a_generation_quickly() -> None:
     """The decision itself is no cost: a kill in a run of 64 is answered by exactly one generation of 63."""
     story = training(64)

@@ -13,7 +13,7 @@ import pytest
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono.journal import compare, read
-from unisono.machine.idleness import last_input, others_seconds, own_seconds
+from unisono.machine.idleness import last_input, others_seconds, own_seconds, session_input
 
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 60
@@ -48,6 +48,42 @@ def test_of_a_file_the_last_write_counts_and_of_a_terminal_the_last_read(tmp_pat
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+LOGINCTL = """#!/bin/sh
+if [ "$1" = list-sessions ]; then
+    cat sessions
+else
+    cat "session-$2"
+fi
+"""
+
+
+def test_a_graphical_session_is_used_until_its_desktop_says_that_it_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What logind says: a greeter does not count, nor a session in a terminal, which is seen by its device."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loginctl").write_text(LOGINCTL)
+    (tmp_path / "loginctl").chmod(0o755)
+    (tmp_path / "sessions").write_text(" c1 120 gdm seat0\n  3 1000 ada seat0 tty2\n  5 1000 ada - pts/1\n")
+
+    def says(session: str, kind: str, hint: str, since: str, owner: str = "user") -> None:
+        text = f"Type={kind}\nClass={owner}\nIdleHint={hint}\nIdleSinceHint={since}\n"
+        (tmp_path / f"session-{session}").write_text(text)
+
+    says("c1", "wayland", "no", "0", "greeter")
+    says("5", "tty", "no", "0")
+    says("3", "wayland", "no", "0")
+    assert session_input(500.0) == 500.0
+    says("3", "wayland", "yes", "300000000")
+    assert session_input(500.0) == 300.0
+    (tmp_path / "sessions").write_text("")
+    assert session_input(500.0) == -float("inf")
+    (tmp_path / "loginctl").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert session_input(500.0) == -float("inf")
 
 
 @pytest.mark.usefixtures("nursery")

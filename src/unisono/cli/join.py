@@ -27,7 +27,14 @@ from unisono.words import count
 __all__ = ["join", "settled", "spec_of"]
 
 NICE: Final = 10
-INPUTS: Final = ("/dev/tty[0-9]*", "/dev/pts/[0-9]*", "/dev/input/event*", "/dev/input/mice", "/proc/interrupts")
+INPUTS: Final = (
+    "/dev/tty[0-9]*",
+    "/dev/pts/[0-9]*",
+    "/dev/input/event*",
+    "/dev/input/mice",
+    "/proc/interrupts",
+    "logind",
+)
 
 RETRY_S: Final = 1.0
 
@@ -66,7 +73,7 @@ RETRY_S: Final = 1.0
     multiple=True,
     metavar="PATTERN",
     help="With --when-idle: files that show input, "
-    "instead of the terminals and input devices; e.g. one that a program touches.",
+    "instead of terminals, input devices and desktops; e.g. one that a program touches.",
 )
 @click.option("--wait-s", default=0.0, show_default=True, help="How long to wait for the head, if it is not there yet.")
 @click.option("--simulate-hosts", default=1, hidden=True)

@@ -8,6 +8,7 @@ import glob
 import math
 import os
 import stat
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,11 +16,16 @@ from typing import Final
 
 from unisono.decisions.idleness import Idleness, Limits, Look
 
-__all__ = ["Watching", "last_input", "others_seconds", "own_seconds"]
+__all__ = ["Watching", "last_input", "others_seconds", "own_seconds", "session_input"]
 
 LOOK_S: Final = 1.0
 KEYBOARD: Final = "i8042"
 KEYBOARD_COUNTS: Final = "/proc/interrupts"
+LOGIND: Final = "logind"
+GRAPHICAL: Final = ("x11", "wayland", "mir")
+LOGIND_EVERY_S: Final = 5.0
+LOGIND_S: Final = 2.0
+IDLE_HINTS: Final = ("-p", "IdleHint", "-p", "IdleSinceHint")
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -30,7 +36,8 @@ class Watching:
     Args:
         inputs: patterns of files. Of a device the time of the last read counts, as `w` shows it; of another file the
             time of the last write: a program may touch one at each input that it sees. ``/proc/interrupts``: the
-            keyboard's and the mouse's count, where they have lines of their own there.
+            keyboard's and the mouse's count, where they have lines of their own there. ``logind``: a graphical session
+            counts as used as long as its desktop does not tell logind that it is idle.
         on_change: receives whether the machine is idle, and why.
     """
 
@@ -42,14 +49,17 @@ class Watching:
     async def run(self) -> None:
         """Watch until cancelled."""
         at, seconds, keys, keys_at = time.time(), others_seconds(), _interrupts(), -math.inf
+        session_at, asked_at = -math.inf, -math.inf
         state = Idleness(used_at=at)
         while True:
             await asyncio.sleep(min(LOOK_S, self._limits.idle_s / 4))
             now, now_seconds, now_keys = time.time(), others_seconds(), _interrupts()
             if now_keys != keys and KEYBOARD_COUNTS in self._inputs:
                 keys_at = now
+            if LOGIND in self._inputs and now - asked_at >= LOGIND_EVERY_S:
+                session_at, asked_at = await asyncio.to_thread(session_input, now), now
             load = (now_seconds - seconds) / max(now - at, 1e-3)
-            look = Look(at=now, input_at=max(last_input(self._inputs), keys_at), load=load)
+            look = Look(at=now, input_at=max(last_input(self._inputs), keys_at, session_at), load=load)
             before, state = state, state.after(look, self._limits)
             at, seconds, keys = now, now_seconds, now_keys
             if state.is_idle != before.is_idle:
@@ -65,6 +75,30 @@ def last_input(patterns: Sequence[str]) -> float:
                 found = os.stat(path)
                 times.append(found.st_atime if stat.S_ISCHR(found.st_mode) else found.st_mtime)
     return max(times)
+
+
+def session_input(now: float) -> float:
+    """Return when a graphical session was used for the last time, as its desktop tells logind; -inf if none is there.
+
+    A session that is not idle, or whose desktop says nothing, is used now.
+    """
+    times = [-math.inf]
+    for session in _ask_logind("list-sessions", "--no-legend").splitlines():
+        told = _ask_logind("show-session", session.split()[0], "-p", "Type", "-p", "Class", *IDLE_HINTS)
+        known = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
+        if known.get("Type") in GRAPHICAL and known.get("Class") == "user":
+            since = known.get("IdleSinceHint", "")  # microseconds
+            is_idle = known.get("IdleHint") == "yes" and since.isdecimal()
+            times.append(int(since) / 1e6 if is_idle else now)
+    return max(times)
+
+
+def _ask_logind(*words: str) -> str:
+    try:
+        done = subprocess.run(["loginctl", *words], capture_output=True, text=True, timeout=LOGIND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # a machine without logind
+        return ""
+    return done.stdout
 
 
 def others_seconds() -> float:

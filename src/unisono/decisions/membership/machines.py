@@ -27,7 +27,8 @@ def measure(draft: Draft, message: StepDone) -> None:
     measured = state.measured.after(len(state.members), message.samples, message.seconds)
     measured, change = measured.decide(message.step, bounds)
     draft.put(measured=measured)
-    if change is not None:
+    is_new = change is not None and not len(state.members) <= change.size <= policy.maximum  # else it is waited for
+    if change is not None and is_new:
         resize(draft, change.size, f"{change.why} (--efficiency {policy.efficiency:g})")
 
 
