@@ -7,6 +7,7 @@ A worker drives it by a thread with a selector (`unisono.member`), an agent by i
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 
@@ -27,6 +28,18 @@ __all__ = ["Link", "Refused", "host_and_port"]
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_BYTES = 262144  # received at once
+
+
+def _silent() -> logging.Logger:
+    """Return a logger that drops everything: where a script logs all that there is, websockets would log the token."""
+    logger = logging.getLogger("unisono.link.websockets")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    logger.setLevel(logging.CRITICAL)
+    return logger
+
+
+_SILENT = _silent()
 
 
 class Refused(UnisonoError):
@@ -50,7 +63,8 @@ class Link:
         self.is_open = False
         """The head has agreed to the connection: messages may be sent."""
         head = _parsed(url)
-        self._protocol = ClientProtocol(parse_uri(head.place), max_size=None)  # the head is trusted; its state is long
+        # The head is trusted; its state may be long.
+        self._protocol = ClientProtocol(parse_uri(head.place), max_size=None, logger=_SILENT)
         self._records: Clear | Sealed = Clear()
         if head.is_secure:
             self._records = Sealed(client_context(), lambda certificate: check(certificate, head, token))
