@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import select
 import socket
 import sys
@@ -33,6 +34,18 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_BYTES = 262144  # received at once
 
 
+def _silent() -> logging.Logger:
+    """Return a logger that drops everything: where a script logs all that there is, websockets would log the token."""
+    logger = logging.getLogger("unisono.link.websockets")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    logger.setLevel(logging.CRITICAL)
+    return logger
+
+
+_SILENT = _silent()
+
+
 class Refused(UnisonoError):
     """The head refuses this connection, now and later: the token is not the run's."""
 
@@ -54,7 +67,8 @@ class Link:
         self.is_open = False
         """The head has agreed to the connection: messages may be sent."""
         head = _parsed(url)
-        self._protocol = ClientProtocol(parse_uri(head.place), max_size=None)  # the head is trusted; its state is long
+        # The head is trusted; its state may be long.
+        self._protocol = ClientProtocol(parse_uri(head.place), max_size=None, logger=_SILENT)
         self._records: Clear | Sealed = Clear()
         if head.is_secure:
             self._records = Sealed(client_context(), lambda certificate: check(certificate, head, token))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import signal
@@ -375,3 +376,13 @@ def test_strangers_change_nothing(unisono: Unisono, tmp_path: Path, calm: Path) 
     assert "refused a connection without the run's token, from 127.0.0.1; the run goes on" in told[0]
     assert not [line for line in (*command.out, *command.err) if "Traceback" in line or "lost" in line]
     assert {len(line["workers"]) for line in read(run_dir) if line["kind"] == "step"} == {2}
+
+
+@pytest.mark.parametrize("scheme", ["ws", "wss"])
+def test_a_script_that_logs_everything_does_not_log_the_token(scheme: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its worker connects again when the head is another one."""
+    with caplog.at_level(logging.DEBUG), socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        link = Link(socket.create_connection(("127.0.0.1", port)), f"{scheme}://127.0.0.1:{port}", "secret-token")
+        link.close()
+    assert "secret-token" not in caplog.text

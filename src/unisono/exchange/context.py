@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class Context:
     """The ids of the members' workers, by rank, for errors; empty: they have none."""
     address: str = "127.0.0.1"
     """The network address at which others reach this member."""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     """What the members of a group that crosses the network prove to each other that they have."""
     page: WorkerPage | None = None
     """This worker's page in the shared memory of its host."""
