@@ -112,6 +112,7 @@ NEIGHBOURS = {
     "link": {"lifetime", "packed"},
     "beatpage": {"lifetime"},
     "store": {"member"},
+    "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
     "microbatch": {"state"},

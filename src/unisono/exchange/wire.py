@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange.groups import ScriptGroup
+from unisono.exchange.rendezvous import Rendezvous
 from unisono.words import listed
 
 __all__ = ["Collective", "Wire", "release_abandoned", "wire_of_one"]
@@ -305,4 +306,4 @@ def _make_group(store: dist.Store, rank: int, size: int, backend: str, address: 
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     gloo._timeout = limit
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
+    return dist.ProcessGroupGloo(Rendezvous(store, size), rank, size, gloo)
