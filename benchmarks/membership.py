@@ -8,7 +8,8 @@ The head is the process that `unisono run` starts. Agents and workers are simula
 connection and sends and receives the messages of a training, and none computes. On one machine they share its cores
 with the head.
 
-`generation_s`: from the last worker's `Ready` to the last worker's `Notice` of the first generation. `loss_s`,
+`generation_s`: from the last worker's `Ready` to the last worker's `Notice` of the first generation; `generation_mb`:
+what the head sends for that, and `notice_mb`: how much it would be uncompressed. `loss_s`,
 `machine_loss_s`: from the end of a worker (which its agent reports), and from the end of a machine with all of its
 workers (whose connections end), to the last survivor's `Notice`. `store_s`, `store_cpu_s`: the
 members of a generation find each other through the head's store, in as many groups as a machine has workers; the time
@@ -163,6 +164,7 @@ class Bench:
         figures["generation_s"] = await self._heard(1) - last
         counts = await self._counts()
         figures["notice_mb"] = counts["Notice"][1] / 1e6
+        figures["generation_mb"] = counts["all"][1] / 1e6
         figures["generation_cpu_s"] = await self._settled(pid, cpu)
         cpu = cpu_seconds(pid)
         times = await self._ask("connect", options.pairwise)

@@ -87,13 +87,23 @@ class Site:
     """Each worker sends its heartbeats itself, as one whose agent does not report."""
 
 
+class _Link(Link):
+    """A connection that counts the bytes that arrive, compressed as they are."""
+
+    num_bytes = 0
+
+    def feed(self, data: bytes) -> None:
+        _Link.num_bytes += len(data)
+        super().feed(data)
+
+
 class _Line:
     """One connection of an agent or a worker."""
 
     def __init__(self, site: Site, take: Callable[[bytes], None]) -> None:
         self._take = take
         self._loop = asyncio.get_running_loop()
-        self._link = Link.dial(site.url, site.token, 60.0)
+        self._link = _Link.dial(site.url, site.token, 60.0)
         self.is_open = True
         self._loop.add_reader(self._link.sock, self._pump)
 
@@ -358,8 +368,13 @@ class Population:
         return await self.newest()
 
     async def counts(self) -> dict[str, tuple[int, int]]:
-        """Return by kind the messages that have arrived since the last call, and their bytes."""
+        """Return by kind the messages that have arrived since the last call, and their bytes.
+
+        "all": all messages, and the bytes on the network; before, those of messages that are uncompressed.
+        """
         found = {kind: (number, self._bytes[kind]) for kind, number in self._num.items()}
+        found["all"] = (self._num.total(), _Link.num_bytes)
+        _Link.num_bytes = 0
         self._num.clear()
         self._bytes.clear()
         return found

@@ -47,7 +47,7 @@ class Run:
         await self.ask("hold")
 
     async def counts(self) -> Counter[str]:
-        return Counter({kind: number for kind, (number, _) in (await self.ask("counts")).items()})
+        return Counter({kind: number for kind, (number, _) in (await self.ask("counts")).items() if kind != "all"})
 
     async def steps(self, number: int) -> None:
         """Wait until the head has told of so many steps."""

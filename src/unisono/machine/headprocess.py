@@ -28,6 +28,7 @@ __all__ = ["MAX_HEADS", "HeadProcess", "Service", "address", "listen", "reachabl
 
 MAX_HEADS: Final = 4
 HEADS_WITHIN_S: Final = 30.0
+BACKLOG: Final = 4096  # when a head has died, all workers and agents call at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def listen(service: Service) -> socket.socket:
         family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
         # "All interfaces" includes those of IPv4: joining machines get an IPv4 address where there is one.
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server((service.bind, service.port), family=family, backlog=512, dualstack_ipv6=both)
+        return socket.create_server((service.bind, service.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
         raise UsageError(
             f"cannot listen on {service.bind} port {service.port}: {getattr(error, 'strerror', None) or error}; use "
