@@ -8,9 +8,12 @@ The head is the process that `unisono run` starts. Agents and workers are simula
 connection and sends and receives the messages of a training, and none computes. On one machine they share its cores
 with the head.
 
-`generation_s`: from the last worker's `Ready` to the last worker's `Notice` of the first generation. `loss_s`,
+`generation_s`: from the last worker's `Ready` to the last worker's `Notice` of the first generation; `generation_mb`:
+what the head sends for that, and `notice_mb`: how much it would be uncompressed. `loss_s`,
 `machine_loss_s`: from the end of a worker (which its agent reports), and from the end of a machine with all of its
-workers (whose connections end), to the last survivor's `Notice`. `head_cpu`: share of one core in a steady training;
+workers (whose connections end), to the last survivor's `Notice`. `store_s`, `store_cpu_s`: the
+members of a generation find each other through the head's store, in as many groups as a machine has workers; the time
+that takes, and the head's part of it. `head_cpu`: share of one core in a steady training;
 `heartbeat_cpu`: the same without steps. `head_mb`: most memory of the head. `versions`, `version_kb`: versions of the
 state that an heir has received in the steady training, and the size of one.
 """
@@ -124,11 +127,11 @@ class Bench:
 
     def _open(self, url: str, token: str) -> None:
         options = self._options
-        os.environ["UNISONO_BENCH_WORKERS"] = str(options.workers)
         share = -(-options.agents // options.processes)
         for first in range(0, options.agents, share):
             agents = range(first, min(first + share, options.agents))
-            site = Site(url, token, agents, options.workers // options.agents, options.heartbeat_s, options.alone)
+            each = options.workers // options.agents
+            site = Site(url, token, agents, each, options.agents, options.heartbeat_s, options.alone)
             self._populations.append(Process(site))
 
     async def _ask(self, method: str, *arguments: Any) -> list[Any]:
@@ -161,7 +164,13 @@ class Bench:
         figures["generation_s"] = await self._heard(1) - last
         counts = await self._counts()
         figures["notice_mb"] = counts["Notice"][1] / 1e6
+        figures["generation_mb"] = counts["all"][1] / 1e6
         figures["generation_cpu_s"] = await self._settled(pid, cpu)
+        cpu = cpu_seconds(pid)
+        times = await self._ask("connect", options.pairwise)
+        figures["store_s"] = max(end for _, end in times) - min(begin for begin, _ in times)
+        await self._idle(pid)
+        figures["store_cpu_s"] = cpu_seconds(pid) - cpu
         figures["heartbeat_cpu"] = await self._share(pid, 0.0)
         await self._ask("counts")
         figures["head_cpu"] = await self._share(pid, options.steps_per_s)
@@ -255,6 +264,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3, help="that simulate agents and workers")
     parser.add_argument("--heartbeat-s", type=float, default=0.5)
     parser.add_argument("--alone", action="store_true", help="workers send their heartbeats themselves")
+    parser.add_argument("--pairwise", action="store_true", help="ask the store for one member after the other")
     parser.add_argument("--steps-per-s", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each steady training")
     parser.add_argument("--profile", default="", metavar="FILE", help="profile the head into this file (pstats)")

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -41,6 +41,7 @@ from unisono.messages import (
     Snapshot,
     Start,
     StepDone,
+    StoreCall,
     WorkerExit,
     decode,
     encode,
@@ -79,9 +80,21 @@ class Site:
     token: str
     agents: range
     workers_per_agent: int
+    num_agents: int
+    """Of all populations together."""
     heartbeat_s: float
     alone: bool = False
     """Each worker sends its heartbeats itself, as one whose agent does not report."""
+
+
+class _Link(Link):
+    """A connection that counts the bytes that arrive, compressed as they are."""
+
+    num_bytes = 0
+
+    def feed(self, data: bytes) -> None:
+        _Link.num_bytes += len(data)
+        super().feed(data)
 
 
 class _Line:
@@ -90,7 +103,7 @@ class _Line:
     def __init__(self, site: Site, take: Callable[[bytes], None]) -> None:
         self._take = take
         self._loop = asyncio.get_running_loop()
-        self._link = Link.dial(site.url, site.token, 60.0)
+        self._link = _Link.dial(site.url, site.token, 60.0)
         self.is_open = True
         self._loop.add_reader(self._link.sock, self._pump)
 
@@ -131,6 +144,8 @@ class _Worker:
         self.heard_at = 0.0
         self.is_welcome = False
         self.due = 0.0
+        self._calls: deque[StoreCall] = deque()
+        self.connected_at = 0.0
         self._population = population
         info = MemberInfo(
             worker_id=worker_id,
@@ -151,6 +166,42 @@ class _Worker:
             self.is_welcome = True
         elif message.type == "Notice" and message.generation > self.generation:
             self.generation, self.heard_at = message.generation, now
+        elif message.type == "StoreAnswer":
+            self._call_next()
+
+    def connect(self, pairwise: bool) -> None:
+        """Find the members of this worker's lane: those with the same place on all machines, as `two_level` does.
+
+        Args:
+            pairwise: ask for one member after the other, as gloo does by itself.
+        """
+        site = self._population.site
+        size, lane = site.num_agents, int(self.worker_id[1:]) % site.workers_per_agent
+        rank, prefix = self.agent.index, f"generation-{self.generation}/lane-{lane}/"
+        here = [f"{prefix}here-{each}" for each in range(size)]
+        keys = [f"{prefix}0/{each}" for each in range(size)]
+        address = os.urandom(24).ljust(180, b"\0") + os.urandom(2).ljust(8, b"\0") * size  # about as gloo's
+        calls: list[tuple[str, list[str], list[bytes]]] = [
+            ("set", [here[rank]], [b""]),
+            ("wait", here, []),
+            ("set", [keys[rank]], [address]),
+        ]
+        if pairwise:
+            calls += [(operation, [key], []) for key in keys for operation in ("wait", "get")]
+        else:
+            calls.append(("get", keys, []))
+        self.connected_at = 0.0
+        self._calls = deque(
+            StoreCall(call=number, operation=operation, keys=asked, values=values, generation=self.generation)
+            for number, (operation, asked, values) in enumerate(calls)
+        )
+        self._call_next()
+
+    def _call_next(self) -> None:
+        if self._calls:
+            self.line.send(self._calls.popleft())
+        else:
+            self.connected_at = time.monotonic()
 
     def beat(self, step: int, progress: int) -> Beat:
         return Beat(
@@ -208,6 +259,7 @@ class Population:
         "join",
         "ready",
         "hold",
+        "connect",
         "train",
         "calm",
         "kill_worker",
@@ -270,6 +322,15 @@ class Population:
             await asyncio.gather(self._training, return_exceptions=True)
             self._training = None
 
+    async def connect(self, pairwise: bool) -> tuple[float, float]:
+        """Let all workers find each other through the head's store; returns when that began and ended."""
+        living, began = self._living(), time.monotonic()
+        for worker in living:
+            worker.connect(pairwise)
+        while not all(worker.connected_at for worker in living):
+            await asyncio.sleep(TICK_S)
+        return began, max(worker.connected_at for worker in living)
+
     async def kill_worker(self, worker_id: str) -> float:
         """End a worker, if it is one of these, as its agent sees it; returns the time (0.0: of another population)."""
         worker = self._workers.pop(worker_id, None)
@@ -307,8 +368,13 @@ class Population:
         return await self.newest()
 
     async def counts(self) -> dict[str, tuple[int, int]]:
-        """Return by kind the messages that have arrived since the last call, and their bytes."""
+        """Return by kind the messages that have arrived since the last call, and their bytes.
+
+        "all": all messages, and the bytes on the network; before, those of messages that are uncompressed.
+        """
         found = {kind: (number, self._bytes[kind]) for kind, number in self._num.items()}
+        found["all"] = (self._num.total(), _Link.num_bytes)
+        _Link.num_bytes = 0
         self._num.clear()
         self._bytes.clear()
         return found
@@ -342,7 +408,7 @@ class Population:
         """Report a step as the main worker of a run does."""
         worker.line.send(StepDone(step=step, seconds=0.5))
         times = WorkerTimes(leaves=1, data=0.0012, compute=0.4321, last=Seconds(0.0012, 0.4321, 0.0456, 0.0123, 0.0021))
-        num = worker_count(self.site)
+        num = self.site.num_agents * self.site.workers_per_agent
         event = StepFinished(
             step=step,
             epoch=0,
@@ -357,11 +423,6 @@ class Population:
             logs={"accuracy": 0.5},
         )
         worker.line.send(Happened(event=event, number=step))
-
-
-def worker_count(site: Site) -> int:
-    """Return the number of workers of the whole run that ``site`` is a part of."""
-    return int(os.environ.get("UNISONO_BENCH_WORKERS", len(site.agents) * site.workers_per_agent))
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ __all__ = [
     "fill_standard_streams",
     "name_process",
     "parent_is_gone",
+    "raise_file_limit",
     "start_time",
     "take_token",
 ]
@@ -123,6 +125,13 @@ def end_when_silent(connection: socket.socket) -> None:
         for name, value in settings.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system lets it: the usual limit is 1,024, connections included."""
+    with contextlib.suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def fill_standard_streams() -> None:

@@ -364,6 +364,8 @@ class StoreAnswer(Message):
 
     call: int
     values: list[bytes] = []
+    packed: bytes = b""
+    """Many values (`unisono.packed.pack_values`), in place of `values`."""
     amount: int = 0
     error: str = ""
 

@@ -8,11 +8,14 @@ Only clients unpack: the head does not, so no stranger can send it a few bytes t
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from unisono.errors import ProtocolError
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "pack_values", "unpack", "unpack_values"]
 
 MARK: Final = b"\xc1"
 LONG_BYTES: Final = 16_384
@@ -36,3 +39,22 @@ def unpack(data: bytes) -> bytes:
         return zlib.decompress(data[len(MARK) :])
     except zlib.error as error:
         raise ProtocolError(f"a compressed message is damaged: {error}") from error
+
+
+def pack_values(values: Sequence[bytes]) -> bytes:
+    """Return a short form of many values; b"": they are short as they are."""
+    if sum(map(len, values)) <= LONG_BYTES:
+        return b""
+    return zlib.compress(msgspec.msgpack.encode(list(values)), LEVEL)
+
+
+def unpack_values(packed: bytes) -> list[bytes]:
+    """Return the values that `pack_values` was given.
+
+    Raises:
+        ProtocolError: they are damaged.
+    """
+    try:
+        return msgspec.msgpack.decode(zlib.decompress(packed), type=list[bytes])
+    except (zlib.error, msgspec.DecodeError) as error:
+        raise ProtocolError(f"compressed values are damaged: {error}") from error

@@ -7,8 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError
 from unisono.messages import Notice, StoreAnswer, StoreCall
+from unisono.packed import unpack_values
 
 __all__ = ["StoreCalls"]
 
@@ -70,6 +73,8 @@ class StoreCalls:
             raise DeadlineExceeded(pending.answer.error)
         if pending.answer.error:
             raise ProtocolError(pending.answer.error)
+        if pending.answer.packed:
+            return msgspec.structs.replace(pending.answer, values=unpack_values(pending.answer.packed), packed=b"")
         return pending.answer
 
     def take_answer(self, answer: StoreAnswer) -> None:

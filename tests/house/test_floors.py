@@ -136,6 +136,7 @@ NEIGHBOURS = {
     "beatpage": {"lifetime"},
     "dialing": {"link"},
     "store": {"member"},
+    "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
     "microbatch": {"state"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -164,3 +166,14 @@ def test_a_list_of_all_members_is_encoded_once_for_all_of_them() -> None:
     assert len(found) == 400
     assert all(data is found[0] for data in found)
     assert len(decode(unpack(found[0])).members) == 400
+
+
+def test_the_head_may_have_as_many_connections_as_the_system_lets_it() -> None:
+    """The usual limit of open files is 1,024; a process may raise it to its hard limit by itself."""
+    code = (
+        "import resource as r; _, hard = r.getrlimit(r.RLIMIT_NOFILE); r.setrlimit(r.RLIMIT_NOFILE, (64, hard)); "
+        "from unisono.lifetime import raise_file_limit; raise_file_limit(); "
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

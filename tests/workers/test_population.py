@@ -47,7 +47,7 @@ class Run:
         await self.ask("hold")
 
     async def counts(self) -> Counter[str]:
-        return Counter({kind: number for kind, (number, _) in (await self.ask("counts")).items()})
+        return Counter({kind: number for kind, (number, _) in (await self.ask("counts")).items() if kind != "all"})
 
     async def steps(self, number: int) -> None:
         """Wait until the head has told of so many steps."""
@@ -70,7 +70,7 @@ async def run() -> AsyncIterator[Run]:
         following = Following(url, token, hello, command, away_s=WAIT_S, head=head)
         following.start_head()
         talk = asyncio.create_task(following.run())
-        population = Process(Site(url, token, range(AGENTS), EACH, spec.heartbeat_s))
+        population = Process(Site(url, token, range(AGENTS), EACH, AGENTS, spec.heartbeat_s))
         try:
             while not following.agent_id:
                 await asyncio.sleep(0)
@@ -96,6 +96,10 @@ def test_a_run_of_many_workers_sends_each_of_them_what_it_needs_and_no_more() ->
             assert counts["Notice"] == WORKERS, "one generation, one notice each"
             # Hellos, the generation, and what the members have reported at the same time.
             assert counts["Snapshot"] <= 6 * (MAX_HEIRS - 1)
+
+            await found.ask("connect", False)
+            counts = await found.counts()
+            assert counts["StoreAnswer"] == 4 * WORKERS, "however many they are"
 
             await found.ask("train", 20.0, "w0")
             await found.steps(10)

@@ -29,6 +29,7 @@ from unisono.exchange.groups import ScriptGroup
 from unisono.exchange.listening import Port
 from unisono.exchange.proof import prove
 from unisono.exchange.pump import Job, Pump
+from unisono.exchange.rendezvous import Rendezvous
 from unisono.exchange.window import Window
 from unisono.words import listed
 
@@ -374,8 +375,16 @@ def release_abandoned() -> bool:
 def _missing(store: dist.Store, names: Sequence[str]) -> list[str]:
     """Return the members that have not arrived, as far as the store can be asked."""
     with contextlib.suppress(Exception):  # the store may be what has failed
-        return [name for rank, name in enumerate(names) if not store.check([f"here-{rank}"])]
+        return [names[rank] for rank in _absent(store, range(len(names)))]
     return []
+
+
+def _absent(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    """Return the members of these ranks that have not arrived. All who wait for them ask at the same time."""
+    if not ranks or store.check([f"here-{rank}" for rank in ranks]):
+        return []
+    half = len(ranks) // 2
+    return [*_absent(store, ranks[:half]), *_absent(store, ranks[half:])] if half else [*ranks]
 
 
 def _abort(group: Any) -> None:
@@ -396,4 +405,4 @@ def _make_group(
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
     gloo._timeout = limit
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
+    return dist.ProcessGroupGloo(Rendezvous(store, size), rank, size, gloo)

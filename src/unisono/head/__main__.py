@@ -16,7 +16,7 @@ from unisono.certificate import server_context
 from unisono.decisions.following import SUPERSEDED
 from unisono.decisions.membership import Policy
 from unisono.head.server import Head
-from unisono.lifetime import bind_to_parent, close_inherited, name_process, take_token
+from unisono.lifetime import bind_to_parent, close_inherited, name_process, raise_file_limit, take_token
 from unisono.spec import RunSpec
 
 __all__ = ["Settings", "main"]
@@ -88,6 +88,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     bind_to_parent(signal.SIGTERM)
     name_process("unisono head")
+    raise_file_limit()
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     token = take_token(os.environ)
     os.set_inheritable(settings.listener, False)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from unisono.errors import DeadlineExceeded, ProtocolError
 from unisono.messages import StoreAnswer, StoreCall
+from unisono.packed import pack_values
 
 __all__ = ["Keys"]
 
@@ -20,6 +21,7 @@ class Keys:
         self._values: dict[str, bytes] = {}
         self._made_for: dict[int, set[str]] = {}
         self._oldest = 0
+        self._asked_last: tuple[tuple[str, ...], list[bytes], bytes] = ((), [], b"")
         self._waiting: dict[str, set[_Waiter]] = {}  # by the key that is missing
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
@@ -28,7 +30,18 @@ class Keys:
             values, amount = await self._do(call)
         except (ProtocolError, DeadlineExceeded) as error:
             return StoreAnswer(call=call.call, error=str(error))
+        if packed := self._packed_for(call, values):
+            return StoreAnswer(call=call.call, packed=packed, amount=amount)
         return StoreAnswer(call=call.call, values=values, amount=amount)
+
+    def _packed_for(self, call: StoreCall, values: list[bytes]) -> bytes:
+        """Return many values in short, made once for the members of a group, who all ask for the same ones."""
+        if call.operation != "get" or len(values) < 2:
+            return b""
+        asked = tuple(call.keys)
+        if self._asked_last[:2] != (asked, values):
+            self._asked_last = (asked, values, pack_values(values))
+        return self._asked_last[2]
 
     async def _do(self, call: StoreCall) -> tuple[list[bytes], int]:
         held = self._values

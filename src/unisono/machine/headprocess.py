@@ -47,7 +47,7 @@ __all__ = [
 
 MAX_HEADS: Final = 4
 HEADS_WITHIN_S: Final = 30.0
-BACKLOG: Final = 512
+BACKLOG: Final = 4096  # when a head has died, all workers and agents call at once
 
 
 @dataclass(frozen=True, kw_only=True)
