@@ -24,7 +24,7 @@ from unisono.testing import run_workers
 WORKERS = Path(__file__).resolve().parents[1] / "workers"
 SMALL = WORKERS / "small_training.py"
 CHECKPOINTED = WORKERS / "checkpointed_training.py"
-STEPS = 8
+STEPS, LONG = 8, 24
 DETACHED = ("env", "-u", PARENT)
 """What a job starts is a child of Slurm, not of the test."""
 UNISONO = (sys.executable, "-P", "-m", "unisono")
@@ -61,7 +61,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calm_checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calm") / "checkpointed"
-    arguments = ["--steps", str(STEPS), "--every", "0"]
+    arguments = ["--steps", str(LONG), "--every", "0"]
     done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
     assert done.exit_code == 0, done.output
     return folder
@@ -187,7 +187,7 @@ def test_a_job_that_is_asked_to_end_goes_on_in_its_next_turn(
     with Gates(tmp_path / "gates", [4, 6]) as gates:
         options = ["--nodes", 2, "--time", 5, "--workers", 3, "--run-dir", "runs/a"]
         patient = [f"--run={word}" for word in PATIENT]
-        script = [CHECKPOINTED, "--", "--steps", STEPS, "--every", 0, "--gates", gates.folder]
+        script = [CHECKPOINTED, "--", "--steps", LONG, "--every", 0, "--gates", gates.folder]
         followed = unisono("slurm", *options, *patient, *script, before=DETACHED)
         gates.wait(4, workers=3)
         (job,) = cluster.jobs()
@@ -199,7 +199,29 @@ def test_a_job_that_is_asked_to_end_goes_on_in_its_next_turn(
         gates.open(6)
         assert followed.wait() == 0, followed.out + followed.err
     followed.line("goes on at step")
-    assert compare(calm_checkpointed, tmp_path / "runs" / "a").startswith(f"identical: {STEPS} steps")
+    assert compare(calm_checkpointed, tmp_path / "runs" / "a").startswith(f"identical: {LONG} steps")
+
+
+def test_a_job_whose_first_node_is_lost_goes_on_on_another(
+    unisono: Unisono, cluster: Cluster, calm_checkpointed: Path, tmp_path: Path
+) -> None:
+    """The head and the batch script are lost with it: Slurm starts the job anew."""
+    run = tmp_path / "runs" / "a"
+    options = ["--cpus-per-node", 2, "--run-dir", run, *(f"--run={word}" for word in PATIENT)]
+    with Gates(tmp_path / "gates", range(3, LONG)) as gates:
+        script = [CHECKPOINTED, "--", "--steps", LONG, "--every", 2, "--gates", gates.folder]
+        followed = unisono("slurm", *options, *script, before=DETACHED)
+        for step in range(3, LONG):
+            gates.wait(step, workers=2)
+            if complete(run / FOLDER):
+                break
+            gates.open(step)
+        cluster.kill(cluster.nodes[0])
+        for later in range(step, LONG):
+            gates.open(later)
+        followed.line(f"runs on {cluster.nodes[1]}, turn 2")
+        assert followed.wait() == 0, followed.out + followed.err
+    assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
 
 
 def test_a_job_that_is_cancelled_writes_a_checkpoint_and_does_not_come_back(
@@ -207,7 +229,7 @@ def test_a_job_that_is_cancelled_writes_a_checkpoint_and_does_not_come_back(
 ) -> None:
     """``scancel`` sends SIGTERM to the batch script and to the agents, and waits a while until it kills."""
     run = tmp_path / "runs" / "a"
-    script = [CHECKPOINTED, "--", "--steps", STEPS, "--every", 0]
+    script = [CHECKPOINTED, "--", "--steps", LONG, "--every", 0]
     patient = [f"--run={word}" for word in PATIENT]
     with Gates(tmp_path / "gates", [4]) as gates:
         options = ["--nodes", 2, "--workers", 2, "--run-dir", run, *patient]
@@ -222,7 +244,7 @@ def test_a_job_that_is_cancelled_writes_a_checkpoint_and_does_not_come_back(
     assert len(complete(run / FOLDER)) == 1
     again = unisono("run", "--workers", 1, "--resume", run)
     assert again.wait() == 0, again.err
-    assert compare(calm_checkpointed, run).startswith(f"identical: {STEPS} steps")
+    assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
 
 
 def test_another_job_joins_a_run_that_is_going(unisono: Unisono, cluster: Cluster, calm: Path, tmp_path: Path) -> None:

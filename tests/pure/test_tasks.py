@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from unisono.errors import UsageError
-from unisono.launchers.nodes import expand
+from unisono.launchers.nodes import expand, own_address
 from unisono.launchers.slurm import capacities, inside, shares, step_environment
 from unisono.rendezvous import Meeting, Rendezvous
 from unisono.tasks import TAKEN, Task, counts, here
@@ -164,6 +164,17 @@ def test_only_a_process_in_an_allocation_that_is_no_task_starts_agents() -> None
 def test_the_wishes_of_a_batch_script_are_not_those_of_an_agent() -> None:
     wishes = {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS": "8", "SLURM_MEM_PER_CPU": "1000"}
     assert step_environment({**BATCH, **wishes, "PATH": "/bin"}) == {**BATCH, "PATH": "/bin"}
+
+
+def test_the_head_listens_on_the_address_of_the_route_to_the_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of a node need not be its name: Slurm knows it."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$2 $3" = "node n2" ] && echo "NodeName=n2 NodeAddr=127.0.0.1 NodeHostName=n2"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert own_address({**BATCH, "SLURMD_NODENAME": "n1"}) == "127.0.0.1"
 
 
 # -- the rendezvous ------------------------------------------------------------------------------------
