@@ -237,6 +237,8 @@ class RunDirectory(Message):
     on_signal: int = -1
     """At SIGTERM, stop the run at the end of the step, with a checkpoint, and exit with this code.
     -1: end at once."""
+    facts: str = ""
+    """The run's description in that directory, as JSON."""
 
 
 class StoreCall(Message):

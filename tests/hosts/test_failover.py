@@ -57,23 +57,27 @@ def started(
     *options: object,
     machines: int,
     others: Gates | None = None,
+    private: Path | None = None,
 ) -> list[Command]:
     """A run with a worker on each of so many machines, all in the generation that trains, at gate 20.
 
     Args:
         others: the gates of all machines but the first; default: the same.
+        private: what the first machine has in place of the folder of the run's directory; default: all see the same.
     """
     first, *guests = lab.machines[:machines]
     own = f"mount --bind {others.folder} {gates.folder}" if others is not None else ""
+    disk = f"mount --bind {private} {run_dir.parent}" if private is not None else ""
     options = ("--bind", first.address, "--heartbeat-s", 0.3, "--timeout-s", 3600, *options)
     script = ("--", "--steps", STEPS, "--gates", gates.folder)
-    commands = [first.start(unisono, "run", SCRIPT, "-n", 1, "--run-dir", run_dir, *options, *script)]
+    commands = [first.start(unisono, "run", SCRIPT, "-n", 1, "--run-dir", run_dir, *options, *script, set_up=disk)]
     token = gates.folder.parent / "token"
     for number, machine in enumerate(guests, 2):
         gate = JOINS[number - 2]
         gates.wait(gate)
-        url = json.loads((run_dir / "head.json").read_text())["url"]
-        token.write_text((run_dir / "token").read_text())
+        seen = (private or run_dir.parent) / run_dir.name
+        url = json.loads((seen / "head.json").read_text())["url"]
+        token.write_text((seen / "token").read_text())
         commands.append(machine.start(unisono, "join", url, "--token-file", token, "-n", 1, set_up=own))
         gates.open(gate, commands[0].generation(f"with {number} workers"))
     if others is not None:
@@ -112,6 +116,30 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
     assert "is out of reach, with the head: the run goes on without w0" in said
 
 
+def test_a_machine_that_alone_saw_the_directory_dies(lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path) -> None:
+    """The run goes on in a directory of the machine that has the next head."""
+    private, run_dir = tmp_path / "private", tmp_path / "common" / "run"
+    private.mkdir()
+    run_dir.parent.mkdir()
+    with Gates(tmp_path / "gates", (*JOINS[:1], 20, 40)) as gates:
+        _, survivor = started(lab, unisono, run_dir, gates, machines=2, private=private)
+        assert not run_dir.exists()
+        lab.machines[0].kill()
+        gates.open(20)
+        survivor.line("journal and checkpoints go on")
+        try:
+            gates.wait(40, 8.0)
+        except AssertionError:
+            survivor.give_up("x")
+        gates.wait(40)
+        assert json.loads((run_dir / "head.json").read_text())["run_id"]
+        gates.open(40)
+        assert survivor.wait() == 0, survivor.err
+    assert compare(calm, run_dir).startswith("identical: 5")
+    assert {line["step"] for line in read(run_dir) if line["kind"] == "step"} >= {*range(4, STEPS)}
+    assert f"journal and checkpoints go on in {run_dir} of this machine" in " ".join(survivor.err)
+
+
 @pytest.mark.parametrize("ahead", ["left", "right"])
 def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the_other(
     ahead: str, lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
@@ -132,11 +160,7 @@ def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the
         assert len(workers_at(run_dir, 30)) == 1
         lab.mend()
         stays, moves = (left, right) if ahead == "left" else (right, left)
-        try:
-            moves.line("this machine joins the head at")
-        except BaseException:
-            print("STAYS", *stays.err, sep="\n")
-            raise
+        moves.line("this machine joins the head at")
         second.open(40)
         second.open(50)
         first.open(50, stays.generation("with 2 workers", after="is out of reach|silent"))

@@ -10,8 +10,10 @@ import logging
 import math
 import signal
 import socket
+import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,6 +42,7 @@ from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, re
 from unisono.errors import ProtocolError
 from unisono.events import StepFinished
 from unisono.head.address import AddressFiles
+from unisono.head.copying import go_on_in
 from unisono.head.keys import Keys
 from unisono.head.line import Line
 from unisono.head.memory import Memory
@@ -77,6 +80,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.rundir import holder
 from unisono.spec import RunSpec
 
 __all__ = ["Head"]
@@ -135,7 +139,7 @@ class Head:
         self._token = token
         self._run_id = run_id
         self._spec = spec
-        self._run_dir = memory.run_dir or spec.run_dir
+        self._run_dir = spec.run_dir or memory.run_dir
         self._lines: dict[str, Line] = {}
         self._keys = Keys()
         self._facts = memory.facts
@@ -149,7 +153,7 @@ class Head:
         self._due = math.inf
         self._listens_until = 0.0
         self._full_at = -math.inf
-        self._address = AddressFiles(run_id, url, token, made=memory.run_dir if snapshot else "")
+        self._address = AddressFiles(run_id, url, token, made=self._run_dir if snapshot else "")
         # Pids and start times of the workers of this machine whose end was not reported to this head: the report may
         # have been lost with the head before.
         self._here: dict[str, tuple[int, str]] = {}
@@ -184,10 +188,12 @@ class Head:
         tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
             self._take_pen()
-            if self._run_dir:
-                self._write_address(self._run_dir)
-            if self._took_over.before not in ("", seat_of(self._state)):
+            has_moved = self._took_over.before not in ("", seat_of(self._state))
+            if has_moved:
                 self._happens("", self._took_over)
+                self._go_on_in_copy()
+            if self._run_dir and (not has_moved or holder(Path(self._run_dir)) == self._run_id):
+                self._write_address(self._run_dir)
             await self.over.wait()
         finally:
             for task in tasks:
@@ -300,6 +306,7 @@ class Head:
                 await self._store(line, message)
             case RunDirectory():
                 self._tell_agents(message)
+                self._facts = message.facts or self._facts
                 worker = self._state.workers.get(name)
                 if worker is not None and worker.agent not in self._seers:
                     self._seers[worker.agent] = None
@@ -616,6 +623,16 @@ class Head:
         else:
             text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
         self._tell_agents(Announcement(text=text))
+
+    def _go_on_in_copy(self) -> None:
+        """Make the run's directory here, if the lost machine alone has seen it."""
+        others = self._state.agents.keys() - {seat_of(self._state)}
+        if not self._run_dir or not self._facts or others & self._seers.keys():
+            return
+        if said := go_on_in(self._run_dir, self._run_id, self._facts):
+            self._reason = said
+            print(f"unisono: {said}", file=sys.stderr, flush=True)
+            self._take_pen()
 
     def _tell(self, name: str, message: Message) -> None:
         if (line := self._lines.get(name)) is not None:
