@@ -424,6 +424,8 @@ class Snapshot(Message):
     """The agent whose child the head is: it starts the next head, as long as its machine lives."""
     heirs: list[str] = []
     """The agents that start the next head if that machine is lost, in their order."""
+    holders: list[str] = []
+    """The agents on whose machines workers hold the run's state; empty: nobody does yet."""
 
 
 class Kept(Message):

@@ -109,6 +109,7 @@ class Head:
         term: one more than that of the head before this one.
         seat: the agent whose child this head is; "": the command that has started the run, or that of the head before.
         name: a name that no other head of the run has.
+        branch: the branch of the run's history that the agent of this head has followed.
         is_gone: the agent of the head before this one is gone; else it may be out of reach only.
     """
 
@@ -124,6 +125,7 @@ class Head:
         term: int = 1,
         seat: str = "",
         name: str = "",
+        branch: str = "",
         is_gone: bool = False,
     ) -> None:
         memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
@@ -132,7 +134,7 @@ class Head:
         state = memory.state
         self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
         if snapshot:
-            state = resumed(state, term, now, seat=seat, head=name, since=since - now)
+            state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
         self._state = dataclasses.replace(
             state, term=term, head=name, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
         )

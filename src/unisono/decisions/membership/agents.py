@@ -105,10 +105,11 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
 
 def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
     """Go on without a machine and its workers, which may go on by themselves."""
-    own, host = draft.workers_of([agent_id]), draft.state.agents[agent_id].host
-    gone = listed([worker.worker_id for worker in own if worker.state is not WorkerState.ORDERED])
-    why = f"{host} {why}" + (f": the run goes on without {gone}" if gone else "")
-    leave(draft, agent_id, Lost(reason=why), is_told=True)
+    own, host = draft.workers_of([agent_id]), {**draft.state.absent, **draft.state.agents}[agent_id].host
+    gone = [worker.worker_id for worker in own if worker.state is not WorkerState.ORDERED]
+    why = f"{host} {why}" + (f": the run goes on without {listed(gone)}" if gone else "")
+    if agent_id in draft.state.agents:
+        leave(draft, agent_id, Lost(reason=why), is_told=True)
     for worker in own:
         if draft.state.workers[worker.worker_id].state in ALIVE:
             lose(draft, worker.worker_id, why, replace=False)
@@ -121,7 +122,7 @@ def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
         before: the agent whose child that head was.
         is_gone: that agent is gone for good; else its machine may go on by itself.
     """
-    if before not in draft.state.agents:
+    if before not in {**draft.state.agents, **draft.state.absent}:
         return
     if draft.state.ended is not None:
         draft.put(agents={i: agent for i, agent in draft.state.agents.items() if i != before})
