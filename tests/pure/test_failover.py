@@ -281,9 +281,10 @@ class World:
             state = head.state.workers[worker.worker_id].state
             if state is WorkerState.STARTING:
                 self.happens(head, worker.worker_id, Ready(phase=0))
-            elif state in (WorkerState.ADMITTED, WorkerState.HOLDING) and worker.generation:
-                if worker.generation <= head.state.generation:
-                    self.happens(head, worker.worker_id, Holding(generation=worker.generation))
+            elif (
+                state in (WorkerState.ADMITTED, WorkerState.HOLDING) and 0 < worker.generation <= head.state.generation
+            ):
+                self.happens(head, worker.worker_id, Holding(generation=worker.generation))
 
     def look_for_head(self, machine: Machine) -> None:
         """One attempt of an agent that has lost its head."""
@@ -422,12 +423,7 @@ class World:
             others = [
                 other
                 for other in self.machines
-                if other is not machine
-                and other.is_alive
-                and other.head is head
-                and other.followed.snapshot is not None
-                and other.agent_id in other.followed.snapshot.heirs
-                and any(worker.done == self.done(machine) for worker in other.workers.values())
+                if other is not machine and other.is_alive and other.head is head and self.may_follow(other, head)
             ]
             if others:
                 machine.is_alive, machine.head = False, None
@@ -435,6 +431,12 @@ class World:
                 if (own := self.head_at(machine.number)) is not None:
                     own.is_alive = False
                 return
+
+    def may_follow(self, machine: Machine, head: Head) -> bool:
+        """Whether a machine starts the next head after this one: it is an heir, and holds the run's newest state."""
+        snapshot = machine.followed.snapshot
+        is_heir = snapshot is not None and machine.agent_id in snapshot.heirs and machine.agent_id in snapshot.holders
+        return is_heir and any(worker.done == head.state.committed for worker in machine.workers.values())
 
     def lag(self) -> None:
         for head in self.heads:
@@ -503,3 +505,17 @@ def test_whatever_is_cut_or_killed_one_head_goes_on_in_the_end(num_machines: int
     world.settle(10)
     assert head.state.committed > done >= before, "and its run goes on"
     assert all(machine.head is head for machine in world.machines if machine.is_alive)
+
+
+def test_these_worlds_are_not_calm() -> None:
+    """Heads take over and sides meet in them, so the claims above are about something."""
+    takeovers = merges = 0
+    for seed in range(10):
+        world = World(3, seed)
+        for _ in range(40):
+            world.rng.choice([world.cut, world.mend, world.kill, world.meet])()
+            world.settle(8)
+        takeovers += world.num_takeovers
+        merges += world.num_merges
+    assert takeovers > 10
+    assert merges > 10

@@ -258,6 +258,14 @@ class State:
         """Return whether all decisions are known here on which those who have followed this branch may have acted."""
         return branch in ("", self.branch_name, *self.before_branch)
 
+    def is_kin(self, worker: Worker, branch: str) -> bool:
+        """Return whether a worker may come with what it holds: see `is_own`.
+
+        A worker of the head's own machine may have heard of a branch of the head before this one, and its agent not.
+        """
+        before = self.before_branch[-1].rpartition(".")[0] if self.before_branch else ""
+        return self.is_own(branch) or (worker.agent == self.seat and branch.rpartition(".")[0] == before)
+
     @property
     def generation(self) -> int:
         return self.notice.generation if self.notice else 0
