@@ -82,7 +82,7 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     """Remove an agent whose connection has closed, or that has not connected to a head that has taken over.
 
     Args:
-        is_told: the user is told the message's reason.
+        is_told: the user is told of it in other words.
     """
     agent = draft.state.agents[agent_id]
     own = draft.workers_of([agent_id])
@@ -97,7 +97,8 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     policy = draft.state.policy
     if policy.grows:  # not after `unisono scale`, which sets the number
         draft.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
-    draft.reasons.append(message.reason if is_told else f"the agent of {agent.host} is gone")
+    if not is_told:
+        draft.reasons.append(f"the agent of {agent.host} is gone")
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.put_worker(worker.worker_id, state=_S.LEFT)
@@ -113,6 +114,8 @@ def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
     for worker in own:
         if draft.state.workers[worker.worker_id].state in ALIVE:
             lose(draft, worker.worker_id, why, replace=False)
+    if not gone:
+        draft.reasons.append(why)
 
 
 def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
