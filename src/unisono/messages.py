@@ -264,6 +264,8 @@ class RunDirectory(Message):
     on_signal: int = -1
     """At SIGTERM, stop the run at the end of the step, with a checkpoint, and exit with this code.
     -1: end at once."""
+    facts: str = ""
+    """The run's description in that directory, as JSON."""
 
 
 class StoreCall(Message):
@@ -501,6 +503,8 @@ class Snapshot(Message):
     """The agent whose child the head is: it starts the next head, as long as its machine lives."""
     heirs: list[str] = []
     """The agents that start the next head if that machine is lost, in their order."""
+    holders: list[str] = []
+    """The agents on whose machines workers hold the run's state; empty: nobody does yet."""
 
 
 class Kept(Message):

@@ -96,11 +96,11 @@ class Lab:
         """Cut the machines of these numbers off from the others.
 
         Args:
-            only_from: what others send to them still arrives.
+            only_from: what these machines send still arrives at the others.
         """
         for number, machine in enumerate(self.machines):
             for other_number, other in enumerate(self.machines):
-                if (number in side) == (other_number in side) or (only_from and number in side):
+                if (number in side) == (other_number in side) or (only_from and number not in side):
                     continue
                 do(*machine.inside(), "iptables", "-A", "INPUT", "-s", other.address, "-j", "DROP")
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.hosts.lab import Lab, laid
+from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
@@ -19,7 +23,22 @@ from unisono.journal import compare, read
 
 SCRIPT = Path(small_training.__file__)
 STEPS = 60
-MACHINES = 3
+ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
+MACHINES = 5 if ALL else 3
+CASES: Final[list[tuple[int, set[int], str]]] = [
+    (2, {1}, "nothing from the head"),
+    (2, {1}, "nothing to the head"),
+    (2, {1}, "mended soon"),
+    (2, {1}, "cut again"),
+    (3, {2}, "cut"),
+    (3, {1, 2}, "cut"),
+    (3, {1, 2}, "cut again"),
+    (3, {0}, "not mended"),
+    (5, {2, 3, 4}, "cut"),
+    (5, {1, 2}, "nothing to the head"),
+    (5, {4}, "mended soon"),
+]
+"""Machines, those of the side without the head (or with it alone), and what becomes of the network."""
 QUICK: Final = ("--head-away-s", 1, "--heartbeat-timeout-s", 4)
 """Where machines are cut off: who is silent is lost soon, and who has lost the head goes on soon."""
 JOINS = (3, 8, 13, 18)
@@ -57,23 +76,27 @@ def started(
     *options: object,
     machines: int,
     others: Gates | None = None,
+    private: Path | None = None,
 ) -> list[Command]:
     """A run with a worker on each of so many machines, all in the generation that trains, at gate 20.
 
     Args:
         others: the gates of all machines but the first; default: the same.
+        private: what the first machine has in place of the folder of the run's directory; default: all see the same.
     """
     first, *guests = lab.machines[:machines]
     own = f"mount --bind {others.folder} {gates.folder}" if others is not None else ""
+    disk = f"mount --bind {private} {run_dir.parent}" if private is not None else ""
     options = ("--bind", first.address, "--heartbeat-s", 0.3, "--timeout-s", 3600, *options)
     script = ("--", "--steps", STEPS, "--gates", gates.folder)
-    commands = [first.start(unisono, "run", SCRIPT, "-n", 1, "--run-dir", run_dir, *options, *script)]
+    commands = [first.start(unisono, "run", SCRIPT, "-n", 1, "--run-dir", run_dir, *options, *script, set_up=disk)]
     token = gates.folder.parent / "token"
     for number, machine in enumerate(guests, 2):
         gate = JOINS[number - 2]
         gates.wait(gate)
-        url = json.loads((run_dir / "head.json").read_text())["url"]
-        token.write_text((run_dir / "token").read_text())
+        seen = (private or run_dir.parent) / run_dir.name
+        url = json.loads((seen / "head.json").read_text())["url"]
+        token.write_text((seen / "token").read_text())
         commands.append(machine.start(unisono, "join", url, "--token-file", token, "-n", 1, set_up=own))
         gates.open(gate, commands[0].generation(f"with {number} workers"))
     if others is not None:
@@ -112,6 +135,26 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
     assert "is out of reach, with the head: the run goes on without w0" in said
 
 
+def test_a_machine_that_alone_saw_the_directory_dies(lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path) -> None:
+    """The run goes on in a directory of the machine that has the next head."""
+    private, run_dir = tmp_path / "private", tmp_path / "common" / "run"
+    private.mkdir()
+    run_dir.parent.mkdir()
+    with Gates(tmp_path / "gates", (*JOINS[:1], 20, 40)) as gates:
+        _, survivor = started(lab, unisono, run_dir, gates, machines=2, private=private)
+        assert not run_dir.exists()
+        lab.machines[0].kill()
+        gates.open(20)
+        survivor.line("journal and checkpoints go on")
+        gates.wait(40)
+        assert json.loads((run_dir / "head.json").read_text())["run_id"]
+        gates.open(40)
+        assert survivor.wait() == 0, survivor.err
+    assert compare(calm, run_dir).startswith("identical: 5")
+    assert {line["step"] for line in read(run_dir) if line["kind"] == "step"} >= {*range(4, STEPS)}
+    assert f"journal and checkpoints go on in {run_dir} of this machine" in " ".join(survivor.err)
+
+
 @pytest.mark.parametrize("ahead", ["left", "right"])
 def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the_other(
     ahead: str, lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
@@ -132,11 +175,7 @@ def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the
         assert len(workers_at(run_dir, 30)) == 1
         lab.mend()
         stays, moves = (left, right) if ahead == "left" else (right, left)
-        try:
-            moves.line("this machine joins the head at")
-        except BaseException:
-            print("STAYS", *stays.err, sep="\n")
-            raise
+        moves.line("this machine joins the head at")
         second.open(40)
         second.open(50)
         first.open(50, stays.generation("with 2 workers", after="is out of reach|silent"))
@@ -144,3 +183,45 @@ def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the
         assert left.wait() == 0, left.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
     assert len(workers_at(run_dir, 59)) == 2
+
+
+def first_line(commands: Sequence[Command], text: str) -> None:
+    """Wait until one of these commands says this."""
+    deadline = time.monotonic() + WAIT_S
+    while not any(text in line for command in commands for line in command.err):
+        assert time.monotonic() < deadline, "\n".join(line for command in commands for line in command.err)
+        select.select([], [], [], 0.05)
+
+
+@pytest.mark.parametrize(
+    ("machines", "side", "how"),
+    CASES if ALL else CASES[:1],
+    ids=[f"{machines}-{len(side)}-{how.replace(' ', '-')}" for machines, side, how in (CASES if ALL else CASES[:1])],
+)
+def test_whatever_becomes_of_the_network_the_bits_are_the_same(
+    machines: int, side: set[int], how: str, lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    """All machines end well, with one journal, into which one side at a time has written."""
+    run_dir = tmp_path / "run"
+    soon = how == "mended soon"
+    options = ("--head-away-s", 60, "--heartbeat-timeout-s", 4) if soon else QUICK
+    with Gates(tmp_path / "gates", (*JOINS[: machines - 1], 20, 40)) as gates:
+        commands = started(lab, unisono, run_dir, gates, *options, machines=machines)
+        with_head = {*range(machines)} - side if 0 not in side else side
+        lab.cut(
+            with_head if how == "nothing to the head" else {*range(machines)} - with_head, only_from="nothing" in how
+        )
+        gates.open(20)
+        gates.wait(40, workers=len(with_head) if soon else machines)
+        if how != "not mended":
+            lab.mend()
+            if not soon:
+                first_line(commands, "this machine joins the head at")
+            if how == "cut again":
+                lab.cut(side)
+                lab.mend()
+        gates.open(40)
+        for command in commands:
+            assert command.wait() == 0, command.err
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert len(workers_at(run_dir, 30)) < machines

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tests.pure.test_membership import AGENT, Story, training
-from unisono.decisions.following import HEIR_ANSWERS_S, MAX_HEIRS, Followed, StaleHead, Undelivered, learn_term
-from unisono.decisions.membership import Lags, heirs, keepers, successor
-from unisono.decisions.membership.roster import resumed
-from unisono.messages import AgentHello, Kept, Lost, Snapshot, Stop
+from tests.pure.test_membership import AGENT, Story, info, training
+from unisono.decisions.following import (
+    GONE_S,
+    HEIR_ANSWERS_S,
+    MAX_HEIRS,
+    TURN_S,
+    Absence,
+    Followed,
+    Rank,
+    StaleHead,
+    Standpoint,
+    Undelivered,
+    is_majority,
+    learn_term,
+    merged,
+    verdict,
+)
+from unisono.decisions.membership import Lags, TookOver, heirs, keepers, successor
+from unisono.decisions.membership.roster import WorkerState, resumed
+from unisono.messages import AgentHello, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
+from unisono.spec import Partition
 
 
 def version(term: int, number: int, successor: str = AGENT) -> Snapshot:
@@ -143,3 +161,166 @@ def test_a_head_that_follows_has_its_term_in_its_state() -> None:
     state = training(2).state
     assert state.term == 1
     assert resumed(state, 2, now=1.0).term == 2
+
+
+# -- another machine starts the next head ------------------------------------------------------------
+
+
+def starts(
+    agent_id: str, absence: Absence, now: float, partition: Partition = "go-on", *, majority: bool = False
+) -> bool:
+    """Whether this agent starts the next head now; it holds the state, as three machines do."""
+    newest = Snapshot(
+        term=1,
+        number=1,
+        state=b"",
+        successor="agent0",
+        heirs=["agent0", "agent1", "agent2"],
+        holders=["agent0", "agent1"],
+    )
+    followed, _ = Followed().keep(newest)
+    return followed.may_start(agent_id, absence, partition, away_s=20.0, has_majority=majority, now=now)
+
+
+def test_where_nobody_listens_any_more_the_next_machine_starts_a_head_soon() -> None:
+    """The agent keeps the port as long as it lives: so it is gone."""
+    gone = Absence(since=0.0).tried(True, now=1.0)
+    assert not starts("agent1", gone, 1.0 + GONE_S / 2)
+    assert starts("agent1", gone, 1.0 + GONE_S)
+    assert not starts("agent2", gone, 1.0 + GONE_S), "the second waits for the first"
+    assert starts("agent2", gone, 1.0 + GONE_S + TURN_S)
+    assert not starts("agent3", gone, 100.0), "it does not hold the state"
+
+
+def test_a_head_that_does_not_answer_is_waited_for() -> None:
+    away = Absence(since=0.0).tried(True, now=1.0).tried(False, now=2.0)
+    assert not starts("agent1", away, 19.0)
+    assert starts("agent1", away, 20.0)
+    assert starts("agent2", away, 20.0 + TURN_S)
+
+
+def test_the_policy_says_who_goes_on_without_knowing_what_became_of_the_head() -> None:
+    away, gone = Absence(since=0.0), Absence(since=0.0, refused_since=0.0)
+    assert not starts("agent1", away, 100.0, "wait")
+    assert starts("agent1", gone, 100.0, "wait")
+    assert not starts("agent1", away, 100.0, "majority")
+    assert starts("agent1", away, 100.0, "majority", majority=True)
+
+
+def test_a_machine_does_not_start_a_head_for_a_state_that_is_lost_or_elsewhere() -> None:
+    alone = Snapshot(term=1, number=1, state=b"", successor="agent0", heirs=["agent0", "agent1"], holders=["agent0"])
+    followed, _ = Followed().keep(alone)
+    gone = Absence(since=0.0, refused_since=0.0)
+    assert not followed.may_start("agent1", gone, "go-on", away_s=1.0, has_majority=True, now=100.0)
+
+
+def test_of_two_halves_the_one_with_the_first_machine_is_the_majority() -> None:
+    four = ["agent0", "agent1", "agent2", "agent10"]
+    assert is_majority(four[1:], four)
+    assert is_majority(["agent0", "agent10"], four)
+    assert not is_majority(["agent1", "agent10"], four)
+    assert not is_majority(["agent0"], four)
+
+
+def story_of_two() -> Story:
+    """A worker on each of two machines, both in the generation that trains; the first has the head."""
+    story = training(1, maximum=8)
+    story.state = dataclasses.replace(story.state, head="h1", heirs=heirs(story.state))
+    story.arrive(*story.agent(1, "agent1", primary=False, host="far"), host="far")
+    story.hold()
+    return story
+
+
+def test_who_takes_over_goes_on_without_the_machine_of_the_head_before() -> None:
+    story = story_of_two()
+    story.state = resumed(story.state, 2, 0.0, seat="agent1", head="h2")
+    story.says("", TookOver(before=AGENT))
+    assert story.worker("w0").state is WorkerState.LOST
+    assert story.notices()["w1"].members == [info("w1", "far")]
+    assert story.reason == "lab is out of reach, with the head: the run goes on without w0; generation 3 with 1 worker"
+    assert (successor(story.state), heirs(story.state)) == ("agent1", ("agent1",))
+
+
+def test_who_takes_over_from_a_machine_without_workers_goes_on() -> None:
+    story = Story(1)
+    story.agent(0)
+    story.arrive(*story.agent(1, "agent1", primary=False, host="far"), host="far")
+    story.hold()
+    story.state = resumed(story.state, 2, 0.0, seat="agent1", head="h2")
+    story.says("", TookOver(before=AGENT))
+    assert story.ended is None
+
+
+def test_a_head_that_goes_on_without_an_heir_begins_a_branch() -> None:
+    story = story_of_two()
+    before = story.state.branch_name
+    story.says("agent1", Lost(reason="cut"))
+    assert story.state.branch_name != before
+    assert story.state.is_own(before), "who has followed it until then may come back"
+    assert not resumed(story.state, 2, 0.0, seat="agent1", head="h2").is_own("h1.99")
+
+
+def test_a_worker_that_has_followed_another_branch_is_not_taken() -> None:
+    story = story_of_two()
+    story.says("w1", Hello(info=info("w1", "far"), fingerprint={}, generation=9, branch="h2.0"))
+    assert story.worker("w1").state is WorkerState.LOST
+    assert story.state.generation == 3, "it is that of the others, not of the other side"
+
+
+def test_times_of_another_machines_clock_are_translated() -> None:
+    story = story_of_two()
+    state = resumed(story.state, 2, now=5.0, seat="agent1", head="h2", since=1000.0)
+    assert {worker.heard_at for worker in state.workers.values()} == {5.0}
+    assert state.agents[AGENT].away_at == 5.0
+
+
+def test_a_majority_that_is_lost_pauses_the_run() -> None:
+    story = training(1, maximum=8, partition="majority")
+    for number in (1, 2):
+        name = f"agent{number}"
+        story.arrive(*story.agent(1, name, primary=False, host=name), host=name)
+        story.hold()
+    story.says("agent1", Lost(reason="cut"))
+    story.says("agent2", Lost(reason="cut"))
+    assert story.state.notice is not None
+    assert story.state.notice.paused
+    story.hold()
+    story.says("agent1", AgentHello(host="agent1", pid=1, num_workers=1, agent_id="agent1"))
+    assert not story.state.notice.paused
+
+
+# -- two heads of one run ----------------------------------------------------------------------------
+
+
+def stand(step: int, term: int = 1, agent_id: str = "agent0") -> Standpoint:
+    return Standpoint(Rank.of(step, term, agent_id))
+
+
+def proposal(step: int, term: int = 1, agent_id: str = "agent1") -> Proposal:
+    return Proposal(run_id="x", agent_id=agent_id, term=term, step=step, url="ws://there:1")
+
+
+def test_the_side_that_is_behind_gives_way() -> None:
+    assert verdict(stand(7), proposal(6)) == (stand(7), Verdict(gives_way="you", step=7))
+    own, answer = verdict(stand(7), proposal(8))
+    assert (own.gives_way_to, answer.gives_way) == ("ws://there:1", "me")
+    assert verdict(own, proposal(3))[1].gives_way == "", "it moves already"
+
+
+@pytest.mark.parametrize(
+    ("term", "agent_id", "who"), [(2, "agent1", "me"), (1, "agent2", "you"), (1, "agent10", "you")]
+)
+def test_of_two_that_are_as_far_one_gives_way(term: int, agent_id: str, who: str) -> None:
+    assert verdict(stand(7, agent_id="agent1"), proposal(7, term, agent_id))[1].gives_way == who
+
+
+def test_a_head_that_waits_for_an_answer_gives_way_to_nobody_else() -> None:
+    asking = dataclasses.replace(stand(7), is_asking=True)
+    assert verdict(asking, proposal(8)) == (asking, Verdict(gives_way=""))
+
+
+def test_a_head_gives_way_only_to_one_that_has_said_it_stays() -> None:
+    asking = dataclasses.replace(stand(7), is_asking=True)
+    for answer in (None, Verdict(gives_way="me"), Verdict(gives_way="")):
+        assert merged(asking, "ws://there:1", answer) == stand(7), answer
+    assert merged(asking, "ws://there:1", Verdict(gives_way="you", step=9)).gives_way_to == "ws://there:1"

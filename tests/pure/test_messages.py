@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 from unisono import messages
 from unisono.errors import ProtocolError
 from unisono.events import Announcement, Event
-from unisono.messages import Beat, Hello, Lost, MemberInfo, Message, Notice, Start, StoreCall, Team, decode, encode
+from unisono.messages import (
+    Beat,
+    Hello,
+    Lost,
+    MachineInfo,
+    MemberInfo,
+    Message,
+    Notice,
+    Start,
+    StoreCall,
+    Team,
+    decode,
+    encode,
+)
 
 INFO = MemberInfo(worker_id="w0", host="lab", pid=7, device="cpu", page="/proc/7/fd/3", address="10.0.0.1")
-EVERY = [cls for cls in Message.__subclasses__() if cls not in (MemberInfo, Team, Lost)]
+EVERY = [cls for cls in Message.__subclasses__() if cls not in (MachineInfo, MemberInfo, Team, Lost)]
 
 
 def example(cls: type[Message]) -> Message:

@@ -101,7 +101,7 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
 
     async def interrupt() -> None:
         spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1, start="spawn")
-        head = cast(headprocess.HeadProcess, SimpleNamespace(start=lambda *_: None, url="ws://lab:1"))
+        head = cast(headprocess.HeadProcess, SimpleNamespace(start=lambda *_, **__: None, url="ws://lab:1"))
         with contextlib.closing(Memory("unisono-token")) as secret:
             async with serve(stand_still, "127.0.0.1", 0) as server:
                 url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -151,6 +151,8 @@ class Followed:
         """
         if self.snapshot is None or agent_id not in self.snapshot.heirs:
             return False
+        if self.snapshot.holders == [self.snapshot.successor]:
+            return False  # the state is lost with that machine, or goes on there
         turn = [heir for heir in self.snapshot.heirs if heir != self.snapshot.successor].index(agent_id) * TURN_S
         if absence.refused_since is not None and now >= absence.refused_since + GONE_S + turn:
             return partition != "majority" or has_majority

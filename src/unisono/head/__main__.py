@@ -42,6 +42,8 @@ class Settings:
     """
     seat: str = ""
     """The agent that has started this head, if it follows one of another machine."""
+    branch: str = ""
+    """The branch of the run's history that this agent has followed."""
     before: str = ""
     """"gone": the machine of the head before this one answers, and no agent is there; "away": it is out of reach."""
     name: str = ""
@@ -68,6 +70,7 @@ async def _serve(settings: Settings, token: str) -> int:
         term=settings.term,
         seat=settings.seat,
         name=settings.name,
+        branch=settings.branch,
         is_gone=settings.before == "gone",
     )
     loop = asyncio.get_running_loop()

@@ -10,6 +10,7 @@ import math
 import signal
 import socket
 import ssl
+import sys
 import time
 import traceback
 from collections.abc import Iterable
@@ -44,6 +45,7 @@ from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, re
 from unisono.errors import ProtocolError
 from unisono.events import StepFinished
 from unisono.head.address import AddressFiles
+from unisono.head.copying import go_on_in
 from unisono.head.door import Caller, open_door
 from unisono.head.keys import Keys
 from unisono.head.line import Line
@@ -86,7 +88,7 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
-from unisono.rundir import TOKEN_FILE
+from unisono.rundir import TOKEN_FILE, holder
 from unisono.spec import RunSpec
 
 __all__ = ["Head"]
@@ -116,6 +118,7 @@ class Head:
         term: one more than that of the head before this one.
         seat: the agent whose child this head is; "": the command that has started the run, or that of the head before.
         name: a name that no other head of the run has.
+        branch: the branch of the run's history that the agent of this head has followed.
         is_gone: the agent of the head before this one is gone; else it may be out of reach only.
     """
 
@@ -132,6 +135,7 @@ class Head:
         term: int = 1,
         seat: str = "",
         name: str = "",
+        branch: str = "",
         is_gone: bool = False,
     ) -> None:
         memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
@@ -140,14 +144,14 @@ class Head:
         state = memory.state
         self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
         if snapshot:
-            state = resumed(state, term, now, seat=seat, head=name, since=since - now)
+            state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
         self._state = dataclasses.replace(
             state, term=term, head=name, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
         )
         self._token = token
         self._run_id = run_id
         self._spec = spec
-        self._run_dir = memory.run_dir or spec.run_dir
+        self._run_dir = spec.run_dir or memory.run_dir
         self._lines: dict[str, Line] = {}
         self._keys = Keys()
         self._facts = memory.facts
@@ -165,7 +169,7 @@ class Head:
             lambda text: self._tell_agents(Announcement(text=text)),
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        self._address = AddressFiles(run_id, local_url or url, token, made=memory.run_dir if snapshot else "")
+        self._address = AddressFiles(run_id, local_url or url, token, made=self._run_dir if snapshot else "")
         # Pids and start times of the workers of this machine whose end was not reported to this head: the report may
         # have been lost with the head before.
         self._here: dict[str, tuple[int, str]] = {}
@@ -196,10 +200,12 @@ class Head:
         tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
             self._take_pen()
-            if self._run_dir:
-                self._write_address(self._run_dir)
-            if self._took_over.before not in ("", seat_of(self._state)):
+            has_moved = self._took_over.before not in ("", seat_of(self._state))
+            if has_moved:
                 self._happens("", self._took_over)
+                self._go_on_in_copy()
+            if self._run_dir and (not has_moved or holder(Path(self._run_dir)) == self._run_id):
+                self._write_address(self._run_dir)
             await self.over.wait()
         finally:
             for task in tasks:
@@ -319,6 +325,7 @@ class Head:
                 await self._store(line, message)
             case RunDirectory():
                 self._tell_agents(message)
+                self._facts = message.facts or self._facts
                 worker = self._state.workers.get(name)
                 if worker is not None and worker.agent not in self._seers:
                     self._seers[worker.agent] = None
@@ -683,6 +690,16 @@ class Head:
         else:
             text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
         self._tell_agents(Announcement(text=text))
+
+    def _go_on_in_copy(self) -> None:
+        """Make the run's directory here, if the lost machine alone has seen it."""
+        others = self._state.agents.keys() - {seat_of(self._state)}
+        if not self._run_dir or not self._facts or others & self._seers.keys():
+            return
+        if said := go_on_in(self._run_dir, self._run_id, self._facts):
+            self._reason = said
+            print(f"unisono: {said}", file=sys.stderr, flush=True)
+            self._take_pen()
 
     def _write_address(self, run_dir: str) -> None:
         if not self._may_write:

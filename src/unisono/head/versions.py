@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from unisono.decisions.following import HEIR_ANSWERS_S, Undelivered
-from unisono.decisions.membership import Action, keepers, successor
+from unisono.decisions.membership import Action, holders, keepers, successor
 from unisono.head.line import Line
 from unisono.head.memory import Memory
 from unisono.messages import Snapshot, encode
@@ -65,6 +65,7 @@ class Versions:
                 state=memory.encode(),
                 successor=successor(state),
                 heirs=list(state.heirs),
+                holders=holders(state),
             )
             data = pack(encode(snapshot))
             for agent_id in connected:

@@ -19,6 +19,8 @@ __all__ = ["MOST_KEPT_LINES", "Journal"]
 
 KEPT_LINES = 4
 """Keep so many of the newest lines in any case."""
+KEPT_FOR_COPY = 500
+"""Keep so many where this machine does not see the file."""
 MOST_KEPT_LINES = 1000
 """Keep at most so many of the lines that may be missing in the file."""
 LINES_AT_ONCE = 32
@@ -53,6 +55,13 @@ class Journal:
         self._last: int | None = None  # the last line of the file; None: not known yet
         self._failed_at: int | None = None  # the file's size before a line that could not be written
         self._has_warned = False
+        self._num_kept = KEPT_LINES
+
+    def keep_for_copy(self) -> None:
+        """Keep more lines than those that may be missing in the file, which this machine does not see: this member may
+        have to go on in a directory of its own.
+        """
+        self._num_kept = KEPT_FOR_COPY
 
     def start(self, *, writer: bool) -> list[LineEvent]:
         """Become the writer, or stop being it; the numbers go on. Local.
@@ -110,7 +119,7 @@ class Journal:
 
     def _forget(self) -> None:
         recent = self._recent
-        while recent and len(recent) > (KEPT_LINES if recent[0].number < self._in_file else MOST_KEPT_LINES):
+        while recent and len(recent) > (self._num_kept if recent[0].number < self._in_file else MOST_KEPT_LINES):
             recent.popleft()
 
     def _write(self) -> list[_Numbered]:

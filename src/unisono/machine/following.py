@@ -163,6 +163,7 @@ class Following:
         assert self._head is not None
         self._known = self._known.learn(self._known.term + 1)
         state = self._known.snapshot.state if self._known.snapshot is not None else b""
+        settings |= {"branch": self._branch}
         self._head.start(self._known.term, state, self._owner.show_head_line, self._head_ended, **settings)
 
     def send(self, message: Message) -> None:

@@ -120,6 +120,8 @@ class Keeper:
         self._metrics = dict(self._resumption.metrics)
         self.journal.go_on_at(rounds.position.lines, lines)
         self._directory.enter(self._run_id)
+        if not self._directory.is_seen:
+            self.journal.keep_for_copy()
         recipe, fingerprint = self._resumption.whole_recipe(cursor), self._resumption.fingerprint()
         self._saver.join(self._worker_id, recipe, fingerprint, is_newcomer=rounds.number > 0)
 

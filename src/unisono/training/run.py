@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import uuid
 import warnings
@@ -36,6 +37,7 @@ from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
+from unisono.rundir import read_facts
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
@@ -575,7 +577,8 @@ class Run(Calls):
         if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy
             on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
-            member.send(RunDirectory(path=str(self.directory.resolve()), on_signal=on_signal))
+            facts = json.dumps(read_facts(self.directory))
+            member.send(RunDirectory(path=str(self.directory.resolve()), on_signal=on_signal, facts=facts))
         if self._team.size > cursor.microbatches and self.is_main:
             warnings.warn(
                 f"{self._team.size} workers share {cursor.microbatches} micro-batches: "

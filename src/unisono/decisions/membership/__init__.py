@@ -44,7 +44,7 @@ from unisono.decisions.membership.dispatch import Event, Lags, Tick, TookOver, t
 from unisono.decisions.membership.draft import Action, Draft, Hangup, Invite, Send
 from unisono.decisions.membership.generations import follow_up
 from unisono.decisions.membership.heartbeat import routine, routine_of_many
-from unisono.decisions.membership.heirs import heirs, keepers, machines, successor, without_lost_heir
+from unisono.decisions.membership.heirs import heirs, holders, keepers, machines, successor, without_lost_heir
 from unisono.decisions.membership.roster import Policy, State, noted, rebranched, seat_of
 from unisono.decisions.membership.table import TRANSITIONS
 from unisono.messages import Beat
@@ -63,6 +63,7 @@ __all__ = [
     "TookOver",
     "agent_name",
     "heirs",
+    "holders",
     "keepers",
     "machines",
     "next_deadline",

@@ -124,7 +124,7 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     """Remove an agent whose connection has closed, or that has not connected to a head that has taken over.
 
     Args:
-        is_told: the user is told the message's reason.
+        is_told: the user is told of it in other words.
     """
     agent = draft.state.agents[agent_id]
     own = draft.workers_of([agent_id])
@@ -139,7 +139,8 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     policy = draft.state.policy
     if policy.grows:  # not after `unisono scale`, which sets the number
         draft.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
-    draft.reasons.append(message.reason if is_told else f"the agent of {agent.host} is gone")
+    if not is_told:
+        draft.reasons.append(f"the agent of {agent.host} is gone")
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.put_worker(worker.worker_id, state=_S.LEFT)
@@ -147,13 +148,16 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
 
 def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
     """Go on without a machine and its workers, which may go on by themselves."""
-    own, host = draft.workers_of([agent_id]), draft.state.agents[agent_id].host
-    gone = listed([worker.worker_id for worker in own if worker.state is not WorkerState.ORDERED])
-    why = f"{host} {why}" + (f": the run goes on without {gone}" if gone else "")
-    leave(draft, agent_id, Lost(reason=why), is_told=True)
+    own, host = draft.workers_of([agent_id]), {**draft.state.absent, **draft.state.agents}[agent_id].host
+    gone = [worker.worker_id for worker in own if worker.state is not WorkerState.ORDERED]
+    why = f"{host} {why}" + (f": the run goes on without {listed(gone)}" if gone else "")
+    if agent_id in draft.state.agents:
+        leave(draft, agent_id, Lost(reason=why), is_told=True)
     for worker in own:
         if draft.state.workers[worker.worker_id].state in ALIVE:
             lose(draft, worker.worker_id, why, replace=False)
+    if not gone:
+        draft.reasons.append(why)
 
 
 def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
@@ -163,7 +167,7 @@ def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
         before: the agent whose child that head was.
         is_gone: that agent is gone for good; else its machine may go on by itself.
     """
-    if before not in draft.state.agents:
+    if before not in {**draft.state.agents, **draft.state.absent}:
         return
     if draft.state.ended is not None:
         draft.put(agents={i: agent for i, agent in draft.state.agents.items() if i != before})

@@ -157,7 +157,7 @@ def _take_from_worker(draft: Draft, worker_id: str, message: Message) -> None:
     worker = draft.state.workers[worker_id]
     if worker.state in GONE and not isinstance(message, Hello):
         return
-    if isinstance(message, Hello) and not draft.state.is_own(message.branch) and worker.state in ALIVE:
+    if isinstance(message, Hello) and not draft.state.is_kin(worker, message.branch) and worker.state in ALIVE:
         lose(draft, worker_id, f"{worker.name} has gone on under another head")
         return
     if worker.state is _S.LOST:  # its machine was cut off

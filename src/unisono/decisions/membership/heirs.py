@@ -6,10 +6,10 @@ import dataclasses
 
 from unisono.decisions.following import MAX_HEIRS, is_majority
 from unisono.decisions.membership.dispatch import Event, Lags
-from unisono.decisions.membership.roster import State, seat_of
+from unisono.decisions.membership.roster import State, WorkerState, seat_of
 from unisono.messages import Lost, MachineInfo
 
-__all__ = ["heirs", "keepers", "machines", "successor", "without_lost_heir"]
+__all__ = ["heirs", "holders", "is_cut_off", "keepers", "machines", "successor", "without_lost_heir"]
 
 
 def heirs(state: State) -> tuple[str, ...]:
@@ -37,6 +37,12 @@ def machines(state: State) -> list[MachineInfo]:
     order = dict.fromkeys((*heirs(state), *state.agents))
     agents = [state.agents[agent_id] for agent_id in order if not state.agents[agent_id].refused]
     return [MachineInfo(agent_id=agent.agent_id, url=agent.url) for agent in agents if agent.url]
+
+
+def holders(state: State) -> list[str]:
+    """Return the agents on whose machines workers hold the run's state."""
+    holding = {worker.agent for worker in state.workers.values() if worker.state is WorkerState.HOLDING}
+    return sorted(holding) if state.held else []
 
 
 def is_cut_off(state: State) -> bool:

@@ -327,6 +327,14 @@ class State:
         """Return whether all decisions are known here on which those who have followed this branch may have acted."""
         return branch in ("", self.branch_name, *self.before_branch)
 
+    def is_kin(self, worker: Worker, branch: str) -> bool:
+        """Return whether a worker may come with what it holds: see `is_own`.
+
+        A worker of the head's own machine may have heard of a branch of the head before this one, and its agent not.
+        """
+        before = self.before_branch[-1].rpartition(".")[0] if self.before_branch else ""
+        return self.is_own(branch) or (worker.agent == self.seat and branch.rpartition(".")[0] == before)
+
     @property
     def generation(self) -> int:
         return self.notice.generation if self.notice else 0
@@ -393,12 +401,16 @@ def excused(state: State, seconds: float, now: float) -> State:
     return dataclasses.replace(state, workers=workers)
 
 
-def resumed(state: State, term: int, now: float, *, seat: str = "", head: str = "", since: float = 0.0) -> State:
+def resumed(
+    state: State, term: int, now: float, *, seat: str = "", head: str = "", branch: str = "", since: float = 0.0
+) -> State:
     """Return the state as the head of this term takes it over: all workers and agents have yet to come back.
 
     Args:
         seat: the agent whose child the head is; "": the same as before.
         head: the head's name.
+        branch: the branch that the agent of the seat has followed. If it is newer than the state, others may have acted
+            on decisions that are not in the state. They tell what they hold, as nobody else knows it.
         since: the time at which the state was made, by the clock of its machine, minus the same moment by this one's.
     """
     workers = {
@@ -417,7 +429,7 @@ def resumed(state: State, term: int, now: float, *, seat: str = "", head: str = 
         seat=seat,
         head=head,
         branch=0,
-        before_branch=_lengthened(state) if head else state.before_branch,
+        before_branch=(*_lengthened(state), *([] if state.is_own(branch) else [branch])),
     )
     state = dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
     return noted(state, now)
