@@ -49,6 +49,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Longest time of one exchange."""
     heartbeat_s: float = 0.5
     """Time between two heartbeats of a worker."""
+    ports: tuple[int, int] = (0, 0)
+    """First and last port that heads listen on, also those on machines that have joined; 0: any."""
     head_away_s: float = 20.0
     """How long machines wait for a head that is out of reach."""
     partition: Partition = "go-on"

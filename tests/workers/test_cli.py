@@ -32,7 +32,7 @@ from unisono.errors import CheckpointError, UsageError
 from unisono.events import RunEnded, Seconds, StepFinished, WorkerTimes
 from unisono.interfaces import Interface
 from unisono.journal import JOURNAL
-from unisono.machine.headprocess import Service, listen
+from unisono.machine.headprocess import Service, listen, reserve
 from unisono.watch.terminal import BALANCE_EVERY_S, PLAIN_EVERY_S, Plain
 
 Script = Callable[..., str]
@@ -288,6 +288,17 @@ def test_the_head_takes_the_first_free_port_of_a_range() -> None:
             listen(Service(policy=policy, ports=(first, first)))
         with listen(Service(policy=policy, ports=(first, first + 50))) as listener:
             assert first < listener.getsockname()[1] <= first + 50
+
+
+def test_a_head_that_may_follow_on_another_machine_has_a_port_of_the_range() -> None:
+    with listen(Service(policy=Policy(start=1, maximum=1))) as taken:
+        first = taken.getsockname()[1]
+        listener, url = reserve(f"ws://127.0.0.1:{first}", (first, first + 50))
+        with listener:
+            assert first < listener.getsockname()[1] <= first + 50
+            assert url == f"ws://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(OSError, match="in use"):
+            reserve(f"ws://127.0.0.1:{first}", (first, first))
 
 
 def test_an_address_is_named_once(unisono: Unisono, script: Script) -> None:

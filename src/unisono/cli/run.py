@@ -399,6 +399,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,
         head_away_s=options.head_away_s,
+        ports=port_range(options.ports) if options.ports else (0, 0),
         plain=options.plain,
         partition=options.partition,
     )

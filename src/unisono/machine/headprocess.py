@@ -88,25 +88,41 @@ def listen(service: Service) -> socket.socket:
     Raises:
         UsageError: this address cannot be used; says why.
     """
-    first, last = service.ports
-    for port in range(first, last + 1):
+    family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
+    # "All interfaces" includes those of IPv4: joining machines get an IPv4 address where there is one.
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+
+    def open_at(port: int) -> socket.socket:
+        return socket.create_server((service.bind, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+
+    try:
+        return _at_first_free(service.ports, open_at)
+    except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
+        first, last = service.ports
+        where = f"port {first}" if first == last else f"a port from {first} to {last}"
+        raise UsageError(
+            f"cannot listen on {service.bind} {where}: {getattr(error, 'strerror', None) or error}; use another "
+            "--bind, --port (0: any) or --ports"
+        ) from error
+
+
+def _at_first_free(ports: tuple[int, int], open_at: Callable[[int], socket.socket]) -> socket.socket:
+    """Return a socket at the first port of the range that no other socket has.
+
+    Raises:
+        OSError: there is none, or the address cannot be used.
+    """
+    first, last = ports
+    for port in range(first, last):
         try:
-            family = socket.AF_INET6 if ":" in service.bind else socket.AF_INET
-            # "All interfaces" includes those of IPv4: joining machines get an IPv4 address where there is one.
-            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-            return socket.create_server((service.bind, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-        except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
-            if port < last and getattr(error, "errno", None) == errno.EADDRINUSE:
-                continue
-            where = f"port {port}" if first == last else f"a port from {first} to {last}"
-            raise UsageError(
-                f"cannot listen on {service.bind} {where}: {getattr(error, 'strerror', None) or error}; use another "
-                "--bind, --port (0: any) or --ports"
-            ) from error
-    raise AssertionError("a range has a port")
+            return open_at(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return open_at(last)
 
 
-def reserve(url: str) -> tuple[socket.socket, str]:
+def reserve(url: str, ports: tuple[int, int] = (0, 0)) -> tuple[socket.socket, str]:
     """Return a socket on which a head of this machine can listen later, and the address of that head.
 
     It is on the interface by which this machine reaches the head at ``url``.
@@ -119,12 +135,17 @@ def reserve(url: str) -> tuple[socket.socket, str]:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)  # no packet is sent
         here = str(probe.getsockname()[0])
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((here, 0))
-    except BaseException:
-        listener.close()
-        raise
+
+    def open_at(port: int) -> socket.socket:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((here, port))
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    listener = _at_first_free(ports, open_at)
     return listener, address_like(url, here, listener.getsockname()[1])
 
 
@@ -226,7 +247,7 @@ class HeadProcess:
 
     def renew(self, url: str) -> None:
         """Stop listening, when this machine follows a head elsewhere (``url``): choose another port for later heads."""
-        listener, self.url = reserve(url)
+        listener, self.url = reserve(url, self._settings["spec"].ports)
         self._listener.close()
         self._listener = listener
 
