@@ -2767,7 +2767,7 @@ def test_another_version_is_refused(hello: Message) -> None:
     story = Story(1)
     story.agent(1)
     before = story.state
-    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 3; install the same version"):
+    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 4; install the same version"):
         story.says("agent1" if isinstance(hello, AgentHello) else "w0", hello)
     assert story.state is before
 
