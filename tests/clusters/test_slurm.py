@@ -261,6 +261,32 @@ def test_another_job_joins_a_run_that_is_going(unisono: Unisono, cluster: Cluste
     assert compare(calm, tmp_path / "runs" / "a").startswith(f"identical: {STEPS} steps")
 
 
+def test_a_job_outlives_the_command_that_follows_it(unisono: Unisono, cluster: Cluster, tmp_path: Path) -> None:
+    """Ctrl-C leaves it to itself, and says how to end it."""
+    options = ["--cpus-per-node", 1, "--run-dir", "runs/%j", *(f"--run={word}" for word in PATIENT)]
+    with Gates(tmp_path / "gates", [3]) as gates:
+        script = [SMALL, "--", "--steps", STEPS, "--gates", gates.folder]
+        followed = unisono("slurm", *options, *script, before=DETACHED)
+        gates.wait(3)
+        (job,) = cluster.jobs()
+        followed.process.send_signal(signal.SIGINT)
+        assert followed.wait() == 130
+        followed.line(f"to end it with a checkpoint: unisono stop runs/{job}; to end it at once: scancel {job}")
+        assert cluster.jobs() == [job]
+    cluster.wait_for("squeue", "--noheader", until="")
+    assert (tmp_path / "runs" / job).is_dir()
+
+
+def test_the_number_of_a_detached_job_is_all_that_is_printed(
+    unisono: Unisono, cluster: Cluster, tmp_path: Path
+) -> None:
+    submitted = unisono("slurm", "--detach", "--cpus-per-node", 1, SMALL, "--", "--steps", 1, before=DETACHED)
+    assert submitted.wait() == 0
+    (job,) = submitted.out
+    assert job.isdecimal()
+    submitted.line(f"to end it: scancel {job}")
+
+
 def test_a_job_that_slurm_refuses_is_an_error_in_slurms_words(
     unisono: Unisono, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -140,6 +140,8 @@ def _follow(options: Wishes, task: Task, per_task: int | None, meeting: Rendezvo
         engine=task.engine,
     )
     code = agent.join(machine, found.url, found.token)
+    if code == 0:
+        meeting.remove()  # the run is over; where task 0 was lost on the way, it has left the file
     # Task 0 says by its exit code how the run has ended. That of another task would end the others (mpiexec), which
     # may be writing the last checkpoint.
     return 0 if task.ends_with_a_task else code
