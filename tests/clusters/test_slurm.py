@@ -294,3 +294,17 @@ def test_a_job_that_slurm_refuses_is_an_error_in_slurms_words(
     assert refused.wait() == 2
     refused.line("unisono: Slurm refuses the job: ", pattern="invalid partition")
     assert subprocess.run(["squeue", "--noheader"], capture_output=True, check=True).stdout == b""
+
+
+def test_the_other_tasks_go_on_without_the_node_of_the_first(
+    start: Job, cluster: Cluster, calm: Path, tmp_path: Path
+) -> None:
+    """Another agent starts the next head."""
+    with Gates(tmp_path / "gates", [3]) as gates:
+        before = ("salloc", "--nodes=2", "--no-kill", "srun", "--no-kill", "--ntasks=2")
+        job = start(*train("auto", tmp_path / "run", before=before), "--gates", gates.folder)
+        gates.wait(3, workers=2)
+        cluster.kill(cluster.nodes[0])
+        gates.open(3)
+        job.wait()
+    assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")

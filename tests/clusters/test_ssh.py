@@ -241,10 +241,10 @@ def test_a_machine_that_dies_in_the_middle_costs_no_bit(
 
 
 def test_machines_whose_command_is_out_of_reach_are_left_alone_until_they_have_ended(
-    sshd: Sshd, wire: Wire, unisono: Unisono, tmp_path: Path
+    sshd: Sshd, wire: Wire, unisono: Unisono, calm: Path, tmp_path: Path
 ) -> None:
     """The machine of the command is lost with its connections. What the others do then is the same as after
-    `unisono join`: they end when they have waited for the head, or the run goes on to its end. Nothing is left then.
+    `unisono join`: the run goes on to its end under a head of their own. Nothing is left then.
     """
     machine = sshd.start("reached", more=[f"ListenAddress {wire.own}"])
     reach = f"{sshd.command} -o HostName={wire.own}"
@@ -261,6 +261,7 @@ def test_machines_whose_command_is_out_of_reach_are_left_alone_until_they_have_e
         process_of(machine, "unisono join")
     command.process.kill()
     wait_until_empty(machine)
+    assert is_the_same(calm, tmp_path / "run")
 
 
 def test_a_folder_is_sent_to_the_machines_that_lack_it(

@@ -292,8 +292,8 @@ class Options:
             launcher=self.launcher,
             takes_all=self.workers == "auto",
             spec=spec,
-            bind=self.bind or "",
-            port=self.port,
+            bind=self.address or self.bind or "",
+            port=port_range(self.ports)[0] if self.ports else self.port,
             allow_different_script=self.allow_different_script,
             remote=remote,
         )

@@ -49,9 +49,9 @@ def answer(question):  # type: ignore[no-untyped-def]
     if not hasattr(fingerprint, "package_checksum") or fingerprint.package_checksum() != question["source"]:
         return found
     found["has_source"] = True
-    from unisono.capacity import count_workers
+    from unisono.capacity import free_workers
 
-    found["room"] = count_workers(question["threads"])
+    found["room"] = free_workers(question["threads"])
     shipped = question["shipped"]
     if shipped:
         from unisono.machine import shipped as folders

@@ -22,7 +22,7 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from unisono.capacity import check_open_files, check_workers, count_workers
+from unisono.capacity import check_open_files, check_workers, free_workers
 from unisono.errors import UsageError
 from unisono.fingerprint import SWITCHES, package_checksum, script_checksum
 from unisono.launchers import probe
@@ -164,7 +164,7 @@ class Ssh:
         return self._request.spec.folder or os.getcwd()
 
     def _place_here(self, host: Host) -> _Place:
-        room = host.slots or count_workers(self._request.threads)
+        room = host.slots or free_workers(self._request.threads)
         return _Place(host, sys.executable, room, folder=self._folder, is_here=True)
 
     def _parcel(self) -> Parcel | None:
