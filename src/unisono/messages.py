@@ -430,7 +430,7 @@ class WorkerExit(Message):
     last_output: str = ""
     """The end of its standard error."""
     failed_at: float = 0.0
-    """Seconds since 1970: when it began to show an error, or ended."""
+    """Seconds since 1970: when it began to show an error, or ended by itself; 0: it has done neither, but was ended."""
 
 
 class Team(Message):

@@ -118,7 +118,7 @@ def test_all_objects_come_back_as_they_were() -> None:
 def test_the_workers_reach_the_head_by_the_name_of_its_service() -> None:
     objects = {manifest["kind"]: manifest for manifest in render(OF_A_SCRIPT)}
     words = container(objects["Deployment"])["command"]
-    assert f"ws://{objects['Service']['metadata']['name']}:{PORT}" in words
+    assert f"wss://{objects['Service']['metadata']['name']}:{PORT}" in words
     assert (
         objects["Service"]["spec"]["selector"].items()
         <= objects["Job"]["spec"]["template"]["metadata"]["labels"].items()
@@ -338,7 +338,7 @@ class Pods:
         )
         (folder / "token").write_text(TOKEN_OF_TESTS)
         here = {TOKEN: "token", f"{SCRIPT}/train.py": "train.py", "/runs/unisono-train": "run", "0.0.0.0": "127.0.0.1"}
-        here |= {str(PORT): port, f"ws://{head_name(request.name)}:{PORT}": f"ws://127.0.0.1:{port}"}
+        here |= {str(PORT): port, f"wss://{head_name(request.name)}:{PORT}": f"wss://127.0.0.1:{port}"}
         self._words = {
             manifest["kind"]: [here.get(word, word) for word in container(manifest)["command"][1:]]
             for manifest in render(request)

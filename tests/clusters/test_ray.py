@@ -220,20 +220,25 @@ def test_a_killed_agent_costs_no_bit(
     assert_same(run, tmp_path / "run", alone)
 
 
-def test_a_lost_node_costs_no_bit(cluster: Cluster, unisono: Unisono, tmp_path: Path, alone: Path) -> None:
-    try:
-        with Gates(tmp_path / "gates", [3]) as gates:
-            run = unisono(
-                *("ray", SCRIPT, "--address", ADDRESS, "--workers", 3, "--run-dir", "run"),
-                *("--", "--gates", gates.folder),
-                before=cluster.before,
-            )
-            gates.wait(3, workers=3)
+def test_a_lost_node_costs_no_bit_and_its_workers_are_asked_for_again(
+    cluster: Cluster, unisono: Unisono, tmp_path: Path, alone: Path
+) -> None:
+    """Ray has no room for them, until a node comes: so a run grows with the cluster."""
+    with Gates(tmp_path / "gates", [3, 5]) as gates:
+        run = unisono(
+            *("ray", SCRIPT, "--address", ADDRESS, "--workers", 4, "--run-dir", "run", "--", "--gates", gates.folder),
+            before=cluster.before,
+        )
+        try:
+            gates.wait(3, workers=4)
             cluster.kill("n2")
             gates.open(3, run.generation("with 2 workers"))
-        assert_same(run, tmp_path / "run", alone)
-    finally:
-        cluster.add("n2")
+            gates.wait(5, workers=2)
+        finally:
+            cluster.add("n2")
+        run.line("is on n2, with ", after=r"generation \d+ with 2 workers")
+        gates.open(5, run.generation(" join", after="with 2 workers"))
+    assert_same(run, tmp_path / "run", alone)
 
 
 def test_nothing_is_left_when_the_command_is_killed(cluster: Cluster, unisono: Unisono, tmp_path: Path) -> None:

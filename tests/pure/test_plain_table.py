@@ -19,10 +19,12 @@ from unisono.messages import (
     Evict,
     Hello,
     Lost,
+    MachinesGone,
     Meet,
     MeetingPoint,
     MemberInfo,
     Message,
+    Offer,
     Scale,
     Start,
     Stop,
@@ -174,6 +176,15 @@ def test_the_process_that_has_failed_first_is_named_whichever_ends_first() -> No
     story.exits(HERE, "rank1", 1, "connection closed by peer", at=10.3)
     assert story.ended is not None
     assert (story.ended.reason, story.ended.traceback) == ("rank2 on agent1 ended with exit code 2", "no data")
+
+
+def test_a_lost_connection_is_no_cause_whenever_it_was_noted() -> None:
+    story = two_machines()
+    story.exits(HERE, "rank0", 1, "RuntimeError: Connection closed by peer [127.0.0.1]:5", at=10.1)
+    story.exits(HERE, "rank1", -15, "", at=0.0)
+    story.exits(THERE, "rank2", -15, "ValueError: no data", at=10.2)
+    assert story.ended is not None
+    assert (story.ended.reason, story.ended.exit_code) == ("rank2 on agent1 failed", 1)
 
 
 def test_a_process_that_fails_at_the_loss_of_a_machine_costs_no_restart() -> None:
@@ -346,6 +357,27 @@ def test_a_script_that_speaks_to_the_head_is_refused() -> None:
     story = two_machines()
     with pytest.raises(ProtocolError, match="to a run of a plain script"):
         story.says("w0", Hello(info=MemberInfo(worker_id="w0", host="x", pid=1, device="cpu"), fingerprint={}))
+
+
+def test_a_machine_that_offers_less_ends_its_processes_and_all_start_again() -> None:
+    story = two_machines()
+    story.says(HERE, Offer(num_workers=1, reason="somebody uses the machine"))
+    assert len(story.evicted()) == 3
+    for agent, name in ((HERE, "rank0"), (HERE, "rank1"), (THERE, "rank2")):
+        story.exits(agent, name, -15)
+    assert {agent: len(order.worker_ids) for agent, order in story.meets(HERE, 2).items()} == {HERE: 1, THERE: 2}
+
+
+def test_machines_of_the_command_that_cannot_come_are_not_waited_for() -> None:
+    story = Story(4, grows=False)
+    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, machines=2))
+    story.joins(HERE, 0, primary=True)
+    story.joins(THERE, 2)
+    story.now = SETTLE_S
+    story.says("", Tick())
+    assert story.state.attempt is None, "the other machine may come"
+    story.says(HERE, MachinesGone(number=1))
+    assert list(story.meets(THERE, 1)) == [THERE]
 
 
 def test_processes_are_spread_in_the_order_of_machines() -> None:

@@ -23,8 +23,6 @@ from unisono.errors import UsageError
 __all__ = ["PARTS", "Request", "Volume", "head_name", "labels", "parse_volume", "render", "workers_name"]
 
 PORT: Final = 7777
-SCHEME: str = "ws"
-"""wss where the head speaks TLS."""
 GRACE_S: Final = 120
 """Time from SIGTERM to SIGKILL: until the end of the step."""
 KEPT_S: Final = 300
@@ -172,9 +170,9 @@ def _disruption_budget(request: Request) -> dict[str, Any]:
 def _job(request: Request) -> dict[str, Any]:
     words = ["unisono", "run", *request.command, "--run-dir", request.run_dir]
     words += [] if "--plain" in request.command else ["--resume", "auto"]
-    words += ["--launcher", "none", "--token-file", TOKEN, "--bind", "0.0.0.0", "--port", str(PORT)]
+    words += ["--launcher", "none", "--token-file", TOKEN, "--tls", "--bind", "0.0.0.0", "--port", str(PORT)]
     words += ["--head-away-s", str(HEAD_AWAY_S), *(["--", *request.arguments] if request.arguments else [])]
-    health = {"path": "/health", "port": "head", "scheme": "HTTPS" if SCHEME == "wss" else "HTTP"}
+    health = {"path": "/health", "port": "head", "scheme": "HTTPS"}  # the kubelet takes any certificate
     probe = {"httpGet": health, "periodSeconds": 5, "timeoutSeconds": 5}
     container = {
         **_container(request, "head", words),
@@ -192,7 +190,7 @@ def _job(request: Request) -> dict[str, Any]:
 
 
 def _deployment(request: Request) -> dict[str, Any]:
-    words = ["unisono", "join", f"{SCHEME}://{head_name(request.name)}:{PORT}", "--token-file", TOKEN]
+    words = ["unisono", "join", f"wss://{head_name(request.name)}:{PORT}", "--token-file", TOKEN]
     words += ["--workers", str(request.workers_per_pod), "--wait-s", str(WAIT_S), "--head-away-s", str(HEAD_AWAY_S)]
     gpus = request.gpus_per_worker * request.workers_per_pod
     of_gpus = {"nvidia.com/gpu": str(gpus)} if gpus else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -98,6 +99,7 @@ class Workers:
         start = "plain" if spec.run.plain else spec.start
         self._placement: Placement = PLACEMENTS[start](spec.run, secret, listener, self._report)
         self._variables: dict[str, Mapping[str, str]] = {}
+        self._evicted_at: dict[str, float] = {}  # of processes of a plain script
         self._listener = listener
         self._places = Places(spec.run.threads)
         self._beats: BeatPage | None = None  # made for the first worker
@@ -154,6 +156,7 @@ class Workers:
             case _Starting(local_rank):
                 self._states[worker_id] = _Starting(local_rank, is_evicted=True)
             case _Started(child=child) if patience_s:
+                self._evicted_at[worker_id] = time.time()
                 child.signal_group(signal.SIGTERM)
                 asyncio.get_running_loop().call_later(patience_s, child.kill)
             case _Started(child=child):
@@ -224,7 +227,8 @@ class Workers:
         state = self._states.get(child.name)
         if child.exit_code == 0 and isinstance(state, _Started):
             self._places.give_back(state.local_rank)  # it is not replaced
-        failed_at = child.output.error_at or time.time()
+        evicted_at, error_at = self._evicted_at.get(child.name, math.inf), child.output.error_at
+        failed_at = error_at if 0 < error_at < evicted_at else 0.0 if evicted_at < math.inf else time.time()
         self._on_exit(
             WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_output=words, failed_at=failed_at)
         )

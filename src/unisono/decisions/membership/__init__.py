@@ -92,6 +92,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     if state.policy.plain:
         plain.take(draft, event)
         plain.follow_up(draft)
+        draft.state = rebranched(draft.state, heirs(draft.state))
         return draft.state, tuple(draft.actions), "; ".join(dict.fromkeys(draft.reasons))
     take(draft, event)
     if draft.actions or draft.broken or not isinstance(event.message, Beat):  # most events are heartbeats

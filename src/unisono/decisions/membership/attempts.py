@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from unisono.words import exit_words
 
 __all__ = ["Attempt", "Failure", "Part", "spread"]
+
+_OF_A_LOST_PEER: Final = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +32,20 @@ class Failure:
     name: str
     host: str
     exit_code: int
+    """0: it was ended after it had shown an error."""
     at: float
     """When it began to show an error."""
     last_output: str
 
     def words(self) -> str:
         code = self.exit_code
-        return f"{self.name} on {self.host} {exit_words(code) if code < 0 else f'ended with exit code {code}'}"
+        how = exit_words(code) if code < 0 else f"ended with exit code {code}" if code else "failed"
+        return f"{self.name} on {self.host} {how}"
+
+    @property
+    def is_lost_connection(self) -> bool:
+        """Whether its last words are those of a process whose peer has gone."""
+        return any(words in self.last_output.lower() for words in _OF_A_LOST_PEER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +78,11 @@ class Attempt:
 
     @property
     def cause(self) -> Failure | None:
-        """The failure that came first: where a process fails, the others lose their connections to it and fail too."""
-        return min(self.failures, key=lambda failure: failure.at, default=None)
+        """The failure that came first: where a process fails, the others lose their connections to it and fail too.
+
+        On a busy machine the times of two failures may be noted in the other order; so lost connections come last.
+        """
+        return min(self.failures, key=lambda failure: (failure.is_lost_connection, failure.at), default=None)
 
     def name(self, rank: int) -> str:
         """Return the name of a process, which is not used again."""

@@ -31,9 +31,11 @@ from unisono.messages import (
     Evict,
     Kept,
     Lost,
+    MachinesGone,
     Meet,
     MeetingPoint,
     Message,
+    Offer,
     Scale,
     Start,
     Stop,
@@ -90,10 +92,14 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
         case Drain():
             draft.put_agent(agent_id, offers=0)
             _end_attempt_of(draft, agent_id, message.reason or f"{agent.host} leaves")
+        case Offer():
+            _offer(draft, agent_id, message)
         case Scale():
             _scale(draft, message.num_workers)
         case Stop():
             _stop(draft, message.reason)
+        case MachinesGone() if agent.primary:
+            draft.put(num_gone=message.number)
         case Ended() if agent.primary:
             draft.end(False, message.reason, exit_code=message.exit_code)
         case Lost():
@@ -132,6 +138,17 @@ def _join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
         _repeat_orders(draft, agent_id, attempt)
     elif attempt.parts[0].agent == agent_id:
         draft.send(agent_id, Meet(attempt=attempt.number))
+
+
+def _offer(draft: Draft, agent_id: str, offer: Offer) -> None:
+    """Have more or fewer processes on a machine: fewer at once, more when `_grow` finds it worth a start of all."""
+    agent = draft.state.agents[agent_id]
+    if agent.offers == offer.num_workers:
+        return
+    draft.put_agent(agent_id, offers=offer.num_workers)
+    draft.put(settled_at=draft.now + SETTLE_S)
+    if offer.num_workers < agent.offers:
+        _end_attempt_of(draft, agent_id, offer.reason or f"{agent.host} offers {count(offer.num_workers, 'process')}")
 
 
 def _leave(draft: Draft, agent_id: str, message: Lost) -> None:
@@ -194,12 +211,12 @@ def _take_exit(draft: Draft, agent: Agent, message: WorkerExit) -> None:
     draft.put_worker(worker.worker_id, state=_S.LOST if code else _S.FINISHED)
     if not code or attempt is None:
         return
-    if attempt.ending and (not attempt.failures or code in (-signal.SIGTERM, -signal.SIGKILL)):
-        return  # it was ended, or has failed at the end of others
+    if attempt.ending and not (attempt.failures and message.failed_at):
+        return  # it was ended, or has failed at the loss of a machine
     failure = Failure(
         name=worker.worker_id,
         host=agent.host,
-        exit_code=code,
+        exit_code=0 if attempt.ending and code in (-signal.SIGTERM, -signal.SIGKILL) else code,
         at=message.failed_at,
         last_output=message.last_output,
     )
@@ -267,7 +284,7 @@ def _go_on(draft: Draft, attempt: Attempt) -> None:
     if restarts >= most:
         spent = "the only restart is used" if most == 1 else f"all {most} restarts are used"
         why = f"{cause.words()}; {spent} (--max-restarts)" if most else cause.words()
-        draft.end(False, why, cause.name, cause.last_output, cause.exit_code)
+        draft.end(False, why, cause.name, cause.last_output, cause.exit_code or 1)
         return
     if cause.last_output:
         for agent in draft.state.agents.values():
@@ -301,7 +318,10 @@ def _form(draft: Draft, number: int, restarts: int) -> None:
     attempt = Attempt(number=number, parts=_parts(draft), restarts=restarts)
     found = attempt.num_processes
     may_grow = found < policy.maximum and state.settled_at > draft.now
-    needed = policy.start if number == 1 else policy.minimum
+    # Machines of the command that are known not to come are not waited for.
+    are_complete = bool(policy.machines) and not state.num_coming
+    is_there = any(agent.primary for agent in state.agents.values())
+    needed = policy.least if number > 1 or (are_complete and is_there) else policy.begins_with
     if found < needed and state.attempt is not None and not state.attempt.waits:
         draft.put(attempt=dataclasses.replace(state.attempt, waits=True))
         draft.reasons.append(f"paused: the machines have room for {found} of at least {count(needed, 'process')}")
