@@ -31,7 +31,7 @@ from unisono.decisions.membership import Policy
 from unisono.decisions.signals import EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
-from unisono.journal import conclude
+from unisono.journal import conclude, summary
 from unisono.lifetime import Memory, bind_to_parent, fill_standard_streams
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.following import Following
@@ -273,6 +273,15 @@ class _Agent:
         self._following.leave()
         if not self._over.done():
             self._over.set_result(ended)
+
+    def known_end(self) -> Ended | None:
+        """Return that the run has ended well, if its journal says so: on another side, while this one was cut off."""
+        run_dir = self.run_dir or self._spec.run.run_dir
+        with contextlib.suppress(OSError, ValueError):
+            is_own = run_dir != "" and holder(Path(run_dir)) == self._following.run_id
+            if is_own and summary(Path(run_dir))["state"] == "finished":
+                return Ended(ok=True, reason="finished")
+        return None
 
     def follow(self, url: str) -> None:
         """Have the workers of this machine follow the head at this address."""
