@@ -188,6 +188,33 @@ def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the
     assert len(workers_at(run_dir, 59)) == 2
 
 
+def test_sides_with_a_directory_each_go_on_in_that_of_the_side_that_stays(
+    lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    """The other directory keeps what was written there, and nobody writes into it any more."""
+    private, run_dir = tmp_path / "private", tmp_path / "common" / "run"
+    private.mkdir()
+    run_dir.parent.mkdir()
+    with Gates(tmp_path / "gates", (*JOINS[:1], 20, 40)) as gates:
+        left, right = started(lab, unisono, run_dir, gates, *QUICK, machines=2, private=private)
+        lab.cut({1})
+        gates.open(20)
+        gates.wait(40, workers=2)
+        assert (run_dir / "run.json").exists()
+        lab.mend()
+        first_line([left, right], "keeps what was written until now")
+        first_line([left, right], " is back")
+        gates.open(40)
+        for command in (left, right):
+            assert command.wait() == 0, command.err
+    stays = next(folder for folder in (private / "run", run_dir) if (folder / "run.json").exists())
+    leaves = next(folder for folder in (private / "run", run_dir) if folder != stays)
+    assert (leaves / "run.left.json").exists()
+    assert compare(calm, stays).startswith("identical: ")
+    assert max(line["step"] for line in read(stays) if line["kind"] == "step") == STEPS - 1
+    assert max(line["step"] for line in read(leaves) if line["kind"] == "step") < 41
+
+
 def first_line(commands: Sequence[Command], text: str) -> None:
     """Wait until one of these commands says this."""
     deadline = time.monotonic() + WAIT_S
