@@ -537,6 +537,8 @@ class Proposal(Message):
     step: int
     """The last step that is done there."""
     url: str
+    writes: bool = False
+    """That head has the right to write into a directory of the run that it sees."""
 
 
 class Verdict(Message):
@@ -546,6 +548,8 @@ class Verdict(Message):
     """"you": the sender of the proposal; "me": the other one, now; "": neither, try again later."""
     step: int = -1
     """The last step that is done at the other one."""
+    writes: bool = False
+    """See `Proposal`."""
 
 
 class WorkerLate(Message):

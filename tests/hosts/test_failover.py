@@ -185,6 +185,33 @@ def test_both_sides_of_a_cut_network_go_on_and_the_side_that_is_behind_joins_the
     assert len(workers_at(run_dir, 59)) == 2
 
 
+def test_sides_with_a_directory_each_go_on_in_that_of_the_side_that_stays(
+    lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    """The other directory keeps what was written there, and nobody writes into it any more."""
+    private, run_dir = tmp_path / "private", tmp_path / "common" / "run"
+    private.mkdir()
+    run_dir.parent.mkdir()
+    with Gates(tmp_path / "gates", (*JOINS[:1], 20, 40)) as gates:
+        left, right = started(lab, unisono, run_dir, gates, *QUICK, machines=2, private=private)
+        lab.cut({1})
+        gates.open(20)
+        gates.wait(40, workers=2)
+        assert (run_dir / "run.json").exists()
+        lab.mend()
+        first_line([left, right], "keeps what was written until now")
+        first_line([left, right], " is back")
+        gates.open(40)
+        for command in (left, right):
+            assert command.wait() == 0, command.err
+    stays = next(folder for folder in (private / "run", run_dir) if (folder / "run.json").exists())
+    leaves = next(folder for folder in (private / "run", run_dir) if folder != stays)
+    assert (leaves / "run.left.json").exists()
+    assert compare(calm, stays).startswith("identical: ")
+    assert max(line["step"] for line in read(stays) if line["kind"] == "step") == STEPS - 1
+    assert max(line["step"] for line in read(leaves) if line["kind"] == "step") < 41
+
+
 def first_line(commands: Sequence[Command], text: str) -> None:
     """Wait until one of these commands says this."""
     deadline = time.monotonic() + WAIT_S
@@ -203,24 +230,29 @@ def test_whatever_becomes_of_the_network_the_bits_are_the_same(
 ) -> None:
     """All machines end well, with one journal, into which one side at a time has written."""
     run_dir = tmp_path / "run"
-    soon = how == "mended soon"
-    options = ("--head-away-s", 60, "--heartbeat-timeout-s", 4) if soon else QUICK
+    # What the head says still arrives where nothing comes back: its workers there hear that they are lost, and end.
+    is_alone = how in ("mended soon", "nothing to the head")
+    options = ("--head-away-s", 60, "--heartbeat-timeout-s", 4) if is_alone else QUICK
     with Gates(tmp_path / "gates", (*JOINS[: machines - 1], 20, 40)) as gates:
         commands = started(lab, unisono, run_dir, gates, *options, machines=machines)
         with_head = {*range(machines)} - side if 0 not in side else side
-        lab.cut(
-            with_head if how == "nothing to the head" else {*range(machines)} - with_head, only_from="nothing" in how
-        )
+        deaf = with_head if how == "nothing to the head" else {*range(machines)} - with_head
+        lab.cut(deaf, only_from="nothing" in how)
         gates.open(20)
-        gates.wait(40, workers=len(with_head) if soon else machines)
+        gates.wait(40, workers=len(with_head) if is_alone else machines)
         if how != "not mended":
             lab.mend()
-            if not soon:
+        if how == "cut again":
+            first_line(commands, "this machine joins the head at")
+            lab.cut(side)
+            lab.mend()
+            first_line(commands, " is back")
+        if is_alone:
+            gates.open(40, commands[0].generation("join", after="has been silent|has closed its connection"))
+        else:
+            if how == "cut":
                 first_line(commands, "this machine joins the head at")
-            if how == "cut again":
-                lab.cut(side)
-                lab.mend()
-        gates.open(40)
+            gates.open(40)
         for command in commands:
             assert command.wait() == 0, command.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")

@@ -6,14 +6,19 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from unisono.events import RunEnded
+from unisono.journal import JOURNAL
+from unisono.journal.lines import text_of, to_line
 from unisono.lifetime import Memory
 from unisono.machine import agent, following
 from unisono.machine.following import Following
 from unisono.messages import Ended, Message, Welcome, encode
+from unisono.rundir import describe
 from unisono.spec import MachineSpec, RunSpec
 from unisono.watch import Stream
 from unisono.watch.terminal import Plain
@@ -49,7 +54,9 @@ class Connection:
         self._far.close()
 
 
-def outcome(attempts: Iterator[tuple[float, Sequence[Message] | None]], monkeypatch: pytest.MonkeyPatch) -> Ended:
+def outcome(
+    attempts: Iterator[tuple[float, Sequence[Message] | None]], monkeypatch: pytest.MonkeyPatch, run_dir: str = ""
+) -> Ended:
     """How a machine that has joined ends, whose attempts to reach the head are made at these times; None: in vain."""
     clock = SimpleNamespace(now=0.0)
 
@@ -60,7 +67,9 @@ def outcome(attempts: Iterator[tuple[float, Sequence[Message] | None]], monkeypa
         return Connection(said)
 
     async def work() -> Ended:
-        spec = MachineSpec(run=RunSpec(arguments=("train.py",), head_away_s=HEAD_AWAY_S), num_workers=1)
+        spec = MachineSpec(
+            run=RunSpec(arguments=("train.py",), head_away_s=HEAD_AWAY_S, run_dir=run_dir), num_workers=1
+        )
         with contextlib.closing(Memory("unisono-token")) as secret:
             guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Stream([Plain()]), None)
         talk = asyncio.create_task(guest._following.run())
@@ -90,3 +99,15 @@ def test_a_head_that_stays_away_ends_the_machine(monkeypatch: pytest.MonkeyPatch
 def test_what_takes_connections_and_says_nothing_is_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay, for example, that is still there when the machine behind it is not."""
     assert not outcome(iter([(0.0, [WELCOME]), (9.0, []), (10.5, [])]), monkeypatch).ok
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_machine_that_was_cut_off_knows_the_end_of_the_run_from_its_journal(
+    is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other side has finished meanwhile, and no head is left that could say so."""
+    describe(tmp_path, {"run_id": "x" if is_own else "another"})
+    line = text_of({"line": 0, **to_line(RunEnded(ok=True, reason="", digests={}))})
+    (tmp_path / JOURNAL).write_text(f"{line}\n")
+    attempts = [(0.0, [WELCOME]), (9.0, None), (10.5, None)]
+    assert outcome(iter(attempts), monkeypatch, str(tmp_path)).ok == is_own

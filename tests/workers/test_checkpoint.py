@@ -611,7 +611,7 @@ class InSight(RunDirectory):
 
     def __init__(self, path: Path, is_seen: bool) -> None:
         super().__init__(path)
-        self.is_seen = is_seen
+        self._is_there = is_seen
 
     def look(self) -> bool:
         return self.is_seen

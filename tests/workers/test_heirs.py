@@ -69,6 +69,9 @@ class Follower:
     def end(self, ended: Ended) -> None:
         self.ended = ended
 
+    def known_end(self) -> Ended | None:
+        return None
+
     def follow(self, url: str) -> None:
         self.followed = url
 

@@ -12,11 +12,12 @@ import os
 from pathlib import Path
 from typing import Final
 
-from unisono.rundir import holder
+from unisono.rundir import RUN_FILE, holder
 
-__all__ = ["Pen"]
+__all__ = ["Pen", "leave"]
 
 PEN_FILE: Final = ".head"
+LEFT_FILE: Final = "run.left.json"
 
 
 class Pen:
@@ -49,8 +50,29 @@ class Pen:
         self._descriptor = descriptor
         return True
 
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
     def release(self) -> None:
         """Let the other side write."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+def leave(run_dir: str, run_id: str) -> str:
+    """Have no worker write into a directory any more, because the run goes on in another one; returns a sentence about
+    that. What was written stays.
+    """
+    folder = Path(run_dir)
+    try:
+        if holder(folder) != run_id:
+            return ""
+        (folder / RUN_FILE).replace(folder / LEFT_FILE)
+    except OSError as error:
+        return f"{folder / RUN_FILE} cannot be renamed: {error}"
+    return (
+        f"the run goes on in the directory of the side that has come further. {folder} of this machine keeps what was "
+        f"written until now ({RUN_FILE} is named {LEFT_FILE})"
+    )

@@ -50,7 +50,7 @@ from unisono.head.door import Caller, open_door
 from unisono.head.keys import Keys
 from unisono.head.line import Line
 from unisono.head.memory import Memory
-from unisono.head.pen import Pen
+from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
 from unisono.head.status import respond, workers_status
@@ -183,6 +183,7 @@ class Head:
         )
         self._pen = Pen(run_id)
         self._may_write = True
+        self._they_write = False  # the other head that this one has met last
         self._moving: asyncio.Task[None] | None = None
         self._stand = Standpoint(Rank.of(-1, term, seat))
         self.superseded_by = 0
@@ -210,6 +211,8 @@ class Head:
         finally:
             for task in tasks:
                 task.cancel()
+            if self._moving is not None:  # else the other side would write while workers of this one still do
+                await self._moving
             self._pen.release()
             if not self.superseded_by:
                 self._address.remove()
@@ -433,12 +436,18 @@ class Head:
             return None
         self._stand = dataclasses.replace(own, is_asking=True)
         return Proposal(
-            run_id=self._run_id, agent_id=seat_of(state), term=state.term, step=state.committed, url=self._url
+            run_id=self._run_id,
+            agent_id=seat_of(state),
+            term=state.term,
+            step=state.committed,
+            url=self._url,
+            writes=self._pen.is_held,
         )
 
     def answered(self, url: str, answer: Verdict | None) -> None:
         """Receive the answer of the head at this address (`Side`)."""
         self._stand = merged(self._standpoint(), url, answer)
+        self._they_write = answer is not None and answer.writes
         self._move_if_giving_way()
 
     def _meet(self, line: Line, other: Proposal) -> None:
@@ -449,7 +458,8 @@ class Head:
             line.put(encode(Verdict(gives_way="")))
             return
         self._stand, answer = verdict(self._standpoint(), other)
-        line.put(encode(answer))
+        self._they_write = other.writes
+        line.put(encode(msgspec.structs.replace(answer, writes=self._pen.is_held)))
         self._move_if_giving_way()
 
     def _standpoint(self) -> Standpoint:
@@ -479,6 +489,9 @@ class Head:
             async with asyncio.timeout(MOVE_S):
                 while self._lines.keys() & self._state.workers.keys():
                     await asyncio.sleep(LOOK_S)
+        # Each side has locked a directory: so these are two.
+        if self._they_write and self._pen.is_held and (said := leave(self._run_dir, self._run_id)):
+            print(f"unisono: {said}", file=sys.stderr, flush=True)
         self._give_way(self._state.term)
 
     async def _store(self, line: Line, call: StoreCall) -> None:

@@ -34,7 +34,7 @@ from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, S
 from unisono.errors import UsageError
 from unisono.events import Announcement, RunEnded, WorkerOutput
 from unisono.invitation import HeadUrl, Invitation
-from unisono.journal import conclude
+from unisono.journal import conclude, summary
 from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
 from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
@@ -325,6 +325,15 @@ class _Agent:
         self._following.leave()
         if not self._over.done():
             self._over.set_result(ended)
+
+    def known_end(self) -> Ended | None:
+        """Return that the run has ended well, if its journal says so: on another side, while this one was cut off."""
+        run_dir = self.run_dir or self._spec.run.run_dir
+        with contextlib.suppress(OSError, ValueError):
+            is_own = run_dir != "" and holder(Path(run_dir)) == self._following.run_id
+            if is_own and summary(Path(run_dir))["state"] == "finished":
+                return Ended(ok=True, reason="finished")
+        return None
 
     def follow(self, url: str) -> None:
         """Have the workers of this machine follow the head at this address."""

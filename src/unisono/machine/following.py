@@ -73,6 +73,9 @@ class Owner(Protocol):
     def end(self, ended: Ended) -> None:
         """End the run for this machine: there is no head any more."""
 
+    def known_end(self) -> Ended | None:
+        """Return how the run has ended, by what this machine sees; None: it does not know of an end."""
+
     def follow(self, url: str) -> None:
         """Have the workers of this machine follow the head at this address."""
 
@@ -248,7 +251,7 @@ class Following:
         self._absence = self._absence.tried(self._was_refused, now)
         has_never_followed = not self.agent_id and not self._hello.primary
         if now - self._absence.since > self._patience_s() or has_never_followed:
-            self._end(Ended(ok=False, reason=why, exit_code=1))
+            self._end(self._owner.known_end() or Ended(ok=False, reason=why, exit_code=1))
 
     def _patience_s(self) -> float:
         """Return how long this machine waits for a head: longer where another machine may start the next one."""
