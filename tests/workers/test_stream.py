@@ -7,17 +7,20 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from torch import nn
 
 from tests.waiting import WAIT_S
 from tests.workers.exchanges import Member, Outcome, expected, layouts, share_of, telemetry_of
 from tests.workers.processes import Seat, Team
+from unisono.decisions.plan import plan
 from unisono.decisions.tree import Node, schedule
 from unisono.exchange import TELEMETRY_BYTES, combine
-from unisono.exchange.flat import ROW_BYTES, split_rows
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, split_rows
 from unisono.exchange.network import Network
 from unisono.exchange.pump import Job, Pump
 from unisono.exchange.stream import Stream, cut
 from unisono.exchange.wire import DIGEST_BYTES
+from unisono.testing import run_workers
 
 LAYOUT = 2  # of several pieces
 
@@ -47,8 +50,8 @@ def test_a_member_sends_the_bytes_of_the_formula(size: int, num_leaves: int, tmp
     with Team(size, _sent, "gloo", str(tmp_path), num_leaves) as team:
         results = team.results()
     rows = range(layouts()[LAYOUT].num_rows)
-    for rank, (sent, plan) in enumerate(results):
-        assert sent == bytes_of_lane(rows, plan, rank, TELEMETRY_BYTES)
+    for rank, (sent, nodes) in enumerate(results):
+        assert sent == bytes_of_lane(rows, nodes, rank, TELEMETRY_BYTES)
     if num_leaves == 2 * size:
         ring = 2 * (size - 1) / size * len(rows) * ROW_BYTES
         assert sum(sent for sent, _ in results) / size == pytest.approx(ring, rel=0.01)
@@ -59,14 +62,40 @@ def test_a_host_sends_a_row_once_for_all_of_its_members(tmp_path: pathlib.Path) 
     with Team(4, _sent, "two-level", str(tmp_path), 8) as team:
         results = team.results()
     rows = range(layouts()[LAYOUT].num_rows)
-    plan = results[0][1]
-    hosts = [schedule([*plan[first], *plan[first + 1]], 8)[1] for first in (0, 2)]
+    nodes = results[0][1]
+    hosts = [schedule([*nodes[first], *nodes[first + 1]], 8)[1] for first in (0, 2)]
     for host in range(2):
         lanes = [
             bytes_of_lane(lane, hosts, host, 2 * TELEMETRY_BYTES if number == 0 else 0)
             for number, lane in enumerate(split_rows(rows, 2))
         ]
         assert [results[2 * host + number][0] for number in range(2)] == lanes
+
+
+SCRIPT = """
+import torch, unisono
+from torch import nn
+from torch.utils.data import TensorDataset
+
+with unisono.Run(seed=1) as run:
+    model = nn.Linear(70, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(TensorDataset(torch.ones(24, 70)), batch_size=8, microbatches=4):
+        for (inputs,) in step:
+            step.backward(model(inputs).square().mean())
+        optimizer.step()
+"""
+
+
+def test_the_journal_has_the_bytes_of_a_step(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    outcome = run_workers(script, 2, directory=tmp_path / "run", options=["--exchange", "gloo"], timeout_s=WAIT_S)
+    assert outcome.exit_code == 0, outcome.output
+    rows = range(FlatLayout(list(nn.Linear(70, 50).named_parameters()), []).num_rows)
+    right = bytes_of_lane(rows, plan(2, 4).nodes, 0, TELEMETRY_BYTES)
+    assert [line["sent_bytes"] for line in outcome.lines if line["kind"] == "step"] == [right] * 3
 
 
 def _offer_half(seat: Seat, path: str) -> tuple[int, int, Outcome]:
