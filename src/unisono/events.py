@@ -132,6 +132,8 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
     """By worker id."""
     logs: dict[str, float]
     """From ``step.log``."""
+    sent_bytes: int = 0
+    """Data that the worker that wrote the line has sent to other hosts for the step's sums."""
     checkpoint: dict[str, Any] = {}
     """News of checkpoints since the step before."""
     balance: str = ""

@@ -73,7 +73,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Committed:
-    """Result of a commit; equal on all members, but for ``waiting_s``."""
+    """Result of a commit; equal on all members, but for ``waiting_s`` and ``sent_bytes``."""
 
     digest: int
     telemetry: tuple[bytes, ...]
@@ -81,6 +81,8 @@ class Committed:
     total_weight: float
     waiting_s: float
     """Seconds that this member has waited for others since the combine began."""
+    sent_bytes: int = 0
+    """Data that this member has sent to other hosts for the combine; no headers, and nothing that is sent again."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Combined:
     """By rank: the bytes that each member gave to `combine`."""
     waiting_s: float
     """How long this member waited for others."""
+    sent_bytes: int = 0
+    """Data that this member has sent to other hosts."""
 
 
 class Handle(Protocol[T_co]):
@@ -293,4 +297,4 @@ def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:
     for other in share.slots.values():
         if other is not slot:
             exchange.release(other)
-    return Combined(slot, committed.digest, committed.telemetry, committed.waiting_s)
+    return Combined(slot, committed.digest, committed.telemetry, committed.waiting_s, committed.sent_bytes)

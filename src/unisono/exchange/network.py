@@ -145,7 +145,7 @@ class _NetworkCombine:
     def _commit(self, telemetry: bytes) -> Committed:
         digest, everyones = self._sums.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
         self._total = float(self._sums.slot.scalars[0])
-        return Committed(digest, tuple(everyones), self._total, self._wire.waiting_s)
+        return Committed(digest, tuple(everyones), self._total, self._wire.waiting_s, self._wire.sent_bytes)
 
     def result(self) -> Slot:
         self._is_taken = True

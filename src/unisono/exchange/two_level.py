@@ -69,7 +69,7 @@ class TwoLevel(HostSlots):
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
         if self._wire is not None:
-            self._wire.waiting_s = 0.0
+            self._wire.waiting_s, self._wire.sent_bytes = 0.0, 0
         lanes = [split_rows(part, self._num_lanes) for part in parts_of(self._layout, parts)]
         return _TwoLevelCombine(self._host, self._wire, self._hosts, self._layout, share, lanes)
 
@@ -163,16 +163,16 @@ class _TwoLevelCombine(HostCombine):
             return Deferred(partial(self._commit, digest, counters.advance("shown")))
 
     def _commit(self, digest: int, shown: int) -> Committed:
-        counters, waiting_s = self.host.counters, 0.0
+        counters, waiting_s, sent_bytes = self.host.counters, 0.0, 0
         with counters.or_leave():
             if self._wire is not None:
                 digest = self._vote(digest, shown)
-                waiting_s = self._wire.waiting_s
+                waiting_s, sent_bytes = self._wire.waiting_s, self._wire.sent_bytes
             digest = self.count_reduced(digest).wait()
         fields = counters.pages[0].fields
         team = ctypes.string_at(fields.team_telemetry, self._num_members * TELEMETRY_BYTES)
         telemetry = tuple(team[i : i + TELEMETRY_BYTES] for i in range(0, len(team), TELEMETRY_BYTES))
-        return Committed(digest, telemetry, self.total_weight(), counters.waiting_s + waiting_s)
+        return Committed(digest, telemetry, self.total_weight(), counters.waiting_s + waiting_s, sent_bytes)
 
     def _vote(self, digest: int, shown: int) -> int:
         """Make sure that all hosts hold the sums of this lane; return its digest over all hosts.

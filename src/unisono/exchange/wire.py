@@ -81,7 +81,7 @@ class Wire:
         self.device = device
         self.waiting_s = 0.0
         self.sent_bytes = 0
-        """Data that this member has sent to others in streams and votes."""
+        """Data that this member has sent to others, but for broadcasts."""
         self.window = Window(size)
         self.changed = threading.Condition()
         """Is notified whenever something has happened that a wait may wait for."""
@@ -126,13 +126,15 @@ class Wire:
         threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
 
     def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Collective:
-        """Send ``in_sizes[j]`` elements of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
+        """Send ``in_sizes[j]`` bytes of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
+        self._count(sum(in_sizes) - in_sizes[self.rank])
         return self._start(
             lambda group: group.alltoall_base(out, data, out_sizes, in_sizes, AllToAllOptions()), out, data
         )
 
     def all_gather(self, out: Tensor, data: Tensor) -> Collective:
         """Gather the ``data`` of all members in ``out``, by rank; equal sizes."""
+        self._count((self.size - 1) * data.nbytes)
         return self._start(lambda group: group._allgather_base(out, data, AllgatherOptions()), out, data)
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
@@ -181,8 +183,7 @@ class Wire:
 
     def send(self, data: Tensor, target: int, tag: int) -> Any:
         """Begin to send a message; hold what this returns until it has left. Until then, ``data`` must not change."""
-        with self.changed:  # the pump sends too
-            self.sent_bytes += data.nbytes
+        self._count(data.nbytes)
         return self._begin(lambda group: group.send([data], target, tag))
 
     def in_background(self, run: Callable[[], None]) -> Job:
@@ -216,6 +217,10 @@ class Wire:
             raise PeerLost(f"this member has left its group of {self.size} members")
         if job.is_completed() and job in self._pending:
             self._pending.remove(job)
+
+    def _count(self, nbytes: int) -> None:
+        with self.changed:  # the pump sends too
+            self.sent_bytes += nbytes
 
     def _begin(self, operation: Callable[[Any], Any]) -> Any:
         group = self._connected()

@@ -23,7 +23,7 @@ __all__ = ["Gathered", "Members", "Summed"]
 
 @dataclass(frozen=True)
 class Summed:
-    """Result of a sum, equal on all members but for ``waiting_s``."""
+    """Result of a sum, equal on all members but for ``waiting_s`` and ``sent_bytes``."""
 
     slot: Slot
     """Gradients and float buffers are means, the rest of the tail are sums."""
@@ -32,6 +32,8 @@ class Summed:
     """By worker id, in the order of the ranks at the sum: a loss after it changes the members."""
     waiting_s: float
     """How long this member waited for others."""
+    sent_bytes: int = 0
+    """Data that this member has sent to other hosts."""
 
 
 class Members:
@@ -122,7 +124,7 @@ class Members:
         self.agreed_generation = min(each.newest_generation for each in received)
         self.balancing.observe(received, share)
         by_worker = dict(zip(self.worker_ids, received, strict=True))
-        return Summed(combined.slot, combined.digest, by_worker, combined.waiting_s)
+        return Summed(combined.slot, combined.digest, by_worker, combined.waiting_s, combined.sent_bytes)
 
     def new_slot(self) -> Slot:
         """Return a free slot; its entries are arbitrary. Local."""

@@ -115,6 +115,7 @@ class Recorder:
         checkpoint: dict[str, Any],
         balance: str,
         warnings: list[str],
+        sent_bytes: int = 0,
     ) -> None:
         """Record that the script has left a step.
 
@@ -125,6 +126,7 @@ class Recorder:
             telemetry: of all members that have summed the step, by worker id.
             checkpoint: news of checkpoints since the step before.
             balance: why this step's plan is another than that of the step before.
+            sent_bytes: to other hosts, by this worker, for the step's sums.
         """
         # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows
         # neither, and lines are numbered alike on all workers.
@@ -136,6 +138,7 @@ class Recorder:
             seconds=_rounded(seconds),
             workers={worker_id: _times(each) for worker_id, each in telemetry.items()},
             logs=logs,
+            sent_bytes=sent_bytes,
             checkpoint=checkpoint,
             balance=balance,
             warnings=warnings,

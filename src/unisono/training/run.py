@@ -610,6 +610,7 @@ class Run(Calls):
             checkpoint=self._keeper.news(),
             balance=gradient.news,
             warnings=team.take_warnings(),
+            sent_bytes=step.sent_bytes,
         )
 
     def _role(self) -> Role:

@@ -319,6 +319,11 @@ class Step:
             "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
         )
 
+    @property
+    def sent_bytes(self) -> int:
+        """Data that this worker has sent to other hosts, for all passes."""
+        return sum(each.result.sent_bytes for each in self._passes if each.result is not None)
+
     def result(self) -> StepResult:
         """Return what all members agree on about this step. After the inner loop."""
         digests, first = [_digest(each) for each in self._passes], self._passes[0]
