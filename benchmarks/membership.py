@@ -195,6 +195,7 @@ class Bench:
         killed = time.monotonic()
         os.kill(head.child.pid, signal.SIGKILL)
         self.figures["head_loss_s"] = max(await self._ask("welcome", 2)) - killed
+        self.figures["head_loss_cpu_s"] = cpu_seconds(head.child.pid)
         await self._ask("calm")
 
     async def _lose(self, pid: int, name: str, method: str, *arguments: Any, lost: int) -> None:
