@@ -9,13 +9,13 @@ connection and sends and receives the messages of a training, and none computes.
 with the head.
 
 `generation_s`: from the last worker's `Ready` to the last worker's `Notice` of the first generation; `generation_mb`:
-what the head sends for that, and `notice_mb`: how much it would be uncompressed. `loss_s`,
-`machine_loss_s`: from the end of a worker (which its agent reports), and from the end of a machine with all of its
-workers (whose connections end), to the last survivor's `Notice`. `store_s`, `store_cpu_s`: the
-members of a generation find each other through the head's store, in as many groups as a machine has workers; the time
-that takes, and the head's part of it. `head_cpu`: share of one core in a steady training;
-`heartbeat_cpu`: the same without steps. `head_mb`: most memory of the head. `versions`, `version_kb`: versions of the
-state that an heir has received in the steady training, and the size of one.
+what the head sends for that, and `notice_mb`: how much it would be uncompressed. `store_s`, `store_cpu_s`: the members
+of a generation find each other through the head's store, in as many groups as a machine has workers; the time that
+takes, and the head's part of it. `heartbeat_cpu`: share of one core in a steady training without steps; `head_cpu`: the
+same with steps. `versions`, `version_kb`: versions of the state that an heir has received with these, and the
+uncompressed size of one. `loss_s`, `machine_loss_s`: from the end of a worker (which its agent reports), and from the
+end of a machine with all of its workers (whose connections end), to the last survivor's `Notice`. `head_mb`: most
+memory of the head. `head_loss_s`: from the end of the head (SIGKILL) to the last worker's `Welcome` of the next one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import os
 import secrets
+import signal
 import time
 from collections import Counter
 from functools import partial
@@ -104,6 +105,7 @@ class Bench:
         settings = {"policy": policy, "listener": listener.fileno(), "run_id": "bench", "url": url, "spec": spec}
         if options.profile:
             headprocess.spawn = partial(profiled, headprocess.spawn, options.profile)  # type: ignore[attr-defined]
+            headprocess.TERMINATE_S = 60.0  # type: ignore[misc]
         head = HeadProcess(settings, listener, secret)
         hello = AgentHello(host="command", pid=os.getpid(), num_workers=0, primary=True)
         following = Following(url, token, hello, Command(), away_s=60.0, head=head)
@@ -115,6 +117,7 @@ class Bench:
             self._open(url, token)
             assert head.child is not None
             await self._measure(head.child.pid)
+            await self._take_over(head)
         finally:
             following.leave()
             talk.cancel()
@@ -183,6 +186,17 @@ class Bench:
         versions = (await self._counts())["Snapshot"]
         figures["version_kb"] = versions[1] / versions[0] / 1e3
         figures["head_mb"] = peak_mb(pid)
+
+    async def _take_over(self, head: HeadProcess) -> None:
+        """Kill the head in a steady training, and wait until all workers are welcome at the next one."""
+        await self._ask("train", self._options.steps_per_s, "w0")
+        await asyncio.sleep(SETTLE_S)
+        assert head.child is not None
+        killed = time.monotonic()
+        os.kill(head.child.pid, signal.SIGKILL)
+        self.figures["head_loss_s"] = max(await self._ask("welcome", 2)) - killed
+        self.figures["head_loss_cpu_s"] = cpu_seconds(head.child.pid)
+        await self._ask("calm")
 
     async def _lose(self, pid: int, name: str, method: str, *arguments: Any, lost: int) -> None:
         """Lose workers in a steady training."""

@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.events import Seconds, StepFinished, WorkerTimes
-from unisono.link import Link
+from unisono.link import Link, host_and_port
 from unisono.messages import (
     AgentHello,
     Announcement,
@@ -42,6 +42,7 @@ from unisono.messages import (
     Start,
     StepDone,
     StoreCall,
+    Welcome,
     WorkerExit,
     decode,
     encode,
@@ -50,6 +51,7 @@ from unisono.messages import (
 __all__ = ["Population", "Process", "Site", "main"]
 
 TICK_S: Final = 0.01
+RETRY_S: Final = 0.1
 ROOT: Final = Path(__file__).resolve().parents[1]
 FINGERPRINT: Final = {
     "torch": "2.13.0+cpu",
@@ -67,6 +69,7 @@ class _Head(msgspec.Struct):
 
     type: str
     generation: int = 0
+    term: int = 0
 
 
 _heads: Final = msgspec.msgpack.Decoder(_Head)
@@ -100,12 +103,20 @@ class _Link(Link):
 class _Line:
     """One connection of an agent or a worker."""
 
-    def __init__(self, site: Site, take: Callable[[bytes], None]) -> None:
+    def __init__(self, site: Site, take: Callable[[bytes], None], greet: Callable[[], list[Message]]) -> None:
+        self._site = site
         self._take = take
+        self._greet = greet
+        self._redialling: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._link = _Link.dial(site.url, site.token, 60.0)
         self.is_open = True
+        self._begin()
+
+    def _begin(self) -> None:
         self._loop.add_reader(self._link.sock, self._pump)
+        for message in self._greet():
+            self.send(message)
 
     def send(self, message: Message) -> None:
         if self.is_open:
@@ -117,9 +128,29 @@ class _Line:
         """End the connection as the end of the process would."""
         if self.is_open:
             self.is_open = False
-            self._loop.remove_reader(self._link.sock)
-            self._loop.remove_writer(self._link.sock)
-            self._link.sock.close()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        self._loop.remove_reader(self._link.sock)
+        self._loop.remove_writer(self._link.sock)
+        self._link.sock.close()
+
+    async def _redial(self) -> None:
+        """Connect again, to the head that follows."""
+        while self.is_open:
+            sock = socket.socket()
+            try:
+                sock.setblocking(False)
+                await self._loop.sock_connect(sock, host_and_port(self._site.url))
+                self._link = _Link(sock, self._site.url, self._site.token)
+                while not self._link.is_open:
+                    self._link.feed(await self._loop.sock_recv(sock, 65536))
+            except OSError:
+                sock.close()
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._begin()
+                return
 
     def _write(self) -> None:
         self._link.push()
@@ -133,7 +164,8 @@ class _Line:
             for data in self._link.take():
                 self._take(data)
         except OSError:
-            self.close()
+            self._hang_up()
+            self._redialling = asyncio.create_task(self._redial())
 
 
 class _Worker:
@@ -143,11 +175,13 @@ class _Worker:
         self.generation = 0
         self.heard_at = 0.0
         self.is_welcome = False
+        self.welcome_at = 0.0
         self.due = 0.0
         self._calls: deque[StoreCall] = deque()
         self.connected_at = 0.0
         self._population = population
-        info = MemberInfo(
+        self.term = 0
+        self._info = MemberInfo(
             worker_id=worker_id,
             host=agent.host,
             pid=100_000 + number,
@@ -155,15 +189,24 @@ class _Worker:
             page=f"/proc/{100_000 + number}/fd/7",
             address=f"10.0.{agent.index // 250}.{agent.index % 250 + 1}",
         )
-        self.line = _Line(population.site, self._receive)
-        self.line.send(Hello(info=info, fingerprint=FINGERPRINT, script="0f1e2d3c"))
+        self.line = _Line(population.site, self._receive, self._greeting)
+
+    def _greeting(self) -> list[Message]:
+        hello = Hello(
+            info=self._info,
+            fingerprint=FINGERPRINT,
+            script="0f1e2d3c",
+            generation=self.generation,
+            term=self.term,
+        )
+        return [hello, Ready(phase=0), Holding(generation=self.generation)] if self.generation else [hello]
 
     def _receive(self, data: bytes) -> None:
         now = time.monotonic()
         message = _heads.decode(data)
         self._population.count(message.type, data)
         if message.type == "Welcome":
-            self.is_welcome = True
+            self.is_welcome, self.term, self.welcome_at = True, message.term, now
         elif message.type == "Notice" and message.generation > self.generation:
             self.generation, self.heard_at = message.generation, now
         elif message.type == "StoreAnswer":
@@ -223,10 +266,20 @@ class _Agent:
         self.workers: dict[str, _Worker] = {}
         self.due = 0.0
         self._population = population
-        self.line = _Line(population.site, self._receive)
-        self.line.send(
-            AgentHello(host=self.host, pid=50_000 + index, num_workers=population.site.workers_per_agent, launched=True)
-        )
+        self.agent_id, self.term = "", 0
+        self.line = _Line(population.site, self._receive, self._greeting)
+
+    def _greeting(self) -> list[Message]:
+        return [
+            AgentHello(
+                host=self.host,
+                pid=50_000 + self.index,
+                num_workers=self._population.site.workers_per_agent,
+                launched=True,
+                agent_id=self.agent_id,
+                term=self.term,
+            )
+        ]
 
     def _receive(self, data: bytes) -> None:
         message = decode(data)
@@ -236,6 +289,8 @@ class _Agent:
         elif isinstance(message, Start):
             for worker_id in message.worker_ids:
                 self._population.start(self, worker_id)
+        elif isinstance(message, Welcome):
+            self.agent_id, self.term = message.agent_id, message.term
         elif isinstance(message, Ended):
             print(f"{self.host} is told of the end: {message.reason}", flush=True)
         elif isinstance(message, Announcement) and "not a message" in message.text:
@@ -263,6 +318,7 @@ class Population:
         "train",
         "calm",
         "kill_worker",
+        "welcome",
         "kill_agent",
         "told",
         "hear",
@@ -330,6 +386,13 @@ class Population:
         while not all(worker.connected_at for worker in living):
             await asyncio.sleep(TICK_S)
         return began, max(worker.connected_at for worker in living)
+
+    async def welcome(self, term: int) -> float:
+        """Wait until the head of this term has welcomed all workers; returns when it welcomed the last one."""
+        living = self._living()
+        while any(worker.term < term for worker in living):
+            await asyncio.sleep(TICK_S)
+        return max((worker.welcome_at for worker in living), default=0.0)
 
     async def kill_worker(self, worker_id: str) -> float:
         """End a worker, if it is one of these, as its agent sees it; returns the time (0.0: of another population)."""

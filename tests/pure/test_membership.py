@@ -2262,6 +2262,23 @@ def test_what_the_lost_had_said_of_a_loop_is_forgotten() -> None:
     assert story.state.leaving == {}
 
 
+def test_a_machine_that_is_gone_costs_one_generation_however_its_connections_end() -> None:
+    story = Story(6, maximum=6)
+    story.arrive(*story.agent(2))
+    guests = story.agent(4, "agent1", primary=False, host="far")
+    story.arrive(*guests, host="far")
+    story.hold()
+    story.says("agent1", Lost())
+    for worker_id in guests:
+        story.now += 0.01
+        story.says(worker_id, Lost())
+    due = next_deadline(story.state)
+    assert due is not None
+    story.tick(due)
+    assert story.state.members == ("w0", "w1")
+    assert {story.worker(worker_id).state for worker_id in guests} == {WorkerState.LOST}
+
+
 # -- heartbeats --------------------------------------------------------------------------------------
 
 

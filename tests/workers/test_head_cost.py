@@ -15,7 +15,7 @@ from unisono.decisions.membership.roster import WorkerState
 from unisono.head.keys import Keys
 from unisono.head.memory import Memory
 from unisono.head.server import Head
-from unisono.messages import Hello, Holding, Message, Ready, Scale, Snapshot, StoreAnswer, StoreCall, decode
+from unisono.messages import Hello, Holding, Kept, Lost, Message, Ready, Scale, Snapshot, StoreAnswer, StoreCall, decode
 from unisono.packed import unpack
 from unisono.spec import RunSpec
 
@@ -177,3 +177,30 @@ def test_the_head_may_have_as_many_connections_as_the_system_lets_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_head_that_has_taken_over_tells_its_heirs_its_state_a_few_times_and_not_for_each_worker() -> None:
+    """All workers call it at the same time, and each is sent the newest notice again."""
+
+    async def work() -> tuple[list[Memory], int]:
+        story = Story(32)
+        ids = story.agent(32)
+        story.arrive(*ids)
+        story.hold()
+        head, said = head_of(story, heartbeat_s=WAIT_S)
+        told = asyncio.Queue[bytes]()
+        head._happens(AGENT, Kept(term=1, number=0))  # what it says first is said at once
+        for worker_id in ids:
+            head._lines[worker_id] = cast("Any", SimpleNamespace(queue=told, put=told.put_nowait))
+            head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}, generation=1))
+            head._happens(worker_id, Ready(phase=0))
+            head._happens(worker_id, Holding(generation=1))
+        head._happens("w7", Lost())
+        head._kept(AGENT, Kept(term=1, number=head._versions.number))
+        found = snapshots(said)
+        head._remembering = head._timer = None
+        return found, told.qsize()
+
+    found, num_notices = asyncio.run(work())
+    assert len(found) == 1, "before the first worker is told of the generation"
+    assert num_notices == 32

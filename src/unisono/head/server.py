@@ -13,7 +13,7 @@ import ssl
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -520,7 +520,12 @@ class Head:
             self._reason = reason
         # The first step is sent to the heirs at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
-        if actions or is_first_step or not isinstance(message, _REPORTED_AGAIN):
+        is_new = bool(actions) and not self._is_repetition(actions, before)
+        # A head that follows waits for every worker to connect again, so that a connection is closed is no news to it.
+        is_reported_again = isinstance(message, _REPORTED_AGAIN) or (
+            isinstance(message, Lost) and source in before.workers
+        )
+        if is_new or is_first_step or not is_reported_again:
             self._remember()
         elif not isinstance(message, Beat | StepDone):
             self._remember_soon()
@@ -549,6 +554,14 @@ class Head:
             self._happens(first.worker_id, first.beat)
             self._state, rest = routine_of_many(self._state, rest, time.monotonic())
         self._set_timer()
+
+    def _is_repetition(self, actions: Sequence[Action], before: State) -> bool:
+        """Return whether the heirs have heard of all of this: a worker that comes back is sent the newest notice again.
+
+        A head that has taken over is called by all workers at once, and must have told the heirs its state once.
+        """
+        is_known = all(isinstance(action, Send) and action.message is before.notice for action in actions)
+        return is_known and self._versions.number > 0
 
     # -- versions for the heirs ----------------------------------------------------------------------
 

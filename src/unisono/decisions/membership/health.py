@@ -9,7 +9,7 @@ from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import is_at_end, lose_early_leavers
 from unisono.decisions.membership.hangs import FIRST_STEP, Hang, Limits, Verdict, Waiting, judge
 from unisono.decisions.membership.restarts import lose
-from unisono.decisions.membership.roster import Worker, WorkerState
+from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
 from unisono.decisions.membership.suspicion import MAX_TRIES, Suspicions
 from unisono.messages import Beat, Suspect, WorkerLate
 from unisono.words import listed, position_words
@@ -21,10 +21,9 @@ _S = WorkerState
 
 def lose_silent_workers(draft: Draft) -> None:
     """Lose every worker that has been silent for too long."""
-    for worker_id, deadline in draft.state.silent_at().items():
-        if deadline > draft.now:
-            continue
-        worker = draft.state.workers[worker_id]
+    state = draft.state
+    due = [state.workers[worker_id] for worker_id, deadline in state.silent_at().items() if deadline <= draft.now]
+    for worker in [*due, *_of_lost_machines(draft, due)]:
         seconds = draft.now - worker.heard_at
         if worker.state is _S.ORDERED:
             why = f"{worker.name} has not connected within {seconds:.0f} s of its start"
@@ -33,6 +32,22 @@ def lose_silent_workers(draft: Draft) -> None:
         else:
             why = f"{worker.name} has been silent for {seconds:.1f} s"
         _end_process(draft, worker, why)
+
+
+def _of_lost_machines(draft: Draft, due: list[Worker]) -> list[Worker]:
+    """Return the others whose connection has closed and whose agent is gone, like that of a worker that is lost now.
+
+    Their connections have ended a moment later. One generation without all of them is better than one for each.
+    """
+    agents, workers = draft.state.agents, draft.state.workers.values()
+    gone = {
+        worker.agent for worker in due if worker.closed_at is not None and worker.agent and worker.agent not in agents
+    }
+    if not gone:
+        return []
+    known = {worker.worker_id for worker in due}
+    alive = [worker for worker in workers if worker.state in ALIVE and worker.closed_at is not None]
+    return [worker for worker in alive if worker.agent in gone and worker.worker_id not in known]
 
 
 def _end_process(draft: Draft, worker: Worker, why: str) -> None:
