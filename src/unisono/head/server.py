@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import math
+import shlex
 import signal
 import socket
 import ssl
@@ -55,8 +56,9 @@ from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
 from unisono.head.status import respond, workers_status
 from unisono.head.versions import Outgoing, Versions
+from unisono.interfaces import is_local
+from unisono.invitation import HeadUrl
 from unisono.lifetime import end_group, end_when_silent, start_time
-from unisono.link import host_and_port
 from unisono.messages import (
     AgentHello,
     Announcement,
@@ -88,7 +90,7 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
-from unisono.rundir import TOKEN_FILE, holder
+from unisono.rundir import holder
 from unisono.spec import RunSpec
 
 __all__ = ["Head"]
@@ -103,7 +105,6 @@ FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
 """Messages that a worker sends again to a head that follows: one without a consequence need not be remembered at once.
 """
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_WORDS_S = 1.0  # at its end the head waits so long for its last messages to go out
 
 
@@ -657,14 +658,14 @@ class Head:
 
     def _how_to_join(self) -> str:
         """Return the sentence that says how another machine joins."""
-        where = f"on another machine: unisono join {self._url} --token-file FILE"
-        token = f" (FILE is a copy of {Path(self._run_dir) / TOKEN_FILE})" if self._run_dir else ""
-        if host_and_port(self._url)[0] in LOOPBACK:
+        status = shlex.join(["unisono", "status", self._run_dir]) if self._run_dir else "unisono status RUN"
+        line = f"with the line that `{status}` shows"
+        if is_local(HeadUrl.parse(self._url).host):
             return (
-                f"to join, {where.replace('another', 'this')}{token}; other machines cannot reach that address: start "
-                "the run with --bind and an address of this machine that they reach, or with --bind 0.0.0.0"
+                f"more workers join, on this machine, {line}; other machines cannot reach the head: start the run with "
+                "--bind and an address of this machine that they reach, or with --bind 0.0.0.0"
             )
-        return f"to join, {where}{token}"
+        return f"other machines join {line}"
 
     def _note_process(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
