@@ -18,6 +18,7 @@ from unisono.exchange import TELEMETRY_BYTES, combine
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, split_rows
 from unisono.exchange.network import Network
 from unisono.exchange.pump import Job, Pump
+from unisono.exchange.reduce import Reduction
 from unisono.exchange.stream import Stream, cut
 from unisono.exchange.wire import DIGEST_BYTES
 from unisono.testing import run_workers
@@ -70,6 +71,28 @@ def test_a_host_sends_a_row_once_for_all_of_its_members(tmp_path: pathlib.Path) 
             for number, lane in enumerate(split_rows(rows, 2))
         ]
         assert [results[2 * host + number][0] for number in range(2)] == lanes
+
+
+def _by_collectives(seat: Seat, path: str) -> list[Outcome]:
+    exchange = Member("gloo", seat, path).enter(1, range(seat.size))
+    assert isinstance(exchange, Network)
+    exchange._kind = Reduction
+    layout = layouts()[LAYOUT]
+    exchange.prepare(layout)
+    outcomes = []
+    for step, rows_offered in enumerate((0, layout.num_rows // 2, layout.num_rows)):
+        share = share_of(exchange, step, 5)
+        exchange.offer(share, rows_offered)
+        outcomes.append(Outcome.of(combined := combine(exchange, share, telemetry_of(seat.rank, step))))
+        exchange.release(combined.slot)
+    exchange.all_gather(b"")
+    exchange.close()
+    return outcomes
+
+
+def test_the_collectives_that_gpus_need_give_the_same_bits(tmp_path: pathlib.Path) -> None:
+    with Team(3, _by_collectives, str(tmp_path)) as team:
+        assert team.results() == [[expected(LAYOUT, step, 5) for step in range(3)]] * 3
 
 
 SCRIPT = """

@@ -19,12 +19,12 @@ keeps the step; those that raised repeat it, with the same bits.) No part may be
 
 The implementations differ in where chunks are read from:
 
-==================  ==========================================  =============================
+==================  ==========================================  =====================================
 `Alone`             one member                                  nothing to exchange
 `SharedMemory`      members of one host                         read in place, no copy
-`Network`           ``torch.distributed``: gloo, NCCL           all-to-all, then all-gather
+`Network`           ``torch.distributed``: gloo, NCCL           messages; all-to-all, then all-gather
 `TwoLevel`          several members on each of several hosts    the two above, composed
-==================  ==========================================  =============================
+==================  ==========================================  =====================================
 
 All of them give the same bits: the order of additions is `unisono.decisions.tree`'s, never theirs.
 """

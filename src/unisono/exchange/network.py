@@ -37,11 +37,12 @@ class Network(PrivateSlots):
         self._wire = wire
         self.rank = wire.rank
         self.size = wire.size
+        self._kind: type[Reduction | Stream] = Reduction if wire.device.type == "cuda" else Stream
         self._offered: _Sums | None = None
 
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._offered is None:
-            self._offered = _Sums(self._wire, self, share, [range(self.layout.num_rows)])
+            self._offered = _Sums(self._kind, self._wire, self, share, [range(self.layout.num_rows)])
         self._offered.send(0, rows_ready)
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
@@ -50,7 +51,7 @@ class Network(PrivateSlots):
         offered, self._offered = self._offered, None
         if offered is not None and len(chosen) > 1:
             raise ValueError(f"rows were offered for a combine in one part, and it begins with {len(chosen)}")
-        return _NetworkCombine(self._wire, self, chosen, offered or _Sums(self._wire, self, share, chosen))
+        return _NetworkCombine(self._wire, self, chosen, offered or _Sums(self._kind, self._wire, self, share, chosen))
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._wire.all_gather_bytes(data)
@@ -69,7 +70,15 @@ class Network(PrivateSlots):
 class _Sums:
     """The sums of a combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
 
-    def __init__(self, wire: Wire, slots: PrivateSlots, share: Share, parts: Sequence[range]) -> None:
+    def __init__(
+        self,
+        kind: type[Reduction | Stream],
+        wire: Wire,
+        slots: PrivateSlots,
+        share: Share,
+        parts: Sequence[range],
+    ) -> None:
+        self._kind = kind
         self._wire = wire
         self._slots = slots
         self._share = share
@@ -88,14 +97,12 @@ class _Sums:
 
     def _begin(self, part: int) -> Reduction | Stream:
         wire, slots, rows, memory = self._wire, self._slots, self._parts[part], self.slot.memory
-        is_on_gpu = wire.device.type == "cuda"
-        if is_on_gpu and part < len(self._parts) - 1:  # behind the last part there is room for padding
+        if self._kind is Reduction and part < len(self._parts) - 1:  # behind the last part there is room for padding
             memory = memory[: rows.stop * ROW_BYTES]
-        if not is_on_gpu and self._ballot is None:
+        if self._kind is Stream and self._ballot is None:
             self._ballot = Ballot(wire, TELEMETRY_BYTES)
-        make = Reduction if is_on_gpu else Stream
         plan, num_leaves = self._share.plan, self._share.num_leaves
-        return make(wire, slots.layout, rows, plan, num_leaves, Rows(memory, 0), slots.multipliers)
+        return self._kind(wire, slots.layout, rows, plan, num_leaves, Rows(memory, 0), slots.multipliers)
 
     def fold(self, part: int) -> int:
         """Wait until this member has added up its chunks of a part; return their digest."""
