@@ -7,7 +7,7 @@ import socket
 
 from unisono.link import Link, host_and_port
 
-__all__ = ["ask", "open_link"]
+__all__ = ["answer_to", "open_link"]
 
 MAX_BYTES = 65536
 
@@ -34,22 +34,18 @@ async def open_link(url: str, token: str, open_s: float) -> Link:
         raise TimeoutError(f"no answer within {open_s:.0f} s") from None
 
 
-async def ask(url: str, token: str, message: bytes, timeout_s: float) -> bytes:
-    """Send one message to a head, over a connection of its own; returns the first answer.
+async def answer_to(message: bytes, link: Link, timeout_s: float) -> bytes:
+    """Send one message to a head; returns the first answer.
 
     Raises:
-        Refused, OSError: as `Link`; TimeoutError: no answer within ``timeout_s``.
+        OSError: the connection broke; TimeoutError: no answer within ``timeout_s``.
     """
-    link = await open_link(url, token, timeout_s)
-    try:
-        link.put(message)
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(timeout_s):
-            while not (found := link.take()):
-                await _readable(loop, link.sock)
-        return found[0]
-    finally:
-        link.close()
+    link.put(message)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        while not (found := link.take()):
+            await _readable(loop, link.sock)
+    return found[0]
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

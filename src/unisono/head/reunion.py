@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from unisono.dialing import ask
+from unisono.dialing import answer_to, open_link
 from unisono.errors import ProtocolError
 from unisono.link import Refused
 from unisono.messages import Proposal, Verdict, decode, encode
@@ -14,7 +16,9 @@ from unisono.messages import Proposal, Verdict, decode, encode
 __all__ = ["Reunion"]
 
 PACE_S: Final = 2.0
-"""Between two rounds of attempts."""
+"""Between two rounds of attempts, in the mean. Two heads that ask each other at the same moment answer nothing, so they
+must not go on in step.
+"""
 ANSWER_S: Final = 3.0
 
 
@@ -40,19 +44,25 @@ class Reunion:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(PACE_S)
+            await asyncio.sleep(PACE_S * random.uniform(0.75, 1.25))
             for url in self._side.lost_addresses():
                 await self._try(url)
 
     async def _try(self, url: str) -> None:
-        proposal = self._side.propose()
-        if proposal is None:
-            return
-        answer = None
         try:
-            found = decode(await ask(url, self._token, encode(proposal), ANSWER_S))
-            answer = found if isinstance(found, Verdict) else None
-        except (OSError, Refused, ProtocolError):  # no head is there, or not one of this run
-            pass
-        finally:
-            self._side.answered(url, answer)
+            link = await open_link(url, self._token, ANSWER_S)
+        except (OSError, Refused):  # no head is there, or not one of this run
+            return
+        with contextlib.closing(link):
+            # Not before: while the way to that head was closed, this side has gone on.
+            proposal = self._side.propose()
+            if proposal is None:
+                return
+            answer = None
+            try:
+                found = decode(await answer_to(encode(proposal), link, ANSWER_S))
+                answer = found if isinstance(found, Verdict) else None
+            except (OSError, ProtocolError):
+                pass
+            finally:
+                self._side.answered(url, answer)
