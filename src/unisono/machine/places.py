@@ -100,7 +100,7 @@ class Places:
                 f"{listed([str(pid) for pid in pids])})"
             )
         return (
-            f"{count(num_workers, 'worker')} want {count(needed, kind)}; this machine has {len(names)}{whose}: they "
+            f"{count(num_workers, 'worker')} {'wants' if num_workers == 1 else 'want'} {count(needed, kind)}; this machine has {len(names)}{whose}: they "
             f"share {count(free, kind) if free else f'the {kind}s of others'}, and a step takes longer"
         )
 
