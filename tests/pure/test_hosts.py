@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from unisono.capacity import Workers
 from unisono.errors import UsageError
 from unisono.launchers.answers import why_ssh_failed
-from unisono.launchers.hosts import Host, is_this_machine, parse_hostfile, parse_hosts, spread
+from unisono.launchers.hosts import Host, is_this_machine, parse_hostfile, parse_hosts, read_hostfile, spread
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,12 @@ def test_what_is_no_hostfile_is_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_hostfile(text, "hosts")
     assert words in str(error.value)
+
+
+def test_a_hostfile_may_be_written_on_windows(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(b"\xef\xbb\xbfnode1 slots=2\r\nnode2\r\n")
+    assert read_hostfile(str(file)) == [Host("node1", 2), Host("node2")]
 
 
 def test_this_machine_is_known_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from unisono.events import RunEnded, Seconds, StepFinished, WorkerTimes
 from unisono.interfaces import Interface
 from unisono.journal import JOURNAL
 from unisono.machine.headprocess import Service, listen, reserve
+from unisono.tasks import TAKEN
 from unisono.watch.terminal import BALANCE_EVERY_S, PLAIN_EVERY_S, Plain
 
 Script = Callable[..., str]
@@ -92,7 +93,9 @@ BEGIN = """
         (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
         (["scale", ".", "-1"], "a run has at least 1 worker, got -1"),
         (["scale", ".", "2"], "no run is going in ."),
-        (["stop", "."], "no run is going in ."),
+        (["stop", "."], "no run is going in .; a run that has just begun can be reached after some seconds"),
+        (["join", "over"], "the run in over is not going any more; `unisono status over` shows how it has ended"),
+        (["run", "--resume", "odd-word", "--", "--lr", "1"], "--lr is no script, and stands where the script should"),
         (["join", "http://x", "--token-file", "here.py"], "the address of a run is ws://HOST:PORT"),
         (
             ["join", "ws://x:99999", "--token-file", "here.py"],
@@ -128,7 +131,9 @@ def test_bad_input_is_one_line_and_starts_nothing(
         (tmp_path / name).mkdir()
         rundir.describe(tmp_path / name, {"command": {"folder": ".", "arguments": arguments_there}})
     (tmp_path / "nothing").touch()
-    (tmp_path / "broken").mkdir()
+    for name in ("over", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "over" / JOURNAL).touch()
     (tmp_path / "broken" / JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n{nonsense\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["unisono", *arguments])
@@ -139,6 +144,22 @@ def test_bad_input_is_one_line_and_starts_nothing(
     assert words in shown.err
     assert len(shown.err.splitlines()) == 1
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("command", ["agent", "run"])
+def test_a_task_of_mpiexec_does_not_ignore_the_machines_that_it_is_given(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delenv(TAKEN, raising=False)
+    monkeypatch.setattr(sys, "argv", ["unisono", command, "here.py", "--hosts", "a,b"])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    words = "unisono: --hosts and --hostfile are for `unisono run` by itself; "
+    assert (leaving.value.code, capsys.readouterr().err[: len(words)]) == (2, words)
 
 
 def test_a_working_directory_that_has_gone_is_named(

@@ -115,6 +115,11 @@ def test_more_workers_than_free_gpus_share_those_of_their_own_run_and_it_is_said
     assert [places.of(rank).gpu for rank in range(4)] == [1, 3, 0, 2], "who starts now has a GPU for itself"
 
 
+def test_one_worker_is_spoken_of_in_the_singular(four_gpus: None, others: Callable[..., subprocess.Popen[str]]) -> None:
+    others(*machine_gpus())
+    assert Places(1).reserve(1).startswith("1 worker wants 1 GPU; ")
+
+
 def test_what_was_counted_and_is_not_used_is_given_back(four_gpus: None) -> None:
     assert parse_workers("1:4", 1).on_one_machine(1) == 4
     assert Places(1).reserve(1) == ""

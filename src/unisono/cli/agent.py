@@ -44,6 +44,7 @@ def agent(per_task: int | None, rendezvous: str, going: str, **given: Any) -> in
             "unisono agent is started by srun or mpiexec: mpiexec -n 4 unisono agent SCRIPT; without them, use unisono "
             "run SCRIPT"
         )
+    options.refuse_hosts(f"the machines of unisono agent are those of {task.command}")
     return take_part(options, task, partial(read, options), per_task, rendezvous)
 
 

@@ -93,6 +93,10 @@ def script_arguments(script: str | None, module: str | None, arguments: tuple[st
     path = Path(script)
     if path.is_dir():
         raise UsageError(f"{script} is a directory; give the script in it")
+    if not path.is_file() and script.startswith("-"):
+        raise UsageError(
+            f"{script} is no script, and stands where the script should; first the script, then -- and its arguments"
+        )
     if not path.is_file():
         raise UsageError(f"there is no script {script} (looked in {os.getcwd()})")
     if not os.access(path, os.R_OK):

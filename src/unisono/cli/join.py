@@ -137,6 +137,8 @@ def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: f
     there = Path(folder or run.folder)
     script = Path(run.arguments[1] if run.arguments[0] == "--callable" else run.arguments[0])
     if not there.is_dir():
+        if folder:
+            raise UsageError(f"--folder {folder} is not a folder of this machine")
         raise UsageError(f"the run works in {there}, which is not on this machine; say where with --folder")
     if run.arguments[0] != "-m" and not (there / script).is_file():
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")

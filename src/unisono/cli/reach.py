@@ -53,7 +53,7 @@ def find(run: str) -> Invitation:
     except (FileNotFoundError, NotADirectoryError) as error:
         if not folder.is_dir():
             raise UsageError(f"there is no run directory {run}") from error
-        raise NotGoing(f"no run is going in {run}: there is no {file.name}") from error
+        raise NotGoing(_why_not_going(run)) from error
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -61,7 +61,16 @@ def find(run: str) -> Invitation:
     try:
         return Invitation(url, read_token(token_file))
     except FileNotFoundError as error:
-        raise NotGoing(f"no run is going in {run}: there is no {Path(token_file).name}") from error
+        raise NotGoing(_why_not_going(run)) from error
+
+
+def _why_not_going(run: str) -> str:
+    """Return why no command can reach the run of a directory that names no head."""
+    from unisono.journal import JOURNAL
+
+    if (Path(run) / JOURNAL).is_file():
+        return f"the run in {run} is not going any more; `unisono status {run}` shows how it has ended"
+    return f"no run is going in {run}; a run that has just begun can be reached after some seconds"
 
 
 def _read_line() -> str:

@@ -147,12 +147,11 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     if launcher is None and options.launcher == "auto":
         task = tasks.here(os.environ)
         if task is not None and task.size > 1:
+            options.refuse_hosts(f"{task.command} has started this command {task.size} times, which are the machines")
             return take_part(options, task, partial(read, options))
+    if launcher is not None:
+        options.refuse_hosts("the machines of this command are given otherwise")
     spec, workers = read(options)
-    if launcher is not None and options.names_hosts:
-        raise UsageError(
-            "--hosts and --hostfile are for `unisono run`; the machines of this command are given otherwise"
-        )
     if launcher is None:
         launcher = launchers.choose(options.request(spec, workers))
     machines = launcher.machines()
@@ -258,6 +257,11 @@ class Options:
     @property
     def names_hosts(self) -> bool:
         return bool(self.hosts or self.hostfile)
+
+    def refuse_hosts(self, why: str) -> None:
+        """Raise a `UsageError` if the command line names machines; ``why`` says where they come from instead."""
+        if self.names_hosts:
+            raise UsageError(f"--hosts and --hostfile are for `unisono run` by itself; {why}")
 
     def _check_plain(self) -> None:
         given = {"--resume": self.resume, "--overwrite": self.overwrite, "--strict": self.strict}

@@ -257,7 +257,8 @@ def _state_words(job: str, facts: dict[str, str]) -> str:
     again = f", turn {turns + 1}" if turns else ""
     match state:
         case "PENDING":
-            return f"job {job} waits in the queue ({facts.get('Reason', 'None')}){again}"
+            reason = facts.get("Reason", "None")  # "None" until Slurm has looked at the job
+            return f"job {job} waits in the queue{'' if reason == 'None' else f' ({reason})'}{again}"
         case "RUNNING" | "CONFIGURING":
             return f"job {job} runs on {facts.get('NodeList', '')}{again}"
         case _:

@@ -51,7 +51,7 @@ def read_hostfile(path: str) -> list[Host]:
         UsageError: it cannot be read, or one of its lines cannot.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")
     except OSError as error:
         raise UsageError(f"the --hostfile {path} cannot be read: {error.strerror}") from error
     except ValueError:

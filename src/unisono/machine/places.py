@@ -99,8 +99,9 @@ class Places:
             whose = f", and {len(taken)} of them {'is' if len(taken) == 1 else 'are'} taken by other runs (pid " + (
                 f"{listed([str(pid) for pid in pids])})"
             )
+        want = "wants" if num_workers == 1 else "want"
         return (
-            f"{count(num_workers, 'worker')} want {count(needed, kind)}; this machine has {len(names)}{whose}: they "
+            f"{count(num_workers, 'worker')} {want} {count(needed, kind)}; this machine has {len(names)}{whose}: they "
             f"share {count(free, kind) if free else f'the {kind}s of others'}, and a step takes longer"
         )
 

@@ -79,7 +79,7 @@ def summary(pace: _Pace, ended: RunEnded) -> str:
         return f"failed: {ended.reason}"
     last = pace.last
     if last is None:
-        return f"{ended.reason} in {pace.elapsed_s:.1f} s"
+        return f"{ended.reason} after {pace.elapsed_s:.1f} s, without a step"
     done = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
     steps = count(pace.num_steps(ended.step), "step")
     return f"{done}: {steps} in {pace.elapsed_s:.1f} s on {count(len(last.workers), 'worker')}"
