@@ -212,7 +212,7 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
 
     Args:
         overwrite: remove the files of another run (of this library only).
-        resume: go on with the run in the directory.
+        resume: go on with the run in the directory. Its id so far joins the ``earlier`` ones in the description.
 
     Raises:
         RunDirectoryError: the directory holds another run, that run is still going, or it cannot be written.
@@ -236,6 +236,8 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
             else:
                 path.unlink(missing_ok=True)
     facts = read_facts(directory) if resume else {}
+    if "run_id" in facts:
+        facts["earlier"] = [*facts.get("earlier", ()), facts["run_id"]]
     describe(directory, {**facts, "run_id": run_id})
 
 

@@ -44,6 +44,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Run or checkpoint to resume from; "auto": what the run directory holds."""
     resume_anyway: tuple[str, ...] = ()
     """Names of the recipe's entries that may differ from the checkpoint's."""
+    copies: tuple[str, ...] = ()
+    """Where checkpoints are copied to; wins over the script's `Checkpoints.copies`."""
     exchange: str = "auto"
     timeout_s: float = 300.0
     """Longest time of one exchange."""

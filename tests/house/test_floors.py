@@ -71,6 +71,7 @@ FLOORS = {
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
+    "checkpoint.copies": 3,
     "checkpoint.snapshot": 3,
     "checkpoint.writer": 3,
     "training.recording": 3,
@@ -187,8 +188,8 @@ NEIGHBOURS = {
         "training.upcoming",
         "watch",
     },  # the sinks of a script
-    "checkpoint.writer": {"checkpoint.snapshot"},
-    "checkpoint.saving": {"checkpoint.snapshot", "checkpoint.writer"},
+    "checkpoint.writer": {"checkpoint.copies", "checkpoint.snapshot"},
+    "checkpoint.saving": {"checkpoint.copies", "checkpoint.snapshot", "checkpoint.writer"},
 }
 
 PURE = {
@@ -201,7 +202,8 @@ PURE = {
 WITHOUT_TORCH = (
     *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "watch"),
     *("decisions.membership", "decisions.cadence"),
-    *("events", "messages", "journal", "rundir", "lifetime", "testing", "checkpoint.files", "training.recording"),
+    *("events", "messages", "journal", "rundir", "lifetime", "testing", "training.recording"),
+    *("checkpoint.copies", "checkpoint.files"),
 )
 
 

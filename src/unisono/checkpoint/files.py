@@ -55,6 +55,7 @@ __all__ = [
     "leave_only",
     "memory_at",
     "move_away",
+    "parse_manifest",
     "part_name",
     "partial_name",
     "publish",
@@ -383,15 +384,24 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise Problem(f"{checkpoint.name} has no {MANIFEST}: it was never completed") from None
     except OSError as error:
         raise Problem(f"{MANIFEST} of {checkpoint.name} cannot be read: {error.strerror}") from error
+    return parse_manifest(data, checkpoint.name)
+
+
+def parse_manifest(data: bytes, name: str) -> Manifest:
+    """Return the manifest of the checkpoint of this name from its bytes, and check it.
+
+    Raises:
+        Problem: the manifest is damaged.
+    """
     try:
         version = msgspec.json.decode(data, type=dict[str, Any]).get("format")
         if version != FORMAT:
-            raise Problem(f"{checkpoint.name} has format {version}, this version of the library reads {FORMAT}")
+            raise Problem(f"{name} has format {version}, this version of the library reads {FORMAT}")
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise Problem(f"{MANIFEST} of {checkpoint.name} is damaged: {error}") from error
+        raise Problem(f"{MANIFEST} of {name} is damaged: {error}") from error
     if manifest.crc32 != _check_of(manifest):
-        raise Problem(f"{MANIFEST} of {checkpoint.name} is damaged: its checksum is not the one that it names")
+        raise Problem(f"{MANIFEST} of {name} is damaged: its checksum is not the one that it names")
     return manifest
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint import files
+from unisono.checkpoint.copies import Copies
 from unisono.checkpoint.snapshot import Camera, Moment, Snapshot
 from unisono.checkpoint.writer import Writer
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Status, Verdict, is_due, judge, may_begin
@@ -70,6 +71,7 @@ class Saver:
         directory: of the run; without a path nothing is written.
         state: returns everything that the next step depends on.
         stable: returns the memory addresses of tensors that only an optimizer changes.
+        copies: where checkpoints are copied to.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Saver:
         device: torch.device,
         state: Callable[[], dict[str, Any]],
         stable: Callable[[], Collection[int]] = tuple,
+        copies: Sequence[str] = (),
     ) -> None:
         self.reaching: frozenset[str] | None = None
         """The ids of the workers that see the directory, by the newest reports; None: there were no reports yet."""
@@ -86,7 +89,8 @@ class Saver:
         """The step of the newest checkpoint that existed at the beginning or that this member has published."""
         self._policy = policy
         self._directory = directory
-        self._writer = Writer(directory, policy)
+        self._copies = Copies(copies, policy, directory.path)
+        self._writer = Writer(directory, policy, self._copies)
         overlaps = device.type == "cpu" and (policy is None or policy.overlap)
         self._camera = Camera(device, state, stable, overlaps=overlaps)
         self._worker_id = ""
@@ -376,10 +380,18 @@ class Saver:
             self._conclude(self._under_way)
         self._raise_failure()
 
+    def wait_for_copies(self) -> None:
+        """Wait until what this member has written is copied, for a limited time."""
+        held = self._copies.held
+        self._copies.wait()
+        if held and self._directory.look():
+            self._writer.prune(max(held, key=files.step_of))
+
     def close(self) -> None:
-        """End the thread, and remove incomplete files."""
+        """End the threads, and remove incomplete files."""
         self._give_up(is_final=False)
         self._writer.close()
+        self._copies.close()
 
     # -- what goes wrong -----------------------------------------------------------------------------
 

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from unisono.checkpoint import files
+from unisono.checkpoint.copies import Copies
 from unisono.checkpoint.files import FileFacts
 from unisono.checkpoint.snapshot import Snapshot
 from unisono.decisions.cadence import Checkpoints, choose_kept
@@ -27,11 +29,16 @@ T = TypeVar("T")
 
 
 class Writer:
-    """A thread with a queue of jobs for the checkpoints."""
+    """A thread with a queue of jobs for the checkpoints.
 
-    def __init__(self, directory: RunDirectory, policy: Checkpoints | None) -> None:
+    Args:
+        copies: where checkpoints are copied to when they are complete.
+    """
+
+    def __init__(self, directory: RunDirectory, policy: Checkpoints | None, copies: Copies) -> None:
         self._directory = directory
         self._policy = policy
+        self._copies = copies
         self._pool = ThreadPoolExecutor(1, "unisono-checkpoint")
         self._newest: Future[Any] | None = None
         self._is_anchored = False
@@ -107,8 +114,9 @@ class Writer:
         except BaseException:
             shutil.rmtree(snapshot.folder, ignore_errors=True)
             raise
+        self._copies.submit(snapshot.final)
         files.remove_abandoned(snapshot.folder.parent)
-        self._prune(snapshot)
+        self._prune(snapshot.final)
 
     def _complete(self, snapshot: Snapshot) -> None:
         folder, sizes = snapshot.folder, snapshot.layout.num_bytes
@@ -137,13 +145,20 @@ class Writer:
         files.publish(folder, snapshot.final)
         point("checkpoint_renamed")
 
-    def _prune(self, snapshot: Snapshot) -> None:
+    def prune(self, newest: Path) -> None:
+        """Remove old checkpoints that were still being copied when this was done last."""
+        self.submit(lambda: self._prune(newest))
+
+    def _prune(self, newest: Path) -> None:
         if self._policy is None:
             return
+        held = self._copies.held
         found: dict[int, Mapping[str, float]] = {}
-        for path in files.complete(snapshot.folder.parent):
+        for path in files.complete(newest.parent):
             with suppress(CheckpointError):  # a broken checkpoint is kept for inspection
                 found[files.step_of(path)] = files.read_manifest(path).metrics
-        for step in found.keys() - choose_kept(found, self._policy, published=snapshot.manifest.step):
-            with suppress(OSError):
-                files.remove(snapshot.final.with_name(files.step_name(step)))
+        for step in found.keys() - choose_kept(found, self._policy, published=files.step_of(newest)):
+            path = newest.with_name(files.step_name(step))
+            if path not in held:
+                with suppress(OSError):
+                    files.remove(path)

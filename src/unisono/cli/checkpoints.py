@@ -18,13 +18,13 @@ __all__ = ["checkpoints"]
 
 
 @click.command()
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("place", metavar="DIR")
 @click.argument("action", type=click.Choice(["list", "verify", "export"]), default="list")
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--step", type=int, default=None, metavar="N", help="The checkpoint of this step; otherwise the newest.")
 @click.option("--name", default=None, help="export: which tracked object; otherwise the model.")
 def checkpoints(
-    directory: Path, action: Literal["list", "verify", "export"], file: Path | None, step: int | None, name: str | None
+    place: str, action: Literal["list", "verify", "export"], file: Path | None, step: int | None, name: str | None
 ) -> int:
     """List the checkpoints of the run in DIR, check every byte of them, or write one's weights into a single file.
 
@@ -33,7 +33,16 @@ def checkpoints(
         unisono checkpoints runs/digits verify
         unisono checkpoints runs/digits export model.safetensors
         unisono checkpoints runs/digits export optimizer.pt --name optimizer --step 500
+
+    DIR may also be the place of copies (s3://bucket/runs/digits): list and verify.
     """
+    from unisono.checkpoint.copies import absolute, is_copy
+
+    if is_copy(absolute(place)):
+        if action == "export":
+            raise UsageError("export needs the directory of a run; fetch a copy first: unisono run --resume URL")
+        return _list_copies(absolute(place), step, check=action == "verify")
+    directory = Path(place)
     found = _find(directory, step)
     if action == "export":
         if file is None:
@@ -70,6 +79,28 @@ def _list(found: list[Path], *, check: bool) -> int:
             click.echo(f"{path.name}  broken: {error}")
         else:
             click.echo(f"{path.name}  {_line(manifest)}{'  every byte is right' if check else ''}")
+    return 1 if num_broken else 0
+
+
+def _list_copies(place: str, step: int | None, *, check: bool) -> int:
+    """Print a line for each whole copy; returns 1 if one is broken."""
+    from unisono.checkpoint import copies
+
+    copies.check([place])
+    found = [one for one in reversed([*copies.find([place])]) if step is None or one[1].step == step]
+    if not found:
+        which = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{copies.shown(place)} holds no whole copy of a checkpoint{which}")
+    num_broken = 0
+    for store, copy in found:
+        try:
+            if check:
+                store.verify(copy)
+        except CheckpointError as error:
+            num_broken += 1
+            click.echo(f"{copy.name}  broken: {error}")
+        else:
+            click.echo(f"{copy.name}  {_line(copy.manifest)}{'  every byte is right' if check else ''}")
     return 1 if num_broken else 0
 
 

@@ -59,20 +59,27 @@ class Resumed(NamedTuple):
         return 1
 
 
-def resumed(path: Path, run_dir: str, *, overwrite: bool) -> Resumed:
+def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:
     """Find the run that is to be resumed.
+
+    Args:
+        place: a run, one of its checkpoints, the place of its copies, or `AUTO`.
 
     Raises:
         UsageError: there is no such run.
     """
+    from unisono.checkpoint.copies import absolute, is_copy
     from unisono.checkpoint.files import FOLDER
     from unisono.journal import JOURNAL
     from unisono.rundir import RUN_FILE, read_facts
 
     if overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give only one of them")
-    if str(path) == AUTO:
+    path = Path(place)
+    if place == AUTO:
         return Resumed(run_dir, AUTO, read_facts(Path(run_dir)) if run_dir else {})
+    if is_copy(absolute(place)):
+        return Resumed(run_dir, absolute(place), _facts_of_copy(absolute(place)))
     if not path.is_dir():
         raise UsageError(f"--resume {path}: there is no such directory")
     inside = path.parent.name == FOLDER
@@ -80,3 +87,22 @@ def resumed(path: Path, run_dir: str, *, overwrite: bool) -> Resumed:
     if not inside and not run_dir and not any((own / name).exists() for name in (RUN_FILE, JOURNAL, FOLDER)):
         raise UsageError(f"--resume {path}: that directory holds no run")
     return Resumed(run_dir or str(own), str(path.resolve()), read_facts(own))
+
+
+def _facts_of_copy(place: str) -> dict[str, Any]:
+    """Return the description of the run whose copies are in a place.
+
+    Raises:
+        UsageError: the place cannot be read, or holds no copy.
+    """
+    from unisono.checkpoint.copies import check, find, shown
+    from unisono.errors import CheckpointError
+
+    check([place])
+    try:
+        newest = next(find([place]), None)
+    except CheckpointError as error:
+        raise UsageError(f"--resume {shown(place)}: {error}") from error
+    if newest is None:
+        raise UsageError(f"--resume {shown(place)}: there is no whole copy of a checkpoint")
+    return dict(newest[1].facts)

@@ -50,10 +50,12 @@ _OPTIONS: Final = (
     option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; wins over the script's."),
     option("--overwrite", is_flag=True, help="Replace the run that the directory holds."),
     option("--resume", default="", metavar="DIR", help="Go on with the run in DIR, or from one of its "
-           "checkpoints, at any number of workers; without SCRIPT, with the run's own. auto: with what the run "
-           "directory holds, if anything."),
+           "checkpoints, or from the URL of its copies, at any number of workers; without SCRIPT, with the run's own. "
+           "auto: with what the run directory holds, if anything."),
     option("--resume-anyway", multiple=True, metavar="NAME", help="A part of the recipe that may differ from the "
            "checkpoint's, e.g. microbatches. It changes the bits."),
+    option("--copies-to", multiple=True, metavar="URL", help="Copy each checkpoint to this place as well: a path, or a "
+           "URL that fsspec knows (s3://bucket/run, sftp://host/path). Wins over the script's."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
     option("--hosts", default="", metavar="A,B:2,C", help="Machines to train on, by ssh: B with 2 workers, the others "
@@ -184,6 +186,7 @@ class Options:
     overwrite: bool
     resume: str
     resume_anyway: tuple[str, ...]
+    copies_to: tuple[str, ...]
     exchange: str
     hosts: str
     hostfile: str
@@ -264,7 +267,12 @@ class Options:
             raise UsageError(f"--hosts and --hostfile are for `unisono run` by itself; {why}")
 
     def _check_plain(self) -> None:
-        given = {"--resume": self.resume, "--overwrite": self.overwrite, "--strict": self.strict}
+        given = {
+            "--resume": self.resume,
+            "--copies-to": self.copies_to,
+            "--overwrite": self.overwrite,
+            "--strict": self.strict,
+        }
         for name in (name for name, value in given.items() if value):
             raise UsageError(f"{name} is for scripts that use Unisono, and not for a plain one")
         if self.function:
@@ -382,12 +390,13 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     check_text("the run directory", options.run_dir, options.resume)
     before = Resumed(options.run_dir, "", {})
     if options.resume:
-        before = resumed(Path(options.resume), options.run_dir, overwrite=options.overwrite)
+        before = resumed(options.resume, options.run_dir, overwrite=options.overwrite)
     elif options.resume_anyway:
         raise UsageError("--resume-anyway says what may differ when a run goes on; give --resume DIR as well")
     run_dir = str(Path(before.run_dir).resolve()) if before.run_dir else ""
     if run_dir:
         check_directory(Path(run_dir))
+    copies = _places(options.copies_to)
     arguments = _arguments(options, before)
     threads = options.threads or (_plain_threads() if options.plain else before.threads())
     takes_all = options.workers == "auto" and options.names_hosts  # so many as the machines will say
@@ -399,6 +408,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         overwrite=options.overwrite,
         resume=before.path,
         resume_anyway=options.resume_anyway,
+        copies=copies,
         exchange=options.exchange,
         timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,
@@ -408,6 +418,24 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         partition=options.partition,
     )
     return spec, workers
+
+
+def _places(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the places to which checkpoints are copied.
+
+    Raises:
+        UsageError: this installation does not know how to reach one of them.
+    """
+    if not urls:
+        return ()
+    from unisono.checkpoint.copies import absolute, check
+
+    check_text("a place for copies", *urls)
+    if "" in urls:
+        raise UsageError("--copies-to is a URL or a path, got ''")
+    places = tuple(absolute(url) for url in urls)
+    check(places)
+    return places
 
 
 def _plain_threads() -> int:

@@ -84,18 +84,33 @@ class Checkpoints:
     through ``.data``, where it cannot be seen. (Other changes there are seen, and then it is False from there on.)"""
     must_succeed: bool = False
     """End the run when a checkpoint cannot be written; otherwise that is a warning."""
+    copies: str | tuple[str, ...] = ()
+    """Where complete checkpoints are copied to, in the background: URLs of fsspec (``s3://bucket/runs/digits``,
+    ``sftp://host/path``) or paths of other disks. ``--copies-to`` wins over it. A copy that fails is told, and the run
+    goes on."""
+    copies_wait_s: float = 120.0
+    """How long the end of the run, or a stop, waits for its last copy."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "every_seconds", "keep_every"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"Checkpoints({name}=...) must be above 0, or None for never; got {value}")
+        if not self.copies_wait_s >= 0:
+            raise UsageError(f"Checkpoints(copies_wait_s=...) is a time in seconds, got {self.copies_wait_s}")
+        if "" in self.places:
+            raise UsageError("Checkpoints(copies=...) is a URL or a path, or a tuple of them; got an empty one")
         if self.keep < 1:
             raise UsageError(f"Checkpoints(keep=...) must be at least 1, got {self.keep}")
         if self.best not in ("min", "max"):
             raise UsageError(f"Checkpoints(best=...) is 'min' or 'max', got {self.best!r}")
         if self.on_signal is not None and not 0 <= self.on_signal <= 255:
             raise UsageError(f"Checkpoints(on_signal=...) is an exit code from 0 to 255, or None; got {self.on_signal}")
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Return where checkpoints are copied to."""
+        return (self.copies,) if isinstance(self.copies, str) else tuple(self.copies)
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ the file, so the next writer, or a writer whose full disk has room again, writes
 from __future__ import annotations
 
 from unisono.journal.comparing import Difference, compare
-from unisono.journal.file import JOURNAL, conclude, events, has_steps, read, summary, truncate
+from unisono.journal.file import JOURNAL, conclude, end_of, events, has_steps, read, summary, truncate
 from unisono.journal.lines import Line, from_line, to_line
 from unisono.journal.writing import MOST_KEPT_LINES, Journal
 
@@ -23,6 +23,7 @@ __all__ = [
     "Line",
     "compare",
     "conclude",
+    "end_of",
     "events",
     "from_line",
     "has_steps",

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Final
 from unisono.events import RunEnded, StepFinished
 from unisono.journal.lines import Line, LineEvent, from_line, parse, plain, text_of, to_line
 
-__all__ = ["BLOCK_BYTES", "JOURNAL", "conclude", "events", "has_steps", "read", "summary", "tail", "truncate"]
+__all__ = ["BLOCK_BYTES", "JOURNAL", "conclude", "end_of", "events", "has_steps", "read", "summary", "tail", "truncate"]
 
 JOURNAL: Final = "journal.jsonl"
 BLOCK_BYTES: Final = 1 << 16
@@ -87,18 +87,33 @@ def truncate(path: Path, number: int) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:
-        cut = end = file.seek(0, os.SEEK_END)
-        for offset, text in _backwards(file):
-            try:
-                is_kept = text.endswith(b"\n") and int(json.loads(text)["line"]) < number
-            except (ValueError, KeyError, TypeError):
-                is_kept = False
-            if is_kept:
-                break
-            cut = offset
-        if cut < end:
+        cut = _end_of(file, number)
+        if cut < file.seek(0, os.SEEK_END):
             file.truncate(cut)
             os.fsync(file.fileno())
+
+
+def end_of(path: Path, number: int) -> int:
+    """Return the size of a journal's first ``number`` lines, in bytes.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return _end_of(file, number)
+
+
+def _end_of(file: BinaryIO, number: int) -> int:
+    cut = file.seek(0, os.SEEK_END)
+    for offset, text in _backwards(file):
+        try:
+            is_kept = text.endswith(b"\n") and int(json.loads(text)["line"]) < number
+        except (ValueError, KeyError, TypeError):
+            is_kept = False
+        if is_kept:
+            break
+        cut = offset
+    return cut
 
 
 def conclude(directory: Path, reason: str) -> None:

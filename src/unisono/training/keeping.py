@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from unisono import member as members
+from unisono.checkpoint.copies import absolute, check
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
@@ -42,6 +43,7 @@ class Keeper:
         anyway: parts of the recipe that may differ from the checkpoint's, by the script.
         also_anyway: the same, by the command line.
         command: how ``unisono run`` was called (JSON); "": it was not.
+        copies: where checkpoints are copied to, by the command line; empty: where the policy says.
     """
 
     def __init__(
@@ -54,16 +56,20 @@ class Keeper:
         anyway: Collection[str],
         also_anyway: Collection[str],
         command: str,
+        copies: Sequence[str] = (),
         overwrite: bool,
         device: torch.device,
         threads: int,
     ) -> None:
-        if directory is None and (policy is not None or resume):
-            what = "checkpoints need" if policy is not None else "resume= needs"
+        if directory is None and (policy is not None or resume or copies):
+            what = "checkpoints need" if policy is not None or copies else "resume= needs"
             raise UsageError(f"{what} the directory of the run: unisono.Run(directory, ...), or --run-dir")
         if isinstance(anyway, str):
             raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
         self.policy = policy
+        places = [absolute(url) for url in copies or (policy.places if policy is not None else ())]
+        if places:
+            check(places)
         self._directory = RunDirectory(directory, _may_write)
         self._resumption = Resumption(
             self._directory,
@@ -71,11 +77,12 @@ class Keeper:
             resume=resume,
             may_differ={*anyway, *also_anyway},
             command=command,
+            copies=places,
             overwrite=overwrite,
             device=device,
             threads=threads,
         )
-        self._saver = Saver(policy, self._directory, device, tracked.state, tracked.updated)
+        self._saver = Saver(policy, self._directory, device, tracked.state, tracked.updated, places)
         self.journal = Journal(directory / JOURNAL if directory is not None else None, self._directory.look)
         self._process = Process()
         self._run_id, self._worker_id, self._is_alone = "", "", True
@@ -131,6 +138,8 @@ class Keeper:
 
     def close(self) -> None:
         """End what was begun, whatever happened."""
+        if self._is_alone:
+            self._saver.wait_for_copies()
         self._saver.close()
         if self._writes and not self._directory.look() and not self._directory.is_left_to_others:
             self._miss()
@@ -252,6 +261,7 @@ class Keeper:
         def work() -> None:
             self.save_last(rounds)
             self._saver.finish()
+            self._saver.wait_for_copies()
 
         together(rounds, work)
         self._saver.confirm()

@@ -7,13 +7,14 @@ import shlex
 import shutil
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from unisono.checkpoint import files
+from unisono.checkpoint.copies import Copy, Store, find, is_copy, lineage, shown
 from unisono.checkpoint.loading import Loaded, newest
 from unisono.decisions.cadence import Position, differences, table
 from unisono.decisions.cursor import Cursor, Recipe
@@ -40,6 +41,7 @@ class Resumption:
         resume: "auto": go on with the run that the directory holds, if any; a path: with what is there; "": begin.
         may_differ: parts of the recipe that may differ from the checkpoint's.
         command: how ``unisono run`` was called (JSON); "": it was not.
+        copies: where the run's checkpoints are copied to: "auto" takes the newest from there, if it is newer.
         overwrite: replace another run that the directory holds.
 
     Raises:
@@ -54,6 +56,7 @@ class Resumption:
         resume: str,
         may_differ: Collection[str],
         command: str,
+        copies: Sequence[str] = (),
         overwrite: bool,
         device: torch.device,
         threads: int,
@@ -71,6 +74,7 @@ class Resumption:
         self._resume = resume
         self._may_differ = may_differ
         self._command = command
+        self._copies = copies
         self._overwrite = overwrite
         self._device = device
         self._threads = threads
@@ -126,9 +130,9 @@ class Resumption:
             return self._began
         has_begun = is_restart and holder(path) == run_id
         self.claim(run_id)
-        facts = self._facts(path, run_id, cursor)
         if self._loaded is None and self._resume:
-            self._loaded = self._find(path)
+            self._loaded = self._find(path, run_id, has_begun=has_begun)
+        facts = self._facts(path, run_id, cursor)
         loaded = self._loaded
         if loaded is None:
             if has_begun and has_steps(path):
@@ -153,7 +157,7 @@ class Resumption:
         )  # before the journal is cut: it would be shorter than these checkpoints need
         self._go_on_with_journal(loaded, path)
         self.metrics = dict(manifest.metrics)
-        again = {"step": position.total, "at": time.time(), "from": str(loaded.path)}
+        again = {"step": position.total, "at": time.time(), "from": str(loaded.path), "run_id": run_id}
         describe(path, {**facts, "resumed": [*facts.get("resumed", []), again]})
         tell(f"unisono: goes on at step {position.total}, from {loaded.path}{moved}")
         self._began = position
@@ -167,11 +171,20 @@ class Resumption:
             facts["command"] = command
         if self._resume:
             facts["resumed"] = before.get("resumed", [])
+            facts["earlier"] = before.get("earlier", [])
         return {**facts, "recipe": self.recipe(cursor), "fingerprint": self.fingerprint()}
 
-    def _find(self, directory: Path) -> Loaded | None:
+    def _find(self, directory: Path, run_id: str, *, has_begun: bool) -> Loaded | None:
         files.take_over(directory / files.FOLDER)
         source = directory if self._resume == "auto" else Path(self._resume)
+        if is_copy(self._resume):
+            resumed = read_facts(directory).get("resumed", [])
+            if has_begun and resumed and resumed[-1].get("run_id") == run_id:
+                source = directory  # all workers were lost, after the copy was fetched
+            else:
+                source = self._fetch(list(find([self._resume])), directory)
+        elif self._resume == "auto" and self._copies and (newer := self._newer_copies(directory)):
+            source = self._fetch(newer, directory)
         if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
             return None  # the run was killed before its first checkpoint
         loaded = newest(source)
@@ -180,6 +193,78 @@ class Resumption:
         for problem in loaded.broken:
             warnings.warn(f"{problem}; {loaded.path.name} is used instead", stacklevel=2)
         return loaded
+
+    def _newer_copies(self, directory: Path) -> list[tuple[Store, Copy]]:
+        """Return the copies of this run that are newer than the checkpoints in its directory, the newest first.
+
+        Raises:
+            CheckpointError: the copies cannot be read, and the directory holds no checkpoint.
+        """
+        done = files.complete(directory / files.FOLDER)
+        newest_step = files.step_of(done[-1]) if done else -1
+        try:
+            found = list(find(self._copies))
+        except CheckpointError as error:
+            if not done:
+                raise
+            warnings.warn(f"{error}; the run goes on from {done[-1]}", stacklevel=2)
+            return []
+        facts = read_facts(directory)
+        is_new = not done and not facts.get("earlier")
+        return [
+            (store, copy)
+            for store, copy in found
+            if copy.step > newest_step and (is_new or lineage(copy.facts) & lineage(facts))
+        ]
+
+    def _fetch(self, found: Sequence[tuple[Store, Copy]], directory: Path) -> Path:
+        """Bring the newest of these copies that is not broken into the directory, with its journal; return its path.
+
+        Raises:
+            CheckpointError: there is no copy, all are broken, or one cannot be read or written.
+        """
+        folder = directory / files.FOLDER
+        broken: list[str] = []
+        for store, copy in found:
+            partial = folder / f".{files.step_name(copy.step)}-copy.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            folder.mkdir(exist_ok=True)
+            began = time.monotonic()
+            try:
+                store.fetch(copy, partial)
+            except files.Problem as problem:
+                broken.append(str(problem).replace(partial.name, copy.name))
+                shutil.rmtree(partial, ignore_errors=True)
+                continue
+            except Exception as error:  # of any library that stands behind fsspec
+                shutil.rmtree(partial, ignore_errors=True)
+                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                raise CheckpointError(f"{copy.name} of {shown(store.url)} cannot be fetched: {why}") from error
+            for why in broken:
+                warnings.warn(f"{why}; {copy.name} is used instead", stacklevel=2)
+            tell(
+                f"unisono: fetched {copy.name} ({copy.manifest.num_bytes / 1e6:,.1f} MB) from {shown(store.url)} in "
+                f"{time.monotonic() - began:.1f} s"
+            )
+            return self._take_in(copy, partial, directory)
+        where = shown(self._resume) if is_copy(self._resume) else ", ".join(map(shown, self._copies))
+        if broken:
+            raise CheckpointError(f"no copy in {where} can be used: {'; '.join(broken)}")
+        raise CheckpointError(f"{where} holds no whole copy of a checkpoint")
+
+    def _take_in(self, copy: Copy, fetched: Path, directory: Path) -> Path:
+        """Make a copy that was fetched a checkpoint of the directory, and its journal the directory's."""
+        final = fetched.with_name(files.step_name(copy.step))
+        facts = read_facts(directory)
+        others = files.complete(final.parent)
+        if lineage(copy.facts) & lineage(facts):
+            others = [path for path in others if files.step_of(path) > copy.step]
+        files.move_away(others, broken=False)
+        (fetched / JOURNAL).replace(directory / JOURNAL)
+        ids = (lineage(copy.facts) | lineage(facts)) - {facts.get("run_id")}
+        describe(directory, {**facts, **copy.facts, "run_id": facts.get("run_id"), "earlier": sorted(ids)})
+        files.publish(fetched, final)
+        return final
 
     def _move_away(self, loaded: Loaded, directory: Path) -> str:
         """Move away the checkpoints that are broken or newer than the loaded one; returns a sentence about them.

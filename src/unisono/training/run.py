@@ -88,7 +88,7 @@ class Run(Calls):
         balance: give faster workers more micro-batches. Changes no bit.
         checkpoint: when checkpoints are written, and which are kept; None: only when `save` is called.
         resume: "auto": go on with the run that the directory holds, if it holds one, else begin. A path: go on from
-            that run or checkpoint, which may lie elsewhere. ``--resume`` wins over it.
+            that run or checkpoint, which may lie elsewhere, also a URL of copies. ``--resume`` wins over it.
         resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. It changes the
             bits.
         overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
@@ -133,6 +133,7 @@ class Run(Calls):
             anyway=resume_anyway,
             also_anyway=spec.resume_anyway,
             command=spec.command(),
+            copies=spec.copies,
             overwrite=overwrite or spec.overwrite,
             device=self.device,
             threads=self._arithmetic.threads,
