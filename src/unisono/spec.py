@@ -90,6 +90,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Another command shows what happens in the run: the agent prints the workers' output only."""
     when_idle: WhenIdle | None = None
     """The agent offers its workers only while nobody uses the machine; None: always."""
+    may_have_head: bool = True
+    """The next head may be started on this machine, if that of the head is lost."""
     held: bool = False
     """A launcher holds the agent's standard input open: the agent ends with it."""
     engine: str = ""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -106,9 +107,13 @@ class Team:
         with theirs, stacks.open("w") as file:
             # Then the signal ends it: what an ended process has written is complete.
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
+            # What this process has left of earlier groups must not be collected there: their threads are not there.
+            gc.collect()
+            gc.freeze()
             try:
                 process.start()
             finally:
+                gc.unfreeze()
                 faulthandler.unregister(signal.SIGUSR1)
         return _Process(process, ours, stacks)
 

@@ -356,6 +356,9 @@ class SlowNursery:
         assert spec.worker_id not in self.requests
         self.requests[spec.worker_id] = on_started
 
+    async def close(self) -> None:
+        self.is_alive = False
+
 
 class Exits:
     """Keeps the ends of workers that are reported to the head."""
@@ -406,6 +409,7 @@ def test_a_worker_that_is_not_there_yet_is_evicted_as_well() -> None:
         finally:
             child.kill()
             await child.ended_within(WAIT_S)
+            await workers.close()
 
     asyncio.run(evict())
 
@@ -433,6 +437,7 @@ def test_a_worker_that_the_nursery_did_not_live_to_fork_starts_by_itself(monkeyp
         assert exits.messages == []
         child.kill()
         assert await child.ended_within(WAIT_S)
+        await workers.close()
 
     asyncio.run(start())
 

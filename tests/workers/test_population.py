@@ -16,9 +16,10 @@ from benchmarks.population import Process, Site
 from tests.waiting import WAIT_S
 from unisono.decisions.following import MAX_HEIRS
 from unisono.decisions.membership import Policy
+from unisono.invitation import HeadUrl
 from unisono.lifetime import Memory
 from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, address, listen
+from unisono.machine.headprocess import HeadProcess, Service, listen
 from unisono.messages import AgentHello
 from unisono.spec import RunSpec
 
@@ -62,10 +63,10 @@ async def run() -> AsyncIterator[Run]:
     )
     token = secrets.token_urlsafe(8)
     with listen(Service(policy=policy)) as listener, Memory("unisono-token", token.encode()) as secret:
-        url = address("127.0.0.1", listener.getsockname()[1])
+        url = str(HeadUrl("127.0.0.1", listener.getsockname()[1]))
         spec = RunSpec(heartbeat_s=0.1)
-        settings = {"policy": policy, "listener": listener.fileno(), "run_id": "x", "url": url, "spec": spec}
-        head, command = HeadProcess(settings, listener, secret), Command()
+        settings = {"policy": policy, "run_id": "x", "spec": spec}
+        head, command = HeadProcess(settings, listener, secret, url), Command()
         hello = AgentHello(host="command", pid=1, num_workers=0, primary=True)
         following = Following(url, token, hello, command, away_s=WAIT_S, head=head)
         following.start_head()

@@ -76,6 +76,7 @@ RETRY_S: Final = 1.0
     "instead of terminals, input devices and desktops; e.g. one that a program touches.",
 )
 @click.option("--wait-s", default=0.0, show_default=True, help="How long to wait for the head, if it is not there yet.")
+@click.option("--no-head", is_flag=True, help="This machine never has the head, also if the one that has it is lost.")
 @click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", is_flag=True, hidden=True)
 def join(
@@ -91,6 +92,7 @@ def join(
     idle_load: float,
     inputs: tuple[str, ...],
     wait_s: float,
+    no_head: bool,
     simulate_hosts: int,
     launched: bool,
 ) -> int:
@@ -120,6 +122,7 @@ def join(
         simulate_hosts=simulate_hosts,
         launched=launched,
         held=launched,
+        may_have_head=not no_head,
         address=address_of(interface) if interface else "",
         when_idle=_when_idle(idle_s, idle_load, inputs) if when_idle else None,
     )

@@ -191,7 +191,9 @@ def _job(request: Request) -> dict[str, Any]:
 
 def _deployment(request: Request) -> dict[str, Any]:
     words = ["unisono", "join", f"wss://{head_name(request.name)}:{PORT}", "--token-file", TOKEN]
-    words += ["--workers", str(request.workers_per_pod), "--wait-s", str(WAIT_S), "--head-away-s", str(HEAD_AWAY_S)]
+    # Only the head's Job has the head: a worker's pod is not behind the Service.
+    words += ["--no-head", "--workers", str(request.workers_per_pod)]
+    words += ["--wait-s", str(WAIT_S), "--head-away-s", str(HEAD_AWAY_S)]
     gpus = request.gpus_per_worker * request.workers_per_pod
     of_gpus = {"nvidia.com/gpu": str(gpus)} if gpus else {}
     container = {

@@ -166,11 +166,12 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
 async def _join(spec: MachineSpec, url: str, token: str, secret: Memory, certificate: Memory | None) -> int:
     stream = Stream([make("relay" if spec.launched else "terminal")])
     head = None
-    with contextlib.suppress(OSError):  # without a port of its own this machine cannot have the next head
-        listener, own_url = reserve(url, spec.run.ports)
-        # The table's settings are a part of the state that the next head takes over.
-        settings = {"policy": Policy(start=1, maximum=1), "run_id": "", "spec": spec.run}
-        head = HeadProcess(settings, listener, secret, own_url, certificate)
+    if spec.may_have_head:
+        with contextlib.suppress(OSError):  # without a port of its own this machine cannot have the next head
+            listener, own_url = reserve(url, spec.run.ports)
+            # The table's settings are a part of the state that the next head takes over.
+            settings = {"policy": Policy(start=1, maximum=1), "run_id": "", "spec": spec.run}
+            head = HeadProcess(settings, listener, secret, own_url, certificate)
     agent = _Agent(spec, url, token, secret, stream, head)
     try:
         return await agent.run()
