@@ -507,8 +507,9 @@ class Copies:
         until = min(now + seconds, self._deadline)
         if not self._is_idle_by(min(until, self._say_at)) and time.monotonic() >= self._say_at:
             self._say_at = math.inf
-            missing = {path.name: None for path in self.held}
-            tell(f"unisono: waits for the copy of {listed(sorted(missing))}, {self._wait_s:.0f} s at most")
+            names = sorted({path.name for path in self.held})
+            verb = "is" if len(names) == 1 else "are"
+            tell(f"unisono: waits until {listed(names)} {verb} copied, {self._wait_s:.0f} s at most")
         if self._is_idle_by(until) or time.monotonic() >= self._deadline:
             self._is_over, self._deadline = True, None
             for copier in self._copiers:
