@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ from unisono.errors import CheckpointError, UsageError
 from unisono.journal import JOURNAL, end_of
 from unisono.process import tell
 from unisono.rundir import RUN_FILE, read_facts
+from unisono.words import listed
 
 __all__ = [
     "Copier",
@@ -372,25 +374,22 @@ class Copier:
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait(self, seconds: float) -> None:
-        """Wait until all is copied, at most for so long. Says that it waits, and what is missing in the end."""
-        deadline = time.monotonic() + seconds
-        if self._is_idle_within(min(SAY_AFTER_S, seconds)):
-            if self._said:
-                tell(f"unisono: the newest checkpoint has no copy in {shown(self._url)}: {self._said}")
-            return
-        name = max((path.name for path in self.held), default="")
-        tell(f"unisono: waits for the copy of {name} to {shown(self._url)}, {seconds:.0f} s at most")
-        if not self._is_idle_within(deadline - time.monotonic()):
-            newest = f"that of step {self._copied} is the newest there" if self._copied >= 0 else "there is none yet"
-            tell(
-                f"unisono: the copy of {name} to {shown(self._url)} was not done within {seconds:.0f} s and is given "
-                f"up; of this worker's copies, {newest}. Checkpoints(copies_wait_s=...) waits longer"
-            )
-
-    def _is_idle_within(self, seconds: float) -> bool:
+    def is_idle_within(self, seconds: float) -> bool:
+        """Wait until all is copied or has failed, at most for so long; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and self._current is None, max(seconds, 0.0))
+
+    def say_missing(self, waited_s: float) -> None:
+        """Say at the end of the run if its newest checkpoint is not copied."""
+        if held := self.held:
+            newest = f"that of step {self._copied} is the newest" if self._copied >= 0 else "there is none yet"
+            name = max(path.name for path in held)
+            tell(
+                f"unisono: the copy of {name} to {shown(self._url)} was not done within {waited_s:.0f} s and is given "
+                f"up; of the copies by this worker, {newest}. Checkpoints(copies_wait_s=...) waits longer"
+            )
+        elif self._said:
+            tell(f"unisono: the newest checkpoint has no copy in {shown(self._url)}: {self._said}")
 
     def close(self) -> None:
         """End the thread. A copy that is under way stays cut short if the process ends before it is done."""
@@ -473,6 +472,10 @@ class Copies:
         self.urls = tuple(urls)
         self._wait_s = (policy or Checkpoints()).copies_wait_s
         self._copiers = [Copier(url, policy, directory) for url in urls] if directory is not None else []
+        self._is_over = True
+        """Nothing was submitted since the end of the run has waited."""
+        self._deadline: float | None = None
+        self._say_at = math.inf
 
     @property
     def held(self) -> frozenset[Path]:
@@ -481,14 +484,39 @@ class Copies:
 
     def submit(self, checkpoint: Path) -> None:
         """Copy a complete checkpoint to all places."""
+        self._is_over = False
         for copier in self._copiers:
             copier.submit(checkpoint)
 
-    def wait(self) -> None:
-        """Wait for the copies, a limited time for all of them."""
-        deadline = time.monotonic() + self._wait_s
-        for copier in self._copiers:
-            copier.wait(max(deadline - time.monotonic(), 0.0))
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the end of the run waits for a copy, or has still to say that one is missing."""
+        return bool(self._copiers) and not self._is_over
+
+    def wait(self, seconds: float = math.inf) -> None:
+        """Wait until all is copied, at most for so long. Says that it waits, and in the end what is missing.
+
+        All calls together wait for the time that the policy gives.
+        """
+        if not self.is_awaited:
+            return
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._wait_s
+            self._say_at = now + SAY_AFTER_S
+        until = min(now + seconds, self._deadline)
+        if not self._is_idle_by(min(until, self._say_at)) and time.monotonic() >= self._say_at:
+            self._say_at = math.inf
+            names = sorted({path.name for path in self.held})
+            verb = "is" if len(names) == 1 else "are"
+            tell(f"unisono: waits until {listed(names)} {verb} copied, {self._wait_s:.0f} s at most")
+        if self._is_idle_by(until) or time.monotonic() >= self._deadline:
+            self._is_over, self._deadline = True, None
+            for copier in self._copiers:
+                copier.say_missing(self._wait_s)
+
+    def _is_idle_by(self, until: float) -> bool:
+        return all(copier.is_idle_within(until - time.monotonic()) for copier in self._copiers)
 
     def close(self) -> None:
         """End the threads."""

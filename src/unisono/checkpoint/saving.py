@@ -8,6 +8,7 @@ writes everything.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -380,11 +381,21 @@ class Saver:
             self._conclude(self._under_way)
         self._raise_failure()
 
-    def wait_for_copies(self) -> None:
+    @property
+    def has_copies(self) -> bool:
+        """Whether checkpoints are copied to other places."""
+        return bool(self._copies.urls)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the end of the run waits for a copy that this member makes."""
+        return self._copies.is_awaited
+
+    def wait_for_copies(self, seconds: float = math.inf) -> None:
         """Wait until what this member has written is copied, for a limited time."""
         held = self._copies.held
-        self._copies.wait()
-        if held and self._directory.look():
+        self._copies.wait(seconds)
+        if held and not self._copies.held and self._directory.look():
             self._writer.prune(max(held, key=files.step_of))
 
     def close(self) -> None:

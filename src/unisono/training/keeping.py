@@ -32,6 +32,8 @@ from unisono.training.resuming import Resumption
 __all__ = ["Keeper"]
 
 OTHERS_S: Final = 2.0
+COPIES_ROUND_S: Final = 1.0
+HAS_COPIES: Final = b"copies"
 
 
 class Keeper:
@@ -256,15 +258,23 @@ class Keeper:
             self._saver.save_last(self._moment(rounds))
 
     def save_together(self, rounds: Rounds) -> None:
-        """Write the last checkpoint, and return when it is on the disk, even if its writer is lost. Collective."""
+        """Write the last checkpoint, and return when it is on the disk, even if its writer is lost. Collective.
+
+        Its copies are waited for as well, for a limited time.
+        """
 
         def work() -> None:
             self.save_last(rounds)
             self._saver.finish()
-            self._saver.wait_for_copies()
 
-        together(rounds, work)
+        payloads = together(rounds, work, HAS_COPIES if self._saver.has_copies else b"")
         self._saver.confirm()
+        while any(payloads):  # in rounds that are short: an exchange has a timeout
+            is_copying = self._saver.is_copying
+            payloads = together(rounds, self._wait_for_copies, HAS_COPIES if is_copying else b"")
+
+    def _wait_for_copies(self) -> None:
+        self._saver.wait_for_copies(COPIES_ROUND_S)
 
     def _moment(self, rounds: Rounds) -> Moment:
         team = rounds.team
