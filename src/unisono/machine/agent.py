@@ -515,7 +515,8 @@ class _Agent:
             return ""
         return (
             f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on a machine that "
-            "has trained; next time, use a shared folder, or name localhost among --hosts"
+            "has trained; next time, name a --run-dir that this machine sees as well, or have workers here too "
+            "(--hosts localhost,...)"
         )
 
     def _how_to_go_on(self, ended: Ended) -> str:
