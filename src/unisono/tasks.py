@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["FIRST_SPECIAL_STEP", "TAKEN", "Engine", "Task", "counts", "here"]
+from unisono.errors import UsageError
+
+__all__ = ["FIRST_SPECIAL_STEP", "TAKEN", "Engine", "Task", "counts", "here", "refuse_torchrun"]
 
 Engine = Literal["Slurm", "Open MPI", "MPICH"]
 
@@ -64,6 +66,20 @@ def here(environment: Mapping[str, str]) -> Task | None:
         return _open_mpi(environment) or _hydra(environment) or _slurm(environment)
     except ValueError:  # the variables are not what they should be: another program's
         return None
+
+
+def refuse_torchrun(environment: Mapping[str, str]) -> None:
+    """Refuse to run alone in one of several processes of torchrun (``unisono run --plain``): each would train alone.
+
+    Raises:
+        UsageError: there are several.
+    """
+    size = environment.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" in environment and size.isdecimal() and int(size) > 1:
+        raise UsageError(
+            f"this script uses unisono.Run, and was started by torchrun or `unisono run --plain`: its {size} processes "
+            f"would train {size} times the same. Start it by unisono run SCRIPT --workers {size}"
+        )
 
 
 def counts(text: str) -> list[int]:

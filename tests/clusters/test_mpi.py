@@ -6,13 +6,14 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import Command, marked
+from tests.workers.conftest import Command, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.checkpoint.files import FOLDER, complete
 from unisono.cli.reach import ask_status, find
@@ -121,6 +122,19 @@ def test_unisono_run_is_an_agent_under_mpiexec_and_workers_are_shared_out(
     assert done.wait() == 0, done.out + done.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
     done.line("generation 1 with 3 workers")
+
+
+@pytest.mark.usefixtures("nursery")
+def test_no_process_stays_where_mpiexec_is_killed(mpiexec: Mpiexec, engine: str, tmp_path: Path, mark: str) -> None:
+    """MPICH kills the ranks, so their file stays until the next job in that directory."""
+    with Gates(tmp_path / "gates", [3]) as gates:
+        words = ["--gates", gates.folder, "--steps", STEPS]
+        job = mpiexec(2, "agent", SMALL, "--run-dir", tmp_path / "run", "--", *words)
+        gates.wait(3, workers=2)
+        job.process.kill()
+        wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
+    assert marked(mark) == {}
+    assert engine == "MPICH" or files_of_rendezvous(tmp_path) == []
 
 
 @pytest.mark.usefixtures("nursery")

@@ -161,6 +161,7 @@ def test_a_run_by_ssh_gives_the_bits_of_one_process(
     assert is_the_same(calm, tmp_path / "run")
     assert num_workers(tmp_path / "run")[-1] == total
     assert "[m2] Welcome to m2!" in command.out
+    assert not any("is not on this machine" in line for line in command.err), "both machines share this one's disk"
 
 
 def end(pid: int) -> None:

@@ -182,3 +182,32 @@ def test_only_a_plain_script_gets_the_variables_of_torchrun(unisono: Unisono, sc
     run = unisono("run", "--workers", 1, name)
     run.line("[w0] []")
     run.wait()
+
+
+def test_a_script_of_unisono_is_refused_where_each_process_would_train_alone(
+    unisono: Unisono, script: Callable[[str], str]
+) -> None:
+    name = script("""
+        import unisono
+        with unisono.Run():
+            print("each trains alone")
+        """)
+    run = unisono("run", "--plain", "--workers", 2, name)
+    assert run.wait() == 1
+    run.line("its 2 processes would train 2 times the same. Start it by unisono run SCRIPT --workers 2")
+    assert not any("each trains alone" in line for line in run.out)
+    alone = unisono("run", "--plain", "--workers", 1, name)
+    assert alone.wait() == 0, alone.err
+
+
+@pytest.mark.usefixtures("nursery")
+def test_who_starts_a_script_for_torchrun_as_one_of_unisono_is_told_how_it_is_started(
+    unisono: Unisono, script: Callable[[str], str]
+) -> None:
+    name = script("""
+        import torch.distributed
+        torch.distributed.init_process_group("gloo")
+        """)
+    run = unisono("run", "--workers", 1, name)
+    assert run.wait() == 1
+    assert run.err[-1] == "(a script for torchrun is started by `unisono run --plain`)"

@@ -263,6 +263,8 @@ class _Agent:
                 self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
             if self._spec.held:
                 loop.add_reader(sys.stdin.fileno(), self._on_input)
+            if self._spec.engine:
+                self._watch_engine()
             ended = await self._over
         finally:
             self._following.leave()
@@ -410,6 +412,21 @@ class _Agent:
                 self.announce(f"{word}: the run ends at the end of the step, with a checkpoint{again}")
                 self._following.send(Stop(reason=reason))
 
+    def _watch_engine(self) -> None:
+        """End the agent with the process that has started it as a task: not all engines see to that themselves."""
+        loop = asyncio.get_running_loop()
+        try:
+            engine = os.pidfd_open(os.getppid())
+        except OSError:  # it has ended already, and the agent has another parent; or it is not to be seen from here
+            return
+
+        def on_gone() -> None:
+            loop.remove_reader(engine)
+            os.close(engine)
+            self._end_now(f"the process of {self._spec.engine} that has started this task is gone", 1)
+
+        loop.add_reader(engine, on_gone)
+
     def _on_input(self) -> None:
         """End the agent at the end of its standard input: the launcher has ended, or ends this agent."""
         data = os.read(sys.stdin.fileno(), 4096)
@@ -516,7 +533,8 @@ class _Agent:
             return ""
         return (
             f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on a machine that "
-            "has trained; next time, use a shared folder, or name localhost among --hosts"
+            "has trained; next time, name a --run-dir that this machine sees as well, or have workers here too "
+            "(--hosts localhost,...)"
         )
 
     def _how_to_go_on(self, ended: Ended) -> str:

@@ -466,8 +466,10 @@ class Following:
 
     def _head_ended(self, child: Child) -> None:
         self._is_answered.set()
-        if self._is_over or child.exit_code == SUPERSEDED:
+        if child.exit_code == SUPERSEDED:
             self.has_seat = False
+            return
+        if self._is_over:  # the head has done its work; what it leaves is still this agent's to look after
             return
         if child.exit_code == 0:
             self._head_is_done = True  # `run` reads its last messages first

@@ -178,6 +178,8 @@ def _report(member: Member, error: BaseException | None) -> int:
         return code & 0xFF or 1
     if error is not None:
         _flush()
+        if "environment variable RANK expected" in str(error):  # torch.distributed's words
+            error.add_note("(a script for torchrun is started by `unisono run --plain`)")
         member.failed(error)
         return 1
     return _finish(member)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from unisono import member as members
+from unisono import tasks
 from unisono.decisions.cadence import Checkpoints
 from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
@@ -161,6 +162,7 @@ class Run(Calls):
         if member is not None:
             member.begin_run()
         else:
+            tasks.refuse_torchrun(os.environ)
             life.end_forgotten()
         self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
         with ExitStack() as begun:  # what the end takes back, or an error on the way
