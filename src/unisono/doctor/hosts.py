@@ -67,11 +67,9 @@ class Host:
         process = self._process
         if self.error or process is None or process.stdin is None:
             return
-        try:
+        with contextlib.suppress(OSError, ValueError):  # `answer` says why, when all that it has said is read
             process.stdin.write(msgspec.json.encode(order).decode() + "\n")
             process.stdin.flush()
-        except (OSError, ValueError):
-            self._is_gone()
 
     def answer(self) -> Answer:
         """Return the answer to the oldest order that was sent and not answered yet."""
