@@ -25,7 +25,7 @@ WORKERS = Path(__file__).resolve().parents[1] / "workers"
 SMALL = WORKERS / "small_training.py"
 CHECKPOINTED = WORKERS / "checkpointed_training.py"
 STEPS, LONG = 8, 24
-DETACHED = ("env", "-u", PARENT)
+DETACHED = ("env", "--default-signal=INT", "-u", PARENT)
 """What a job starts is a child of Slurm, not of the test."""
 UNISONO = (sys.executable, "-P", "-m", "unisono")
 
