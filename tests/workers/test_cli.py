@@ -537,6 +537,24 @@ def test_plain_lines_come_at_most_every_two_seconds_and_the_last_always() -> Non
     assert lines[-1] == "unisono: finished: 10 steps in 5.0 s on 4 workers"
 
 
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        ("finished", "unisono: finished after 0.0 s, without a step"),
+        (
+            "all 2 processes have ended with exit code 0",
+            "unisono: all 2 processes have ended with exit code 0 after 0.0 s",
+        ),
+    ],
+)
+def test_the_last_line_of_a_run_without_steps(reason: str, line: str) -> None:
+    out = io.StringIO()
+    screen = Plain(out, io.StringIO(), clock=lambda: 0.0)
+    screen.emit(RunEnded(ok=True, reason=reason, digests={}))
+    screen.close()
+    assert out.getvalue().splitlines() == [line]
+
+
 def test_news_of_the_balance_come_at_most_every_five_seconds() -> None:
     """The journal has all of them; on a screen, steps of milliseconds would show nothing else."""
     now = [100.0]
