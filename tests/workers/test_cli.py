@@ -85,6 +85,10 @@ BEGIN = """
         (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
         (["run", "--resume", "odd-word"], "odd-word does not say which script it was made with; give the script"),
         (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),
+        (
+            ["run", "here.py", "--plain", "--workers", "1:2", "--efficiency", "0.5"],
+            "--efficiency is for scripts that use Unisono, and not for a plain one",
+        ),
         (["status", "missing"], "there is no run directory missing"),
         (["status", "."], "there is no run in .: no journal, and no head that answers"),
         (["status", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),

@@ -264,7 +264,12 @@ class Options:
             raise UsageError(f"--hosts and --hostfile are for `unisono run` by itself; {why}")
 
     def _check_plain(self) -> None:
-        given = {"--resume": self.resume, "--overwrite": self.overwrite, "--strict": self.strict}
+        given = {
+            "--resume": self.resume,
+            "--overwrite": self.overwrite,
+            "--strict": self.strict,
+            "--efficiency": self.efficiency,
+        }
         for name in (name for name, value in given.items() if value):
             raise UsageError(f"{name} is for scripts that use Unisono, and not for a plain one")
         if self.function:
