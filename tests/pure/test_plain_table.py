@@ -39,10 +39,23 @@ class Story:
     """A head without connections, of a run that begins with a command on the machine "lab"."""
 
     def __init__(
-        self, start: int, *, minimum: int = 1, maximum: int = 0, restarts: int = 0, grows: bool = True
+        self,
+        start: int,
+        *,
+        minimum: int = 1,
+        maximum: int = 0,
+        restarts: int = 0,
+        grows: bool = True,
+        wait_for: int = 0,
     ) -> None:
         policy = Policy(
-            start=start, minimum=minimum, maximum=maximum or start, grows=grows, max_restarts=restarts, plain=True
+            start=start,
+            minimum=minimum,
+            maximum=maximum or start,
+            grows=grows,
+            max_restarts=restarts,
+            wait_for=wait_for,
+            plain=True,
         )
         self.state = State(policy=policy)
         self.now = 0.0
@@ -242,6 +255,33 @@ def test_too_few_machines_are_waited_for() -> None:
     assert story.sent == []
     story.joins("agent2", 1)
     assert story.meets(HERE, 2)["agent2"].worker_ids == ["rank2.2"]
+
+
+def test_a_run_that_waits_for_machines_says_so_once_for_each_number_and_begins_when_they_are_there() -> None:
+    story = Story(2, wait_for=4)
+    story.joins(HERE, 2, primary=True)
+    assert story.reason == "there is room for 2 of 4 processes; they start when there is room for all 4"
+    story.says("", Tick())
+    assert story.reason == ""
+    story.joins(THERE, 1)
+    assert (
+        story.reason
+        == "agent1 joins with 1 worker; there is room for 3 of 4 processes; they start when there is room for all 4"
+    )
+    story.joins("agent2", 1)
+    assert story.meets(HERE, 1).keys() == {HERE, THERE, "agent2"}
+    story.says("agent2", Lost())
+    story.exits(HERE, "rank0", -15)
+    story.exits(HERE, "rank1", -15)
+    story.exits(THERE, "rank2", -15)
+    assert story.meets(HERE, 2).keys() == {HERE, THERE}, "it has begun: now the least number counts"
+
+
+def test_who_scales_a_run_that_waits_lets_it_begin_with_what_is_there() -> None:
+    story = Story(2, wait_for=4)
+    story.joins(HERE, 2, primary=True)
+    story.says(HERE, Scale(num_workers=2))
+    assert story.meets(HERE, 1)[HERE].worker_ids == ["rank0", "rank1"]
 
 
 def test_machines_that_come_are_gathered_before_all_start_again() -> None:

@@ -85,6 +85,10 @@ BEGIN = """
         (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
         (["run", "--resume", "odd-word"], "odd-word does not say which script it was made with; give the script"),
         (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),
+        (
+            ["run", "here.py", "--plain", "--workers", "1:2", "--efficiency", "0.5"],
+            "--efficiency is for scripts that use Unisono, and not for a plain one",
+        ),
         (["status", "missing"], "there is no run directory missing"),
         (["status", "."], "there is no run in .: no journal, and no head that answers"),
         (["status", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
@@ -535,6 +539,24 @@ def test_plain_lines_come_at_most_every_two_seconds_and_the_last_always() -> Non
     assert [line.split()[1] for line in lines[:-1]] == ["1", "5", "9", "10"]
     assert lines[0] == "unisono: 1 of 100 steps  loss 2.0000  10 samples/s  1:39 left  4 workers"
     assert lines[-1] == "unisono: finished: 10 steps in 5.0 s on 4 workers"
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        ("finished", "unisono: finished after 0.0 s, without a step"),
+        (
+            "all 2 processes have ended with exit code 0",
+            "unisono: all 2 processes have ended with exit code 0 after 0.0 s",
+        ),
+    ],
+)
+def test_the_last_line_of_a_run_without_steps(reason: str, line: str) -> None:
+    out = io.StringIO()
+    screen = Plain(out, io.StringIO(), clock=lambda: 0.0)
+    screen.emit(RunEnded(ok=True, reason=reason, digests={}))
+    screen.close()
+    assert out.getvalue().splitlines() == [line]
 
 
 def test_news_of_the_balance_come_at_most_every_five_seconds() -> None:

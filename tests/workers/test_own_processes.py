@@ -78,7 +78,7 @@ def test_runs_of_a_script_s_children_are_runs_of_their_own(
     command = unisono("run", name, "-n", 1, "--run-dir", "run", "--overwrite", "--threads", 2)
     told = command.line("told").partition("told ")[2].split()
     assert command.wait() == 0, command.err
-    assert set(told) <= {"UNISONO_TEST", "UNISONO_NURSERY", "UNISONO_LEDGER"}, "what is for this worker alone"
+    assert set(told) <= {"UNISONO_TEST", "UNISONO_NURSERY", "UNISONO_LEDGER"}, "those of the fixtures only"
     done = files.complete(tmp_path / "run" / files.FOLDER)
     assert files.step_of(done[0]) <= 5, "the checkpoints of before are there"
     for path in done:

@@ -113,6 +113,7 @@ def join(
     check_workers(number)
     check_open_files(number)
     spec = settled(spec, folder=folder, run_dir=run_dir, head_away_s=head_away_s)
+    idle = _when_idle(idle_s, idle_load, inputs) if when_idle else None
     if not launched:
         for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number):
             click.echo(f"unisono: {line}", err=True)
@@ -124,7 +125,7 @@ def join(
         held=launched,
         may_have_head=not no_head,
         address=address_of(interface) if interface else "",
-        when_idle=_when_idle(idle_s, idle_load, inputs) if when_idle else None,
+        when_idle=idle,
     )
     return agent.join(machine, invitation.url, invitation.token)
 

@@ -272,6 +272,7 @@ class Options:
             "--copies-to": self.copies_to,
             "--overwrite": self.overwrite,
             "--strict": self.strict,
+            "--efficiency": self.efficiency,
         }
         for name in (name for name, value in given.items() if value):
             raise UsageError(f"{name} is for scripts that use Unisono, and not for a plain one")

@@ -79,7 +79,8 @@ def summary(pace: _Pace, ended: RunEnded) -> str:
         return f"failed: {ended.reason}"
     last = pace.last
     if last is None:
-        return f"{ended.reason} after {pace.elapsed_s:.1f} s, without a step"
+        without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`
+        return f"{ended.reason} after {pace.elapsed_s:.1f} s{without}"
     done = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
     steps = count(pace.num_steps(ended.step), "step")
     return f"{done}: {steps} in {pace.elapsed_s:.1f} s on {count(len(last.workers), 'worker')}"

@@ -181,7 +181,14 @@ def _scale(draft: Draft, num_processes: int) -> None:
     policy, able = draft.state.policy, _able(draft)
     minimum, start = min(policy.minimum, num_processes), min(policy.start, num_processes)
     draft.put(
-        policy=dataclasses.replace(policy, minimum=minimum, start=start, maximum=num_processes, grows=False),
+        policy=dataclasses.replace(
+            policy,
+            minimum=minimum,
+            start=start,
+            maximum=num_processes,
+            grows=False,
+            wait_for=min(policy.wait_for, num_processes),
+        ),
         settled_at=draft.now,
     )
     missing = num_processes - sum(agent.offers for agent in able)
@@ -321,7 +328,14 @@ def _form(draft: Draft, number: int, restarts: int) -> None:
     # Machines of the command that are known not to come are not waited for.
     are_complete = bool(policy.machines) and not state.num_coming
     is_there = any(agent.primary for agent in state.agents.values())
-    needed = policy.least if number > 1 or (are_complete and is_there) else policy.begins_with
+    first = policy.least if are_complete and is_there else policy.begins_with
+    needed = policy.minimum if number > 1 else first
+    if found < needed and policy.wait_for and state.attempt is None and 0 < found != state.waits_with:
+        draft.put(waits_with=found)
+        draft.reasons.append(
+            f"there is room for {found} of {count(needed, 'process')}; they start when there is room for all {needed}"
+        )
+        draft.invite()
     if found < needed and state.attempt is not None and not state.attempt.waits:
         draft.put(attempt=dataclasses.replace(state.attempt, waits=True))
         draft.reasons.append(f"paused: the machines have room for {found} of at least {count(needed, 'process')}")
