@@ -93,8 +93,9 @@ def test_places_of_a_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert unisono.Checkpoints().places == ()
     assert copies.absolute("x") == str(tmp_path / "x")
     assert copies.absolute("s3://b/x") == "s3://b/x"
-    with pytest.raises(UsageError, match="got an empty one"):
-        unisono.Checkpoints(copies="")
+    for wrong in ("", ("s3://b/x", ""), tmp_path):
+        with pytest.raises(UsageError, match="is a URL or a path"):
+            unisono.Checkpoints(copies=wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="copies_wait_s"):
         unisono.Checkpoints(copies_wait_s=-1)
     with pytest.raises(UsageError, match="copies of checkpoints cannot go to nothing://x: Protocol not known"):

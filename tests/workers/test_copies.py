@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ import unisono
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from tests.workers.disk import wait_for_disk
-from tests.workers.test_checkpoint import SCRIPT, same, train
+from tests.workers.test_checkpoint import ROOT, SCRIPT, same, train
 from unisono.checkpoint import copies, files
 from unisono.errors import CheckpointError, UsageError
 from unisono.journal import JOURNAL, compare
@@ -183,6 +183,47 @@ def test_the_command_resumes_a_copy_with_the_scripts_own_command_and_lists_copie
     unknown = unisono("run", "--copies-to", "nothing://x", SCRIPT)
     assert unknown.wait() == 2
     unknown.line("copies of checkpoints cannot go to nothing://x: Protocol not known")
+
+
+HELD = """
+import os, sys
+from functools import partial
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+sys.path.insert(0, {root!r})
+import unisono
+from unisono import member
+from tests.workers import checkpointed_training
+
+class Held(LocalFileSystem):
+    protocol = "held"
+
+    def put_file(self, source, target, **options):
+        if member.current().worker_id == "w0":
+            print("pid", os.getpid(), flush=True)
+            open({fifo!r}).read()  # nobody writes
+        super().put_file(source, target, **options)
+
+fsspec.register_implementation("held", Held)
+unisono.Checkpoints = partial(unisono.Checkpoints, copies="held://" + {place!r})
+checkpointed_training.main()
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+def test_the_next_worker_makes_the_last_copy_if_the_one_that_makes_it_is_lost(
+    unisono: Unisono, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """The others stand by while it is made, and all of them end well."""
+    place, fifo = tmp_path / "disk", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    name = script(HELD.format(root=ROOT, fifo=str(fifo), place=str(place)))
+    command = unisono("run", "-n", 2, "--run-dir", "run", name, "--", "--steps", 4, "--every", 0)
+    number = int(command.line("pid ").split()[-1])
+    command.line("waits until step-0000000004 is copied")
+    os.kill(number, signal.SIGKILL)
+    assert command.wait() == 0, command.err
+    assert copied(place) == [4]
 
 
 # -- what is there when ----------------------------------------------------------------------------------

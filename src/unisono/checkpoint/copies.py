@@ -436,7 +436,7 @@ class Copier:
         else:
             copies = self._store.copies()
         self._check_owner(copies, facts)
-        if all(copy.manifest != manifest or copy.facts.get("run_id") != facts.get("run_id") for copy in copies):
+        if all(copy.manifest != manifest for copy in copies):
             taken = {copy.name for copy in copies} | self._store.cut_short
             new = Copy(free_name(manifest.step, taken), manifest.step, facts, manifest)
             self._garbage.add(new.name)
@@ -472,6 +472,7 @@ class Copies:
         self.urls = tuple(urls)
         self._wait_s = (policy or Checkpoints()).copies_wait_s
         self._copiers = [Copier(url, policy, directory) for url in urls] if directory is not None else []
+        self._newest: Path | None = None
         self._is_over = True
         """Nothing was submitted since the end of the run has waited."""
         self._deadline: float | None = None
@@ -484,9 +485,15 @@ class Copies:
 
     def submit(self, checkpoint: Path) -> None:
         """Copy a complete checkpoint to all places."""
+        self._newest = checkpoint
         self._is_over = False
         for copier in self._copiers:
             copier.submit(checkpoint)
+
+    def submit_unless_done(self, checkpoint: Path) -> None:
+        """Copy a complete checkpoint, unless it was the last that was submitted."""
+        if checkpoint != self._newest:
+            self.submit(checkpoint)
 
     @property
     def is_awaited(self) -> bool:

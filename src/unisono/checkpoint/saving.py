@@ -391,6 +391,11 @@ class Saver:
         """Whether the end of the run waits for a copy that this member makes."""
         return self._copies.is_awaited
 
+    def copy_newest(self) -> None:
+        """Have the newest checkpoint copied, if this member has not done so and sees the directory."""
+        if self.has_copies and self._directory.look() and (found := files.complete(self.folder)):
+            self._copies.submit_unless_done(found[-1])
+
     def wait_for_copies(self, seconds: float = math.inf) -> None:
         """Wait until what this member has written is copied, for a limited time."""
         held = self._copies.held

@@ -98,8 +98,11 @@ class Checkpoints:
                 raise UsageError(f"Checkpoints({name}=...) must be above 0, or None for never; got {value}")
         if not self.copies_wait_s >= 0:
             raise UsageError(f"Checkpoints(copies_wait_s=...) is a time in seconds, got {self.copies_wait_s}")
-        if "" in self.places:
-            raise UsageError("Checkpoints(copies=...) is a URL or a path, or a tuple of them; got an empty one")
+        given: Any = (self.copies,) if isinstance(self.copies, str) else self.copies
+        if not isinstance(given, tuple | list) or not all(isinstance(one, str) and one for one in given):
+            raise UsageError(
+                f"Checkpoints(copies=...) is a URL or a path (str), or a tuple of them; got {self.copies!r}"
+            )
         if self.keep < 1:
             raise UsageError(f"Checkpoints(keep=...) must be at least 1, got {self.keep}")
         if self.best not in ("min", "max"):

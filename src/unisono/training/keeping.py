@@ -34,6 +34,7 @@ __all__ = ["Keeper"]
 OTHERS_S: Final = 2.0
 COPIES_ROUND_S: Final = 1.0
 HAS_COPIES: Final = b"copies"
+COPIED: Final = b"copied"
 
 
 class Keeper:
@@ -269,9 +270,19 @@ class Keeper:
 
         payloads = together(rounds, work, HAS_COPIES if self._saver.has_copies else b"")
         self._saver.confirm()
-        while any(payloads):  # in rounds that are short: an exchange has a timeout
-            is_copying = self._saver.is_copying
-            payloads = together(rounds, self._wait_for_copies, HAS_COPIES if is_copying else b"")
+        while any(payloads) and COPIED not in payloads:  # in rounds that are short: an exchange has a timeout
+            is_copied = self._is_copied(rounds.team)
+            payloads = together(rounds, self._wait_for_copies, COPIED if is_copied else HAS_COPIES)
+
+    def _is_copied(self, team: Team) -> bool:
+        """Return, on the member that writes, whether the newest checkpoint is copied, or given up.
+
+        That member also copies what a member that was lost has not copied.
+        """
+        if (self._saver.choose_publisher(team.worker_ids) or team.worker_ids[0]) != team.worker_ids[team.rank]:
+            return False
+        self._saver.copy_newest()
+        return not self._saver.is_copying
 
     def _wait_for_copies(self) -> None:
         self._saver.wait_for_copies(COPIES_ROUND_S)

@@ -254,6 +254,8 @@ class Resumption:
 
     def _take_in(self, copy: Copy, fetched: Path, directory: Path) -> Path:
         """Make a copy that was fetched a checkpoint of the directory, and its journal the directory's."""
+        for path in (*fetched.iterdir(), fetched):
+            files.synchronize(path)
         final = fetched.with_name(files.step_name(copy.step))
         facts = read_facts(directory)
         others = files.complete(final.parent)
