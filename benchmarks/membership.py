@@ -38,7 +38,7 @@ from unisono.events import StepFinished
 from unisono.lifetime import Memory
 from unisono.machine import headprocess
 from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, address, listen
+from unisono.machine.headprocess import HeadProcess, Service, listen, url_of
 from unisono.messages import AgentHello, Ended, Happened, Message
 from unisono.spec import RunSpec
 
@@ -68,6 +68,15 @@ class Command:
 
     def end(self, ended: Ended) -> None:
         self.receive(ended)
+
+    def known_end(self) -> Ended | None:
+        return None
+
+    def follow(self, url: str) -> None:
+        """Do nothing: the simulated workers know the head's address."""
+
+    async def forget_workers(self) -> None:
+        """Do nothing: no network is cut."""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -99,14 +108,15 @@ class Bench:
         )
         token = secrets.token_urlsafe(32)
         secret = Memory("unisono-token", token.encode())
-        listener = listen(Service(policy=policy))
-        url = address("127.0.0.1", listener.getsockname()[1])
+        service = Service(policy=policy)
+        listener = listen(service)
+        url = str(url_of(service, listener, identity=None))
         spec = RunSpec(heartbeat_s=options.heartbeat_s, timeout_s=600.0)
         settings = {"policy": policy, "listener": listener.fileno(), "run_id": "bench", "url": url, "spec": spec}
         if options.profile:
             headprocess.spawn = partial(profiled, headprocess.spawn, options.profile)  # type: ignore[attr-defined]
             headprocess.TERMINATE_S = 60.0  # type: ignore[misc]
-        head = HeadProcess(settings, listener, secret)
+        head = HeadProcess(settings, listener, secret, url)
         hello = AgentHello(host="command", pid=os.getpid(), num_workers=0, primary=True)
         following = Following(url, token, hello, Command(), away_s=60.0, head=head)
         following.start_head()

@@ -18,7 +18,7 @@ from unisono.decisions.following import MAX_HEIRS
 from unisono.decisions.membership import Policy
 from unisono.lifetime import Memory
 from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, address, listen
+from unisono.machine.headprocess import HeadProcess, Service, listen, url_of
 from unisono.messages import AgentHello
 from unisono.spec import RunSpec
 
@@ -61,11 +61,12 @@ async def run() -> AsyncIterator[Run]:
         start=WORKERS, maximum=WORKERS, grows=False, max_restarts=0, heartbeat_timeout_s=WAIT_S, hang_s=WAIT_S
     )
     token = secrets.token_urlsafe(8)
-    with listen(Service(policy=policy)) as listener, Memory("unisono-token", token.encode()) as secret:
-        url = address("127.0.0.1", listener.getsockname()[1])
+    service = Service(policy=policy)
+    with listen(service) as listener, Memory("unisono-token", token.encode()) as secret:
+        url = str(url_of(service, listener, identity=None))
         spec = RunSpec(heartbeat_s=0.1)
         settings = {"policy": policy, "listener": listener.fileno(), "run_id": "x", "url": url, "spec": spec}
-        head, command = HeadProcess(settings, listener, secret), Command()
+        head, command = HeadProcess(settings, listener, secret, url), Command()
         hello = AgentHello(host="command", pid=1, num_workers=0, primary=True)
         following = Following(url, token, hello, command, away_s=WAIT_S, head=head)
         following.start_head()
