@@ -398,8 +398,9 @@ def test_pods_make_a_run_in_any_order_and_leave_at_the_end_of_a_step(
 def test_after_the_loss_of_the_head_its_job_goes_on_from_the_checkpoint(
     unisono: Unisono, tmp_path: Path, alone: Path, mark: str
 ) -> None:
-    """What is left of the run before, with the same token, is refused: its pods start again. The new pod is there before
-    they have noticed; else one of them would have the next head.
+    """What is left of the run before, with the same token, is refused: its pods start again.
+
+    The new pod is there before they have noticed; else one of them would have the next head.
     """
     with Gates(tmp_path / "gates", [5]) as gates:
         pods = Pods(unisono, tmp_path, (str(gates.folder),))
