@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Generator
 
@@ -11,6 +12,9 @@ from collections.abc import Generator
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+
+# A shell that starts the tests in the background has Ctrl-C ignored, and so would all commands that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LEAST_TESTERS, MOST_TESTERS = 6, 16
 TESTERS_PER_CORE = 2

@@ -10,7 +10,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -327,7 +329,8 @@ class Pods:
 
     def __init__(self, unisono: Unisono, folder: Path, arguments: tuple[str, ...]) -> None:
         self._unisono = unisono
-        port = str(free_port("127.0.0.1"))
+        self._port = free_port("127.0.0.1")
+        port = str(self._port)
         request = Request(
             **{
                 **vars(OF_A_SCRIPT),
@@ -347,6 +350,17 @@ class Pods:
 
     def head(self) -> Command:
         return self._unisono(*self._words["Job"])
+
+    def wait_until_it_listens(self) -> None:
+        """From then on, whoever calls the head waits for it."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._port)).close()
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline, "the head does not listen"
+            else:
+                return
 
     def worker(self) -> Command:
         return self._unisono(*self._words["Deployment"])
@@ -384,17 +398,25 @@ def test_pods_make_a_run_in_any_order_and_leave_at_the_end_of_a_step(
 def test_after_the_loss_of_the_head_its_job_goes_on_from_the_checkpoint(
     unisono: Unisono, tmp_path: Path, alone: Path, mark: str
 ) -> None:
-    """What is left of the run before, with the same token, is refused: its pods start again."""
+    """What is left of the run before, with the same token, is refused: its pods start again.
+
+    The new pod is there before they have noticed; else one of them would have the next head.
+    """
     with Gates(tmp_path / "gates", [5]) as gates:
         pods = Pods(unisono, tmp_path, (str(gates.folder),))
         head, workers = pods.head(), [pods.worker(), pods.worker()]
         gates.wait(5, workers=2)
         server = next(pid for pid, words in marked(mark).items() if "-m unisono.head " in words)
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGSTOP)
         os.kill(head.pid, signal.SIGSTOP)  # a container ends as a whole: nobody of it sees the others end
         os.kill(server, signal.SIGKILL)
         os.kill(head.pid, signal.SIGKILL)
         head.wait()
         again = pods.head()
+        pods.wait_until_it_listens()
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGCONT)
         for worker in workers:
             assert worker.wait() == 1
             worker.line("is that of run ")
