@@ -19,7 +19,6 @@ __all__ = [
     "Workers",
     "check_open_files",
     "check_workers",
-    "count_workers",
     "cpu_limit",
     "free_workers",
     "machine_cores",
@@ -69,21 +68,17 @@ def parse_workers(text: str, threads: int) -> Workers:
     return Workers(low, low, high, grows=False) if colon else Workers(low, 1, low, grows=True)
 
 
-def count_workers(threads: int) -> int:
-    """Return how many workers this machine can run: one for every GPU, else for every core. Does not import torch."""
-    gpus = machine_gpus()
-    return len(gpus) if gpus else max(1, len(machine_cores()) // threads)
-
-
 def free_workers(threads: int) -> int:
     """Return how many workers this machine has room for now, beside other runs; 1 where all is taken.
+
+    One for every GPU, else for every core (for every ``threads`` of them). Does not import torch.
 
     This process takes all free GPUs and cores at the same time (`unisono.seats`), so two runs that start together do
     not count the same ones. The agent keeps those of its workers.
     """
-    gpus = seats.take(machine_gpus())
-    cores = seats.take(machine_cores())
-    return max(1, len(gpus) if machine_gpus() else len(cores) // threads)
+    gpus = machine_gpus()
+    free_gpus, free_cores = seats.take(gpus), seats.take(machine_cores())
+    return max(1, len(free_gpus) if gpus else len(free_cores) // threads)
 
 
 def machine_cores() -> list[str]:

@@ -22,7 +22,7 @@ import unisono as unisono_package
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from unisono import LaunchError, cli, launch, rundir
-from unisono.capacity import count_workers, parse_workers
+from unisono.capacity import free_workers, parse_workers
 from unisono.cli import given
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
@@ -271,7 +271,7 @@ def test_small_sizes_are_shown() -> None:
 def test_how_many_workers() -> None:
     assert parse_workers("4", 1) == (4, 1, 4, True)
     assert parse_workers("2:8", 1) == (2, 2, 8, False)
-    assert parse_workers("auto", 1)[0] == count_workers(1)
+    assert parse_workers("auto", 1)[0] == free_workers(1)
     with pytest.raises(UsageError):
         parse_workers("2:", 1)
 
@@ -340,11 +340,11 @@ def test_an_address_is_named_once(unisono: Unisono, script: Script) -> None:
 
 def test_every_gpu_else_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
-    assert count_workers(4) == 3
+    assert free_workers(4) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cores = len(os.sched_getaffinity(0))
-    assert count_workers(1) == cores
-    assert count_workers(1000) == 1
+    assert free_workers(1) == cores
+    assert free_workers(1000) == 1
 
 
 def test_the_script_runs_as_python_would_run_it(unisono: Unisono, script: Script, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono import seats
-from unisono.capacity import count_workers, cpu_limit, free_workers, machine_cores, machine_gpus, parse_workers
+from unisono.capacity import cpu_limit, free_workers, machine_cores, machine_gpus, parse_workers
 from unisono.cli.reach import ask_status, find
 from unisono.lifetime import Memory
 from unisono.machine.children import Child
@@ -72,7 +72,7 @@ def test_what_other_runs_hold_is_not_counted(
     four_gpus: None, monkeypatch: pytest.MonkeyPatch, others: Callable[..., subprocess.Popen[str]]
 ) -> None:
     others("gpu-3", "gpu-7")
-    assert count_workers(1) == 4
+    assert len(machine_gpus()) == 4
     assert parse_workers("auto", 1)[:3] == (2, 1, 2)
     assert parse_workers("1:4", 1).on_one_machine(1) == 2
     assert parse_workers("3:4", 1).on_one_machine(1) == 3, "it has asked for that"

@@ -101,16 +101,16 @@ def _versions(asked: Asked) -> dict[str, Any]:
 
 
 def _processors(asked: Asked) -> dict[str, Any]:
-    names = machine_gpus() or machine_cores()
+    gpus, cores = machine_gpus(), machine_cores()
     model = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
         "arithmetic": model or platform.machine(),
-        "num_cores": len(machine_cores()),
-        "num_gpus": len(machine_gpus()),
-        "num_taken": sum(bool(holder(name)) for name in names),
+        "num_cores": len(cores),
+        "num_gpus": len(gpus),
+        "num_taken": sum(bool(holder(name)) for name in gpus or cores),
         "load": os.getloadavg()[0],
         "core_limit": cpu_limit(),
     }

@@ -91,7 +91,7 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
 
 def _room(draft: Draft, agent: Agent) -> int:
     """Return how many workers of a machine the run wants now."""
-    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    alive = draft.staying()
     return max(0, min(agent.offers, draft.state.policy.maximum - len(alive)))
 
 
@@ -100,7 +100,7 @@ def _missing(draft: Draft, agent: Agent) -> int:
     state = draft.state
     if agent.is_sent_away or state.finishing or state.stopping:
         return 0
-    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    alive = draft.staying()
     own = [w for w in alive if w.agent == agent.agent_id]
     return max(0, min(agent.wanted - len(own), state.policy.maximum - len(alive)))
 
@@ -207,7 +207,7 @@ def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
     draft.reasons.append(f"{agent.host} offers {count(num_workers, 'worker')}: {why}" if num_workers else why)
     if draft.state.finishing or draft.state.stopping:
         return
-    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    alive = draft.staying()
     own = [w for w in alive if w.agent == agent_id]
     if num_workers:
         drain(draft, [w.worker_id for w in own[num_workers:]], why)
@@ -217,7 +217,7 @@ def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
 def drain_withdrawn(draft: Draft) -> None:
     """Ask the workers of machines that have taken their offer back to leave, unless the run would end with them."""
     for agent_id, agent in draft.state.agents.items():
-        staying = [w for w in draft.workers(*ALIVE) if not w.draining] if agent.withdrawn else []
+        staying = draft.staying() if agent.withdrawn else []
         own = [w.worker_id for w in staying if w.agent == agent_id]
         if own and (len(own) < len(staying) or not draft.state.held):
             drain(draft, own, agent.withdrawn)
@@ -247,7 +247,7 @@ def scale(draft: Draft, num_workers: int) -> None:
 def resize(draft: Draft, num_workers: int, why: str = "") -> None:
     """Have so many workers from now on."""
     draft.put(policy=dataclasses.replace(draft.state.policy, maximum=num_workers))
-    staying = [w for w in draft.workers(*ALIVE) if not w.draining]
+    staying = draft.staying()
     missing = num_workers - len(staying)
     why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}" + (f": {why}" if why else "")
     draft.reasons.append(why)

@@ -109,8 +109,8 @@ def take(draft: Draft, event: Event) -> None:
 
 def _pass_time(draft: Draft) -> None:
     lose_silent_workers(draft)
-    for agent_id, agent in draft.state.agents.items():
-        if agent.away_at is not None and agent.away_at + draft.state.policy.away_s <= draft.now:
+    for agent_id, gone_at in draft.state.gone_at.items():
+        if gone_at <= draft.now:
             agents.leave(draft, agent_id, Lost(reason="its agent has not connected again"))
     retry_exchange_when_due(draft)
 

@@ -129,6 +129,10 @@ class Draft:
         found.sort(key=_start)
         return found
 
+    def staying(self) -> list[Worker]:
+        """Return the living workers that were not asked to leave, in the order in which they were started."""
+        return [w for w in self.workers(*ALIVE) if not w.draining]
+
     def num_workers(self, *states: WorkerState) -> int:
         """Return the number of workers in these states."""
         counts = Counter(map(_STATE, self.state.workers.values()))

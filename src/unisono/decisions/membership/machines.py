@@ -41,7 +41,7 @@ def tell_wanted(draft: Draft) -> None:
     if not state.policy.elastic or state.finishing or state.stopping:
         return
     guests = {i for i, agent in state.agents.items() if not (agent.primary or agent.launched)}
-    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    alive = draft.staying()
     wanted = max(state.policy.maximum - sum(w.agent in guests for w in alive), 0)
     if wanted != state.wanted:
         draft.put(wanted=wanted)
@@ -55,7 +55,7 @@ def free_machines(draft: Draft) -> None:
     state = draft.state
     if not state.policy.elastic or not state.held or state.finishing or state.stopping:
         return
-    staying = [w for w in draft.workers(*ALIVE) if not w.draining]
+    staying = draft.staying()
     if len(staying) < state.policy.maximum:
         return
     for agent_id, agent in state.agents.items():

@@ -111,8 +111,8 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
 
 
 def _pass_time(draft: Draft) -> None:
-    for agent_id, agent in draft.state.agents.items():
-        if agent.away_at is not None and agent.away_at + draft.state.policy.away_s <= draft.now:
+    for agent_id, gone_at in draft.state.gone_at.items():
+        if gone_at <= draft.now:
             _leave(draft, agent_id, Lost(reason="its agent has not connected again"))
 
 
@@ -260,8 +260,7 @@ def follow_up(draft: Draft) -> None:
     if draft.state.ended is None:
         _look(draft)
     if draft.state.ended is None:
-        away = [agent.away_at for agent in draft.state.agents.values() if agent.away_at is not None]
-        times = [at + draft.state.policy.away_s for at in away]
+        times = [*draft.state.gone_at.values()]
         if draft.state.settled_at > draft.now:
             times.append(draft.state.settled_at)
         draft.put(due_at=min(times, default=None))

@@ -58,7 +58,7 @@ def _replace(draft: Draft, worker: Worker) -> None:
     state, policy = draft.state, draft.state.policy
     if worker.draining or state.finishing or state.stopping:
         return
-    alive = [w for w in draft.workers(*ALIVE) if not w.draining]
+    alive = draft.staying()
     if len(alive) >= policy.maximum:
         return
     agent = state.agents.get(worker.agent)

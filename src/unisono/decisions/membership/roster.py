@@ -367,6 +367,12 @@ class State:
             return "waiting"
         return "paused" if self.notice.paused else "training"
 
+    @property
+    def gone_at(self) -> dict[str, float]:
+        """When each machine that has not connected yet to a head that has taken over counts as gone, by its agent."""
+        waited = self.policy.away_s
+        return {i: agent.away_at + waited for i, agent in self.agents.items() if agent.away_at is not None}
+
     def silent_at(self, now: float = math.inf) -> dict[str, float]:
         """Return when each living worker counts as lost if no message arrives any more.
 
@@ -476,7 +482,7 @@ def _due_at(state: State, now: float) -> float | None:
         return None
     policy = state.policy
     times = [_Silence.of(state, now).soonest(state.workers.values())]
-    times += [agent.away_at + policy.away_s for agent in state.agents.values() if agent.away_at is not None]
+    times += state.gone_at.values()
     if state.suspected_at is not None:
         times.append(state.suspected_at + policy.suspect_s)
     soonest = min(times)
