@@ -7,7 +7,7 @@ machine. ``kind`` is the tag of an event in JSON.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,16 +15,25 @@ __all__ = [
     "Announcement",
     "EvaluationFinished",
     "Event",
+    "GpuUse",
     "LinesLost",
+    "LinkSlow",
+    "MachineGone",
+    "MachineJoined",
+    "MachineUsed",
     "MembershipChanged",
+    "Problem",
     "RunEnded",
     "RunStarted",
     "Seconds",
     "StepFinished",
     "StepResult",
+    "WorkerGone",
+    "WorkerJoined",
     "WorkerLate",
     "WorkerOutput",
     "WorkerTimes",
+    "WorkerUse",
 ]
 
 
@@ -35,6 +44,9 @@ class _Value(msgspec.Struct, frozen=True, kw_only=True):
 class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
     """Base of all events. A field with its default value is left out of the event's JSON."""
 
+    time: float = 0.0
+    """When, in seconds since 1970 (UTC), by the clock of the process that has made the event; 0: unknown."""
+
 
 class Seconds(_Value):
     """Wall time of one step on one worker, by what it was spent on. The parts add up to the whole."""
@@ -42,12 +54,17 @@ class Seconds(_Value):
     data: float = 0.0
     compute: float = 0.0
     exchange: float = 0.0
+    """To add, copy and hand over sums on this machine."""
+    network: float = 0.0
+    """For bytes on their way between machines: sending, and receiving what the sender has begun to send."""
     waiting: float = 0.0
-    """For other workers."""
+    """For other workers, which had not come so far yet."""
+    update: float = 0.0
+    """What the script does with the step's gradients, until the next step begins."""
     other: float = 0.0
 
     def total(self) -> float:
-        return self.data + self.compute + self.exchange + self.waiting + self.other
+        return self.data + self.compute + self.exchange + self.network + self.waiting + self.update + self.other
 
 
 class WorkerTimes(_Value):
@@ -58,7 +75,21 @@ class WorkerTimes(_Value):
     data: float = 0.0
     compute: float = 0.0
     last: Seconds = Seconds()
-    """The whole step **before**: the time of an exchange is known only after it."""
+    """The whole step **before**: the time of an exchange is known only after it. So is what follows."""
+    waits_for: str = ""
+    """The worker for which this one has waited longest; "": for none."""
+    waits_s: float = 0.0
+    """How long it has waited for that one."""
+    link_to: str = ""
+    """The worker at the other end of the link that was busy longest with what this one has sent; "": it sent nothing."""
+    link_s: float = 0.0
+    """How long that link was busy."""
+    link_bytes: int = 0
+    """What was sent over it meanwhile."""
+    overlap_s: float = 0.0
+    """How long this worker was sending while its backward still ran."""
+    page_faults: int = 0
+    """For which the system had to read from a disk."""
 
 
 # -- the run -----------------------------------------------------------------------------------------
@@ -82,6 +113,116 @@ class MembershipChanged(_Event, tag="membership"):
     generation: int
     worker_ids: tuple[str, ...]
     """By rank."""
+    reason: str = ""
+
+
+class WorkerJoined(_Event, tag="joined"):
+    """A worker has become a member."""
+
+    worker_id: str
+    host: str
+    device: str
+    pid: int
+    generation: int
+    """The first one that it is a member of."""
+    step: int
+    """The first step that it takes part in."""
+    reason: str
+    """Why it came: the run begins, another worker was lost, ``unisono scale``, a machine joined ..."""
+
+
+class WorkerGone(_Event, tag="gone"):
+    """A worker is no member any more, or has ended before it became one."""
+
+    worker_id: str
+    host: str
+    how: Literal["left", "lost", "failed", "evicted", "finished"]
+    """It was asked to leave; its process died or cannot be reached; its script raised an error; the head has ended it
+    because it hung; or its script has returned."""
+    reason: str
+    step: int
+    """The last step that the run had finished."""
+
+
+class MachineJoined(_Event, tag="machine-joined"):
+    """An agent has connected to the run."""
+
+    agent_id: str
+    host: str
+    num_workers: int
+    """That the machine offers."""
+
+
+class MachineGone(_Event, tag="machine-gone"):
+    """An agent has left the run, or is lost."""
+
+    agent_id: str
+    host: str
+    reason: str
+
+
+class LinkSlow(_Event, tag="slow-link"):
+    """A link makes steps longer than they need be, now. Said again only when it has been well in between."""
+
+    source: str
+    """Host that sends."""
+    target: str
+    """Host that receives."""
+    bytes_per_s: float
+    usual_bytes_per_s: float
+    """Of this link before, or of the other links of the run."""
+    seconds: float
+    """By which it makes each step longer."""
+    is_over: bool = False
+    """The link is as fast as before."""
+
+
+class GpuUse(_Value):
+    """Use of one GPU."""
+
+    utilization: float
+    """0 to 1."""
+    memory_bytes: int
+    memory_total_bytes: int
+
+
+class WorkerUse(_Value):
+    """What the process of a worker uses, with its own children."""
+
+    cores: float
+    """Seconds of processor time per second."""
+    memory_bytes: int
+
+
+class MachineUsed(_Event, tag="use"):
+    """What a machine uses at the moment: a mean since the event before."""
+
+    host: str
+    cores: float
+    """That are busy with anything."""
+    num_cores: int
+    memory_bytes: int
+    """That is not available to new programs."""
+    memory_total_bytes: int
+    sent_bytes_per_s: float
+    """Over all interfaces but loopback."""
+    received_bytes_per_s: float
+    gpus: list[GpuUse] = []
+    workers: dict[str, WorkerUse] = {}
+    """By worker id."""
+
+
+class Problem(_Event, tag="problem"):
+    """Something went wrong: one sentence with the culprit, and where the evidence lies."""
+
+    problem: str
+    """hang, crash, nan, divergence, out-of-memory, failed-join ..."""
+    text: str
+    """What has happened, to whom, and what to do."""
+    worker_id: str = ""
+    step: int = -1
+    evidence: str = ""
+    """Name of the file in the run's directory; "": there is none."""
 
 
 class RunEnded(_Event, tag="end"):
@@ -189,6 +330,13 @@ class WorkerOutput(_Event, tag="output"):
 Event = (
     RunStarted
     | MembershipChanged
+    | WorkerJoined
+    | WorkerGone
+    | MachineJoined
+    | MachineGone
+    | LinkSlow
+    | MachineUsed
+    | Problem
     | RunEnded
     | StepFinished
     | EvaluationFinished

@@ -62,12 +62,12 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     def unpack(cls, packed: bytes) -> StepTelemetry:
         """Return the telemetry that ``packed`` was made from."""
         leaves, data_s, compute_s, *rest = _FORMAT.unpack(packed)
-        last = Seconds(**dict(zip(PARTS, rest[:5], strict=True)))
-        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, *rest[5:15], CheckpointReport(*rest[15:]))
+        last = Seconds(**dict(zip(PARTS, rest[: len(PARTS)], strict=True)))
+        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, *rest[len(PARTS) : -5], CheckpointReport(*rest[-5:]))
         return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
 
 
-_FORMAT = struct.Struct("<q7d3qqQqQqQ??qb?q")
+_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}d3qqQqQqQ??qb?q")
 """The fields in their order: counts and seconds, generations, comparisons, the checkpoint report."""
 
 TELEMETRY_BYTES: Final = _FORMAT.size
