@@ -78,6 +78,7 @@ FLOORS = {
     "training.recording": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
+    "history": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
     "training.upcoming": 4,
