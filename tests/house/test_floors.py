@@ -132,6 +132,7 @@ NEIGHBOURS = {
     "member": {"beatpage", "invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
+    "invitation": {"secret"},
     "capacity": {"seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
     "beatpage": {"lifetime"},
