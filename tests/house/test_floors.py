@@ -68,6 +68,7 @@ FLOORS = {
     "training.life": 2,
     "process": 2,
     "state.packing": 2,
+    "page.client": 2,
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
@@ -77,6 +78,7 @@ FLOORS = {
     "training.recording": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
+    "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
     "training.upcoming": 4,
@@ -137,6 +139,7 @@ NEIGHBOURS = {
     "rendezvous": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
+    "page.client": {"invitation", "link"},
     "store": {"member"},
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
