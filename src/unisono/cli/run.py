@@ -20,6 +20,7 @@ from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl
+from unisono.secret import is_reader
 from unisono.spec import Partition, RunSpec, StartMethod
 
 if TYPE_CHECKING:
@@ -298,6 +299,10 @@ class Options:
             token = read_token(self.token_file)
         except FileNotFoundError:
             raise UsageError(f"there is no --token-file {self.token_file}") from None
+        if is_reader(token):
+            raise UsageError(
+                f"the token in --token-file {self.token_file} looks like one for watchers; use another one"
+            )
         if len(token) < SHORTEST_TOKEN:
             raise UsageError(
                 f"the token in --token-file {self.token_file} has {len(token)} characters; {SHORTEST_TOKEN} or more "
