@@ -33,6 +33,7 @@ FLOORS = {
     "decisions.cadence": 1,
     "decisions.checks": 1,
     "decisions.layout": 1,
+    "overview": 1,
     "telemetry": 1,
     "decisions.signals": 1,
     "decisions.idleness": 1,
