@@ -103,8 +103,7 @@ def test_a_collector_receives_the_metrics_of_a_run(collector: Collector) -> None
     }
     assert (units["unisono.time"], units["unisono.sent"]) == ("s", "By")
     about = {
-        each.key: each.value.string_value
-        for each in collector.received[0].resource_metrics[0].resource.attributes
+        each.key: each.value.string_value for each in collector.received[0].resource_metrics[0].resource.attributes
     }
     assert (about["service.name"], about["unisono.run_id"]) == ("unisono", "r1")
 
