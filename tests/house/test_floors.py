@@ -23,6 +23,7 @@ FLOORS = {
     "words": 0,
     "spec": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
+    "problems": 1,
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
@@ -38,6 +39,8 @@ FLOORS = {
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
     # 2, effects: one outside thing each.
+    "problems.witness": 2,
+    "problems.writing": 2,
     "faults": 2,
     "exchange.flat": 2,
     "exchange": 2,
@@ -126,10 +129,20 @@ NEIGHBOURS = {
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
-    "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout"},
+    "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
-    "member": {"beatpage", "invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
+    "member": {
+        "beatpage",
+        "invitation",
+        "lifetime",
+        "link",
+        "problems.witness",
+        "progress",
+        "stacks",
+        "storecalls",
+    },
+    "problems.writing": {"rundir"},
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
     "capacity": {"seats"},  # what other runs hold cannot be had
