@@ -34,6 +34,7 @@ FLOORS = {
     "decisions.cadence": 1,
     "decisions.checks": 1,
     "decisions.layout": 1,
+    "overview": 1,
     "telemetry": 1,
     "decisions.signals": 1,
     "decisions.idleness": 1,
@@ -71,6 +72,7 @@ FLOORS = {
     "training.life": 2,
     "process": 2,
     "state.packing": 2,
+    "page.client": 2,
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
@@ -80,6 +82,8 @@ FLOORS = {
     "training.recording": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
+    "history": 3,
+    "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
     "training.upcoming": 4,
@@ -145,10 +149,12 @@ NEIGHBOURS = {
     "problems.writing": {"rundir"},
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
+    "invitation": {"secret"},
     "capacity": {"seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
+    "page.client": {"invitation", "link"},
     "store": {"member"},
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
