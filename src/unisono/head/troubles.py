@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from unisono.errors import RunDirectoryError
-from unisono.events import Event, Problem, StepFinished
+from unisono.events import Announcement, Event, Problem, StepFinished
 from unisono.messages import Testify, Testimony
 from unisono.problems import evidence as files
 from unisono.problems.evidence import Witness, redacted, shown_environment
@@ -243,6 +243,8 @@ class Troubles:
 def _line(event: Event) -> str:
     if isinstance(event, StepFinished):
         return f"step {event.step} finished: loss {event.loss!r}, {event.seconds.total():.3f} s"
+    if isinstance(event, Announcement):
+        return event.text[:600]
     known = {name: getattr(event, name) for name in event.__struct_fields__ if name != "time"}
     kind = str(event.__struct_config__.tag)
     words = ", ".join(f"{name}={value!r}" for name, value in known.items() if value not in ("", -1, 0.0))

@@ -44,7 +44,7 @@ def own_stacks() -> str:
     for ident, frame in frames[:MAX_THREADS]:
         if ident == own and own != main:
             continue  # the thread that answers
-        lines = [f"  {_place(each)}" for each in _frames(frame)]
+        lines = [f"  {_place(each)}" for each in _without_beginning(list(_frames(frame)))]
         name = "main thread" if ident == main else f"thread {names.get(ident, ident)}"
         parts.append("\n".join([f"{name}:", *lines]))
     if len(frames) > MAX_THREADS:
@@ -76,6 +76,12 @@ def _frames(frame: FrameType | None) -> Iterable[FrameType]:
         frame, number = frame.f_back, number + 1
 
 
+def _without_beginning(frames: list[FrameType]) -> list[FrameType]:
+    """Return the frames without those outermost ones in which this library starts the script."""
+    last = max((number for number, each in enumerate(frames) if _is_of_script(each.f_code.co_filename)), default=-1)
+    return frames[: last + 1] if last >= 0 else frames
+
+
 def _place(frame: FrameType, *, short: bool = False) -> str:
     file = frame.f_code.co_filename
     return f"{os.path.basename(file) if short else file}:{frame.f_lineno} {frame.f_code.co_qualname.rpartition('.')[2]}"
@@ -92,7 +98,7 @@ def about_process(pid: int | str = "self") -> str:
         return ""
     parts = [f"state {status.get('State', '?')}", f"{status.get('Threads', '?')} threads"]
     for name, word in (("VmRSS", "memory"), ("VmHWM", "at most"), ("VmSwap", "swapped out")):
-        if name in status:
+        if name in status and (name != "VmSwap" or not status[name].startswith("0 ")):
             parts.append(f"{word} {_kilobytes(status[name])}")
     with contextlib.suppress(OSError):
         if (channel := Path(f"/proc/{pid}/wchan").read_text().strip()) not in ("", "0"):
@@ -116,9 +122,11 @@ def about_machine(processes: Sequence[tuple[str, int]], limits: str = "") -> str
         lines.append(f"limit: {limits}")
     with contextlib.suppress(OSError):
         lines.append(f"load: {' '.join(f'{load:.2f}' for load in os.getloadavg())}, {os.cpu_count()} cores")
+    known = {pid for _, pid in processes}
     for name, pid in processes:
         lines.append(f"{name} (pid {pid}): {about_process(pid) or 'has ended'}")
-        lines += [f"  its child {child}: {about_process(child)}" for child in _children(pid)[:16]]
+        others = [child for child in _children(pid) if child not in known]
+        lines += [f"  its child {child}: {about_process(child)}" for child in others[:16]]
     return "\n".join(lines)
 
 
