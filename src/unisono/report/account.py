@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.decisions.advice import Advice, Observed, advise
+from unisono.decisions.advice import Advice, advise
 from unisono.events import Seconds
 from unisono.history import History
 from unisono.overview import Overview
-from unisono.words import count, duration, listed
+from unisono.words import count, duration
 
 __all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "interruptions", "presences"]
 
@@ -132,7 +132,7 @@ def account(directory: Path) -> Account:
     times = history.times(first, last, POINTS) if last >= 0 else {}
     told = history.events(0, MOST_EVENTS)["events"]
     hosts = {each["worker_id"]: each.get("host", "") for each in told if each.get("kind") == "joined"}
-    workers = _workers(times, hosts)
+    workers = _workers(times, last, hosts)
     total = sum(each.total for each in workers)
     came_and_went = presences(told, end=overview.ended or overview.time)
     return Account(
@@ -148,7 +148,7 @@ def account(directory: Path) -> Account:
         efficiency=sum(each.seconds["compute"] for each in workers) / total if total else None,
         presences=came_and_went,
         interruptions=interruptions(told, lambda begin, end: _step_seconds(history, begin, end)),
-        advice=advise(_observed(times, hosts, history.facts())) if workers else [],
+        advice=advise(times) if workers else [],
         problems=[each for each in told if each.get("kind") == "problem"],
         notes=list(history.notes),
     )
@@ -237,17 +237,18 @@ def _time(told: Mapping[str, Any]) -> float:
     return float(told.get("time") or 0.0)
 
 
-def _workers(times: Mapping[str, Any], hosts: Mapping[str, str]) -> list[WorkerAccount]:
+def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> list[WorkerAccount]:
     """Add up the times of each worker over the run.
 
     Args:
         times: as `History.times`; a point is the mean of the steps up to the next point.
+        last: the last step.
     """
     names: Sequence[str] = times.get("workers", ())
     steps: Sequence[int] = times.get("step", ())
     if not names or not steps:
         return []
-    weights = [after - before for before, after in zip(steps, [*steps[1:], times["last"] + 1], strict=True)]
+    weights = [after - before for before, after in zip(steps, [*steps[1:], last + 1], strict=True)]
     values = times["values"]
     leaves = [_sum(values.get("leaves", ()), weights, place) for place in range(len(names))]
     all_leaves = sum(leaves) or 1.0
