@@ -88,7 +88,7 @@ __all__ = [
     "is_refusal",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 def is_refusal(status: int) -> bool:

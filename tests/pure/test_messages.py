@@ -64,7 +64,7 @@ def test_members_travel_with_their_addresses() -> None:
 
 @pytest.mark.parametrize("message", [Lost(reason="x"), INFO], ids=["Lost", "MemberInfo"])
 def test_what_is_no_message_of_the_wire_is_refused(message: Message) -> None:
-    with pytest.raises(ProtocolError, match="not a message of protocol 4"):
+    with pytest.raises(ProtocolError, match="not a message of protocol 5"):
         decode(encode(message))
 
 
