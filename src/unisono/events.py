@@ -81,7 +81,7 @@ class WorkerTimes(_Value):
     waits_s: float = 0.0
     """How long it has waited for that one."""
     link_to: str = ""
-    """The worker at the other end of the link that was busy longest with what this one has sent; "": it sent nothing."""
+    """The worker at the other end of the link that was busy longest with what this one has sent; "": none was."""
     link_s: float = 0.0
     """How long that link was busy."""
     link_bytes: int = 0

@@ -33,6 +33,7 @@ FLOORS = {
     "decisions.cadence": 1,
     "decisions.checks": 1,
     "decisions.layout": 1,
+    "overview": 1,
     "telemetry": 1,
     "decisions.signals": 1,
     "decisions.idleness": 1,
@@ -68,6 +69,7 @@ FLOORS = {
     "training.life": 2,
     "process": 2,
     "state.packing": 2,
+    "page.client": 2,
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
@@ -77,6 +79,8 @@ FLOORS = {
     "training.recording": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
+    "history": 3,
+    "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
     "training.upcoming": 4,
@@ -132,10 +136,12 @@ NEIGHBOURS = {
     "member": {"beatpage", "invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
+    "invitation": {"secret"},
     "capacity": {"seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
+    "page.client": {"invitation", "link"},
     "store": {"member"},
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
