@@ -14,7 +14,6 @@ from unisono.decisions.membership import Event as Said
 from unisono.decisions.membership import TookOver, happenings, step
 from unisono.events import Event, MachineGone, MachineJoined, MembershipChanged, RunEnded, WorkerGone, WorkerJoined
 from unisono.messages import (
-    AgentHello,
     Drain,
     Failed,
     Finished,

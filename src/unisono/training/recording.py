@@ -15,13 +15,17 @@ its number.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from unisono.chronicle import Chronicle
+from unisono.decisions.asides import Asides
 from unisono.errors import UsageError
 from unisono.events import (
     EvaluationFinished,
@@ -56,6 +60,8 @@ class Role:
     """By rank."""
     is_writer: bool
     """The worker writes for all members."""
+    reason: str = ""
+    """Why there is this generation."""
 
 
 OUTSIDE: Final = Role(rank=-1, generation=0, worker_ids=(), is_writer=False)
@@ -75,7 +81,7 @@ class Recorder:
 
     Args:
         sinks: of this worker's script.
-        head: None: the script runs alone.
+        head: None: the script runs alone. Then this worker writes the story of the run (`Chronicle`).
 
     Raises:
         UsageError: an object in ``sinks`` is no sink.
@@ -87,6 +93,9 @@ class Recorder:
         self._journal = journal
         self._stream = Stream(sinks)
         self._to_head = _ToHead(head) if head is not None else None
+        self._story = Chronicle() if head is None else None
+        self._asides = Asides()
+        self._last_step = -1
         self._is_writer = False
         self._generation = 0
         self._started: RunStarted | None = None  # not given to the sinks yet
@@ -97,7 +106,11 @@ class Recorder:
         Args:
             is_newcomer: the run has begun before, and the other workers have reported so.
         """
+        started = msgspec.structs.replace(started, time=time.time())
         self._started = started
+        self._tell_alone(started)
+        if self._story is not None and started.directory:
+            self._story.write_to(Path(started.directory), started.run_id)
         if self._to_head is not None and not is_newcomer:
             self._to_head.start(started, role)
         self._take(role)
@@ -131,7 +144,7 @@ class Recorder:
         # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows
         # neither, and lines are numbered alike on all workers.
         event = StepFinished(
-            **msgspec.structs.asdict(result),
+            **{**msgspec.structs.asdict(result), "time": time.time()},
             num_steps=num_steps,
             first_step=first_step,
             generation=role.generation,
@@ -147,11 +160,12 @@ class Recorder:
 
     def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
         """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
-        self._record(EvaluationFinished(step=step, totals={str(name): value for name, value in totals.items()}), role)
+        found = {str(name): value for name, value in totals.items()}
+        self._record(EvaluationFinished(time=time.time(), step=step, totals=found), role)
 
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
         """Record that the script is at the end of the run, or has failed."""
-        self._record(RunEnded(ok=ok, reason=reason, digests=digests or {}), role)
+        self._record(RunEnded(time=time.time(), ok=ok, reason=reason, digests=digests or {}), role)
 
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""
@@ -161,6 +175,8 @@ class Recorder:
     def close(self) -> None:
         """Close the sinks. No event follows."""
         self._stream.close()
+        if self._story is not None:
+            self._story.close()
 
     def _record(self, event: Event, role: Role) -> None:
         self._take(role)
@@ -182,9 +198,28 @@ class Recorder:
                     self._stream.emit(event)
         if role.generation != self._generation and role is not OUTSIDE:
             self._generation = role.generation
-            self._pass_on(MembershipChanged(generation=role.generation, worker_ids=role.worker_ids), role)
+            change = MembershipChanged(
+                time=time.time(), generation=role.generation, worker_ids=role.worker_ids, reason=role.reason
+            )
+            self._tell_alone(change)
+            if self._is_writer:  # the head tells it to all others
+                self._stream.emit(change)
+
+    def _tell_alone(self, event: Event) -> None:
+        """Tell the story of a run alone."""
+        if self._story is None:
+            return
+        if isinstance(event, StepFinished):
+            self._last_step = event.step
+            for aside in self._asides.of(event):
+                self._story.tell(aside)
+        elif isinstance(event, RunEnded):
+            self._story.tell(msgspec.structs.replace(event, step=self._last_step))
+        else:
+            self._story.tell(event)
 
     def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
+        self._tell_alone(event)
         if self._is_writer:
             self._stream.emit(event)
         if self._to_head is not None:

@@ -628,4 +628,5 @@ class Run(Calls):
             generation=team.generation,
             worker_ids=team.worker_ids,
             is_writer=writes and not team.is_evicted(),
+            reason=team.reason,
         )
