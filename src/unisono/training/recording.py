@@ -204,6 +204,7 @@ class Recorder:
             self._tell_alone(change)
             if self._is_writer:  # the head tells it to all others
                 self._stream.emit(change)
+            self.tell_again(role)
 
     def _tell_alone(self, event: Event) -> None:
         """Tell the story of a run alone."""
