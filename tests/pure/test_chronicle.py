@@ -211,8 +211,11 @@ def test_a_disk_that_stands_still_does_not_hold_up_the_end(
     thread.join(WAIT_S)
 
 
-def test_who_joins_another_side_of_the_run_lets_others_write_and_forgets(run: Path, made: Any) -> None:
-    first, second = made(), made(lambda: False)
+def test_who_joins_another_side_of_the_run_lets_others_write_and_forgets(
+    run: Path, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chronicle, "OTHERS_S", WAIT_S)
+    first, second = made(), made()
     first.write_to(run, "r1")
     first.tell(said(0))
     wait_for(run, 1)

@@ -121,8 +121,10 @@ class Story:
         """Note an event that a worker tells."""
         if isinstance(event, RunStarted):
             self._interruptions.begin()
-        elif isinstance(event, RunEnded) and event.ok:
-            self._digests = event.digests
+        elif isinstance(event, RunEnded):
+            self._digests = event.digests if event.ok else {}
+        else:
+            self._recent.append(event)
 
 
 class Uses:

@@ -19,6 +19,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ from unisono.messages import (
     Drain,
     Ended,
     Evict,
+    Evidence,
     Happened,
     MachinesGone,
     Meet,
@@ -62,9 +64,14 @@ from unisono.messages import (
     RunDirectory,
     Start,
     Stop,
+    Testify,
+    Testimony,
     Told,
     WorkerExit,
 )
+from unisono.problems.evidence import redacted
+from unisono.problems.witness import about_machine
+from unisono.problems.writing import write
 from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
 from unisono.watch import Stream, make
@@ -316,6 +323,10 @@ class _Agent:
                     self._machines.resize(message.num_workers)
             case Evict():
                 self._workers.evict(message.worker_id, message.patience_s)
+            case Testify():
+                self._following.send(Testimony(number=message.number, text=self._about_machine()))
+            case Evidence():
+                self._write_evidence(message)
             case Ended():  # of the run (which is told before), or for this machine alone
                 self._end(self._with_own_exit_code(message), is_run_over=False)
             case RunDirectory():
@@ -335,6 +346,21 @@ class _Agent:
         if order.team is not None:
             told = variables(order.team, order.worker_ids, self._following.run_id)
         self._workers.start(order.worker_ids, order.delay_s, told)
+
+    def _about_machine(self) -> str:
+        """Return what the kernel knows of this machine and the workers on it, and the last that these have said."""
+        processes = [("the agent", os.getpid()), *self._workers.processes()]
+        said = [f"last lines of {name}:\n{lines}" for name, lines in self._workers.last_lines().items() if lines]
+        return redacted("\n".join([about_machine(processes), *said]))
+
+    def _write_evidence(self, message: Evidence) -> None:
+        """Write a file into the run's directory, which the head does not see."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                write(Path(message.directory), self._following.run_id, message.name, message.text)
+
+        threading.Thread(target=work, name="unisono-evidence", daemon=True).start()
 
     def announce(self, text: str) -> None:
         """Show a sentence, as a part of the run's story."""

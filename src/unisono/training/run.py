@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 import uuid
 import warnings
 import weakref
@@ -53,7 +54,7 @@ from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
 from unisono.training.upcoming import Upcoming
-from unisono.watch import Sink
+from unisono.watch import Sink, named
 
 __all__ = ["Run"]
 
@@ -142,7 +143,7 @@ class Run(Calls):
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
-        self._recorder = Recorder(self._journal, sinks, members.current())
+        self._recorder = Recorder(self._journal, [*sinks, *_named(spec.sinks)], members.current())
         self._phases = 0
         self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
@@ -309,6 +310,19 @@ class Run(Calls):
                 "same wherever it is made)",
                 stacklevel=3,
             )
+
+    def add_sink(self, sink: Sink) -> None:
+        """Give the run's events to one more object with ``emit(event)`` and ``close()``, from now on; see ``sinks=``.
+
+        Every worker calls this, before its first training loop (a worker that comes later skips what is over), and the
+        worker that writes the journal gives its sink the events. A sink that is added while the training goes on gets
+        the start of the run first.
+
+        Raises:
+            UsageError: it is no sink, or the run has ended.
+        """
+        self._process.check("run.add_sink")
+        self._recorder.add_sink(sink)
 
     def steps(
         self,
@@ -590,7 +604,11 @@ class Run(Calls):
                 stacklevel=4,
             )
         started = RunStarted(
-            run_id=self._run_id, directory=str(self.directory or ""), step=rounds.position.total, recipe=recipe
+            time=round(time.time(), 3),
+            run_id=self._run_id,
+            directory=str(self.directory or ""),
+            step=rounds.position.total,
+            recipe=recipe,
         )
         self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
         return rounds.position.step
@@ -630,3 +648,8 @@ class Run(Calls):
             is_writer=writes and not team.is_evicted(),
             reason=team.reason,
         )
+
+
+def _named(texts: Sequence[str]) -> list[Sink]:
+    """Return the sinks of the command line."""
+    return [sink for text in texts if (sink := named(text)) is not None]
