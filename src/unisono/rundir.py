@@ -19,8 +19,10 @@ from unisono.journal import JOURNAL, read
 
 __all__ = [
     "ADDRESS_FILE",
+    "EVENTS_FILE",
     "RUN_FILE",
     "TOKEN_FILE",
+    "USE_FOLDER",
     "Lock",
     "RunDirectory",
     "claim",
@@ -37,13 +39,15 @@ __all__ = [
 RUN_FILE = "run.json"
 ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
+EVENTS_FILE = "events.jsonl"
+USE_FOLDER = "use"
 LOCK_FILE = ".lock"
 LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05
 LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CHECKPOINTS = "checkpoints"
-_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS, "tensorboard", "tools", "profile")
+_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS, EVENTS_FILE, USE_FOLDER, "tensorboard", "tools", "profile")
 
 
 class Lock:

@@ -39,6 +39,8 @@ FLOORS = {
     "decisions.signals": 1,
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
+    "decisions.asides": 1,
+    "decisions.interruptions": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
     "problems.writing": 2,
@@ -48,6 +50,7 @@ FLOORS = {
     "store": 2,
     "journal": 2,
     "rundir": 2,
+    "chronicle": 2,
     "checkpoint.files": 2,
     "member": 2,
     "progress": 2,
@@ -159,6 +162,7 @@ NEIGHBOURS = {
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
+    "chronicle": {"journal", "rundir"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},

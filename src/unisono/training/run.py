@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 import uuid
 import warnings
 import weakref
@@ -603,7 +604,11 @@ class Run(Calls):
                 stacklevel=4,
             )
         started = RunStarted(
-            run_id=self._run_id, directory=str(self.directory or ""), step=rounds.position.total, recipe=recipe
+            time=round(time.time(), 3),
+            run_id=self._run_id,
+            directory=str(self.directory or ""),
+            step=rounds.position.total,
+            recipe=recipe,
         )
         self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
         return rounds.position.step
@@ -641,6 +646,7 @@ class Run(Calls):
             generation=team.generation,
             worker_ids=team.worker_ids,
             is_writer=writes and not team.is_evicted(),
+            reason=team.reason,
         )
 
 
