@@ -37,6 +37,7 @@ FLOORS = {
     "decisions.signals": 1,
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
+    "decisions.advice": 1,
     # 2, effects: one outside thing each.
     "faults": 2,
     "exchange.flat": 2,
@@ -125,6 +126,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "decisions.advice": {"decisions.balance", "decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
