@@ -303,7 +303,7 @@ def _loading(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     # With loaders, what they have done in the rest of the step is not seen, and all of them were busy all the time.
     work = data if not setting.loader_workers else setting.loader_workers * step
     needed = max(setting.loader_workers + 1, math.ceil(work / max(rest, 1e-9) * 1.1))
-    can = int(min(needed, setting.loader_workers + max(0, setting.spare_cores // len(loads))))
+    can = int(min(needed, setting.loader_workers + max(0.0, setting.spare_cores / len(loads))))
     says = f"Loading data takes {_percent(data / step)} of each step of {slowest.worker_id}"
     if can <= setting.loader_workers:
         yield Advice(
