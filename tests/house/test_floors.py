@@ -41,6 +41,7 @@ FLOORS = {
     "decisions.efficiency": 1,
     "decisions.asides": 1,
     "decisions.interruptions": 1,
+    "decisions.advice": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
     "problems.writing": 2,
@@ -135,6 +136,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "decisions.advice": {"decisions.balance", "decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it

@@ -195,7 +195,9 @@ class TrainingLoop:
             return
         step.close()
         point("after_step")
-        self._on_step(step, self._clock.reset(), range(self._base, self._base + self.num_steps))
+        seconds = self._clock.reset()
+        self._clock.switch("other")
+        self._on_step(step, seconds, range(self._base, self._base + self.num_steps))
 
     def _move_to(self, number: int) -> None:
         position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)
