@@ -81,7 +81,7 @@ def table(held: Held) -> str:
 
 def advice(held: Held, setting: Setting) -> str:
     """Return which setting makes the training fit, computed from the numbers; "" where they are not known."""
-    if not held.limit or not held.rest or not setting.microbatches:
+    if not held.limit or not setting.microbatches:
         return ""
     room = SPARE * held.limit - held.fixed
     workers = _fewer_workers(held, setting)
@@ -91,6 +91,8 @@ def advice(held: Held, setting: Setting) -> str:
             f"{shown_bytes(held.limit)}, so no number of micro-batches makes it fit"
         )
         return f"{alone}: {workers or 'it takes a smaller model, an optimizer with less state, or more memory'}"
+    if not held.rest:
+        return ""
     wanted = setting.microbatches * math.ceil(held.rest / room)
     fitting = _divisor(setting.batch_size, max(wanted, setting.microbatches + 1))
     if not fitting:
