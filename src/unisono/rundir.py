@@ -44,7 +44,7 @@ LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CHECKPOINTS = "checkpoints"
 PROBLEMS = "problems"
-_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS, PROBLEMS)
+_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS, PROBLEMS, "tensorboard", "tools", "profile")
 
 
 class Lock:
