@@ -47,7 +47,8 @@ LOCK_RETRY_S = 0.05
 LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CHECKPOINTS = "checkpoints"
-_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS, EVENTS_FILE, USE_FOLDER, "tensorboard", "tools", "profile")
+PROBLEMS = "problems"
+_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS, EVENTS_FILE, USE_FOLDER, PROBLEMS, "tensorboard", "tools", "profile")
 
 
 class Lock:

@@ -44,6 +44,7 @@ FLOORS = {
     "decisions.advice": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
+    "problems.limits": 2,
     "problems.writing": 2,
     "faults": 2,
     "exchange.flat": 2,
@@ -80,6 +81,7 @@ FLOORS = {
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
+    "problems.memory": 3,
     "checkpoint.copies": 3,
     "checkpoint.snapshot": 3,
     "checkpoint.writer": 3,
@@ -98,6 +100,7 @@ FLOORS = {
     "training.resuming": 4,
     "training.keeping": 4,
     "training.notes": 4,
+    "training.troubles": 4,
     "training.ending": 4,
     "training.loop": 4,
     "training.run": 4,
@@ -199,7 +202,16 @@ NEIGHBOURS = {
     "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
     "training.notes": {"training.step"},
-    "training.ending": {"rounds", "training.keeping", "training.loop", "training.notes", "training.steps"},
+    "training.troubles": {"rounds", "training.loop"},
+    "problems.memory": {"state"},
+    "training.ending": {
+        "rounds",
+        "training.keeping",
+        "training.loop",
+        "training.notes",
+        "training.steps",
+        "training.troubles",
+    },
     "training.run": {
         "rounds",
         "training.ending",
@@ -210,6 +222,7 @@ NEIGHBOURS = {
         "training.steps",
         "training.calls",
         "training.talking",
+        "training.troubles",
         "training.upcoming",
         "watch",
     },  # the sinks of a script

@@ -77,6 +77,7 @@ from unisono.messages import (
     Heads,
     Hello,
     Holding,
+    Holds,
     Kept,
     Lost,
     Message,
@@ -101,7 +102,7 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
-from unisono.problems.kinds import Trouble, kind_or_error
+from unisono.problems.kinds import Trouble
 from unisono.rundir import holder
 from unisono.spec import RunSpec
 
@@ -182,7 +183,7 @@ class Head:
         self._listens_until = 0.0
         self._full_at = -math.inf
         self._refusals = Refusals(
-            self._announce,
+            self._tell_refusal,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
         self._address = AddressFiles(run_id, local_url or url, token, made=self._run_dir if snapshot else "")
@@ -361,8 +362,10 @@ class Head:
                 self._kept(name, message)
             case Testimony():
                 self._troubles.heard(name, message)
-            case Ailing() if name in self._state.workers:
-                self._take_ailing(self._state.workers[name], message)
+            case Ailing():
+                self._troubles.ails(name, message)
+            case Holds():
+                self._troubles.holds(name, message)
             case Beats() if name in self._state.agents:
                 self._take_beats(message)
             case _:
@@ -414,8 +417,9 @@ class Head:
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
                 self._announce(f"a worker is refused: {error}")
-                host = first.info.host
-                self._troubles.take(Trouble(kind="failed-join", worker_id=name, host=host, error=str(error)))
+            if isinstance(first, Hello | AgentHello):
+                who, host = (name, first.info.host) if isinstance(first, Hello) else ("", first.host)
+                self._troubles.take(Trouble(kind="failed-join", worker_id=who, host=host, error=str(error)))
             if before is None:
                 del self._lines[name]
             else:
@@ -561,6 +565,8 @@ class Head:
         if self._state.generation > before.generation:
             # Two generations live at any time: this one, and the one before, which some members have not left.
             self._keys.end_generations(self._state.generation - 1)
+        if self._state.ended is not None:
+            self._troubles.hurry()
         following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
@@ -730,21 +736,13 @@ class Head:
         if self._uses.has_news:
             self._tell(self._audience(), Told(events=self._uses.take()))
 
+    def _tell_refusal(self, text: str) -> None:
+        self._announce(text)
+        self._troubles.say(Trouble(kind="failed-join", error=text))
+
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
-    def _take_ailing(self, worker: Worker, message: Ailing) -> None:
-        host = worker.info.host if worker.info is not None else ""
-        trouble = Trouble(
-            kind=kind_or_error(message.kind),
-            worker_id=worker.worker_id,
-            host=host,
-            step=message.step,
-            error=message.error,
-            detail=message.detail,
-        )
-        self._troubles.take(trouble)
-
-    def say(self, problem: events.Problem) -> None:
+    def tell(self, problem: events.Problem) -> None:
         self._pass_on(Happened(event=problem))
 
     def ask(self, names: Iterable[str], question: Testify) -> None:
@@ -752,6 +750,13 @@ class Head:
 
     def workers(self) -> Sequence[str]:
         return [name for name in self._lines if name in self._state.workers]
+
+    def host_of(self, worker_id: str) -> str:
+        worker = self._state.workers.get(worker_id)
+        return worker.info.host if worker is not None and worker.info is not None else ""
+
+    def num_workers_on(self, host: str) -> int:
+        return sum(self.host_of(w.worker_id) == host for w in self._state.workers.values() if w.state in ALIVE)
 
     def agents(self) -> dict[str, str]:
         agents = self._state.agents

@@ -24,6 +24,7 @@ from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.clock import Clock
+from unisono.rounds.finite import Finiteness
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
 from unisono.state.tracked import Tracked
@@ -42,6 +43,7 @@ class TrainingLoop:
 
     Args:
         on_step: called once for every step that the script has finished.
+        finiteness: looks at the gradient of each step.
         reduction: what the script's losses are, over the samples of a micro-batch.
         num_done: returns the steps of the run that are done.
 
@@ -64,6 +66,7 @@ class TrainingLoop:
         rehearses: bool,
         num_done: Callable[[], int],
         on_step: OnStep,
+        finiteness: Finiteness,
         reduction: Reduction = "mean",
     ) -> None:
         self.cursor = cursor
@@ -79,6 +82,7 @@ class TrainingLoop:
         self._rehearses = rehearses
         self._num_done = num_done
         self._on_step = on_step
+        self._finiteness = finiteness
         self._reduction = reduction
         self._phase = 0
         self._base = 0  # steps of the run before this loop
@@ -121,6 +125,7 @@ class TrainingLoop:
             agreement=agreement,
             clock=self._clock,
             tracked=self._tracked,
+            finiteness=self._finiteness,
             reduction=self._reduction,
         )
         hooks = self._tracked.before_updates(self._before_update)

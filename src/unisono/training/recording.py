@@ -31,6 +31,7 @@ from unisono.events import (
     EvaluationFinished,
     Event,
     MembershipChanged,
+    Problem,
     RunEnded,
     RunStarted,
     Seconds,
@@ -189,6 +190,10 @@ class Recorder:
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
         """Record that the script is at the end of the run, or has failed."""
         self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
+
+    def problem(self, event: Problem) -> None:
+        """Give the sinks of a script that runs alone what went wrong."""
+        self._stream.emit(event)
 
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""

@@ -37,6 +37,7 @@ from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
+from unisono.rounds.finite import Finiteness
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
@@ -53,6 +54,7 @@ from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
+from unisono.training.troubles import OwnTroubles
 from unisono.training.upcoming import Upcoming
 from unisono.watch import Sink, named
 
@@ -174,6 +176,8 @@ class Run(Calls):
             self._team = self._make_team(member)
             begun.callback(self._team.close)
             begun.callback(self._recorder.close)
+            self._troubles = OwnTroubles(self.directory, self._run_id, self.device, member, self._recorder.problem)
+            self._finiteness = Finiteness(self._troubles.not_finite)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
             self._admission = Admission(self._rounds)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
@@ -187,6 +191,7 @@ class Run(Calls):
                 reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
+                troubles=self._troubles,
             )
         life.begun(self._ending, is_alone=member is None)
 
@@ -409,6 +414,7 @@ class Run(Calls):
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
+            finiteness=self._finiteness,
             reduction=reduction,
         )
 
@@ -633,6 +639,8 @@ class Run(Calls):
             warnings=team.take_warnings(),
             sent_bytes=step.sent_bytes,
         )
+        if self._rounds is not None and self._loop is not None:
+            self._troubles.tell_memory(self._rounds, self._loop)
 
     def _role(self) -> Role:
         team, is_alone = self._team, members.current() is None
