@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
-from websockets.http11 import Request, Response
 
 from unisono import events
 from unisono.decisions.following import Rank, Standpoint, merged, verdict
@@ -54,8 +52,10 @@ from unisono.head.memory import Memory
 from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
-from unisono.head.status import respond, workers_status
+from unisono.head.status import workers_status
 from unisono.head.versions import Outgoing, Versions
+from unisono.head.viewing import Viewing
+from unisono.head.visitors import Visitors
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -90,8 +90,10 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
+from unisono.page.site import WATCH
 from unisono.rundir import holder
 from unisono.spec import RunSpec
+from unisono.watch.prometheus import CONTENT_TYPE, exposition
 
 __all__ = ["Head"]
 
@@ -182,6 +184,10 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._viewing = Viewing(
+            run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
+        )
+        self._viewing.reads_from(self._run_dir, self._facts)
         self._pen = Pen(run_id)
         self._may_write = True
         self._they_write = False  # the other head that this one has met last
@@ -198,7 +204,16 @@ class Head:
             tls: settings of TLS (`unisono.certificate.server_context`); None: connections are in the clear.
         """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
-        server = await open_door(listener, tls, self._refusals, request=self._request, handler=self._serve)
+        visitors = Visitors(
+            self._token,
+            self._url,
+            is_secure=tls is not None,
+            status=self.status,
+            metrics=lambda: (CONTENT_TYPE, exposition(self._viewing.overview())),
+            may_watch=self._viewing.why_not,
+            refused=lambda why, connection: self._refusals.note(why, connection.where),
+        )
+        server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
         tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
             self._take_pen()
@@ -218,6 +233,7 @@ class Head:
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
+            await self._viewing.end()
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
@@ -234,9 +250,6 @@ class Head:
                 end_group(pid, signal.SIGKILL)
 
     # -- http ----------------------------------------------------------------------------------------
-
-    def _request(self, connection: ServerConnection, request: Request) -> Response | None:
-        return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono status`` shows."""
@@ -274,6 +287,9 @@ class Head:
             )
 
     async def _serve(self, connection: Caller) -> None:
+        if connection.request is not None and connection.request.path.partition("?")[0] == WATCH:
+            await self._viewing.serve(connection)
+            return
         line = Line(connection)
         name = ""
         why = "its connection closed"
@@ -330,6 +346,7 @@ class Head:
             case RunDirectory():
                 self._tell_agents(message)
                 self._facts = message.facts or self._facts
+                self._viewing.reads_from(self._run_dir or message.path, self._facts)
                 worker = self._state.workers.get(name)
                 if worker is not None and worker.agent not in self._seers:
                     self._seers[worker.agent] = None
@@ -648,6 +665,7 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        self._viewing.take(event)
         # A worker that connects again repeats its last step.
         if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
             self._last = event
