@@ -165,7 +165,7 @@ NEIGHBOURS = {
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers"},
     "head": {"watch"},  # its overview as text for Prometheus
-    "page": {"history", "page.client"},
+    "page": {"history"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",
