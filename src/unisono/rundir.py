@@ -20,6 +20,7 @@ from unisono.journal import JOURNAL, read
 __all__ = [
     "ADDRESS_FILE",
     "EVENTS_FILE",
+    "PRIVATE",
     "RUN_FILE",
     "TOKEN_FILE",
     "USE_FOLDER",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 RUN_FILE = "run.json"
+PRIVATE = ("command",)
+"""What is not told of a run's description to those who only look: the script's arguments may be secret."""
 ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"

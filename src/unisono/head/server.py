@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
-from websockets.http11 import Request, Response
 
 from unisono import events
 from unisono.decisions.following import MAX_HEIRS, Rank, Standpoint, merged, verdict
@@ -57,10 +55,12 @@ from unisono.head.memory import Memory
 from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
-from unisono.head.status import respond, workers_status
+from unisono.head.status import workers_status
 from unisono.head.story import Story, Uses
 from unisono.head.troubles import Troubles
 from unisono.head.versions import Outgoing, Versions
+from unisono.head.viewing import Viewing
+from unisono.head.visitors import Visitors
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -102,9 +102,11 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
+from unisono.page.site import WATCH
 from unisono.problems.kinds import Trouble
 from unisono.rundir import holder
 from unisono.spec import RunSpec
+from unisono.watch.prometheus import CONTENT_TYPE, exposition
 
 __all__ = ["Head"]
 
@@ -198,6 +200,10 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._viewing = Viewing(
+            run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
+        )
+        self._viewing.reads_from(self._run_dir, self._facts)
         self._troubles = Troubles(self, run_id, [token])
         self._pen = Pen(run_id)
         self._may_write = True
@@ -215,7 +221,16 @@ class Head:
             tls: settings of TLS (`unisono.certificate.server_context`); None: connections are in the clear.
         """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
-        server = await open_door(listener, tls, self._refusals, request=self._request, handler=self._serve)
+        visitors = Visitors(
+            self._token,
+            self._url,
+            is_secure=tls is not None,
+            status=self.status,
+            metrics=lambda: (CONTENT_TYPE, exposition(self._viewing.overview())),
+            may_watch=self._viewing.why_not,
+            refused=lambda why, connection: self._refusals.note(why, connection.where),
+        )
+        server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
         tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
             self._take_pen()
@@ -236,6 +251,7 @@ class Head:
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
+            await self._viewing.end()
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
@@ -252,9 +268,6 @@ class Head:
                 end_group(pid, signal.SIGKILL)
 
     # -- http ----------------------------------------------------------------------------------------
-
-    def _request(self, connection: ServerConnection, request: Request) -> Response | None:
-        return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono status`` shows."""
@@ -289,6 +302,9 @@ class Head:
             )
 
     async def _serve(self, connection: Caller) -> None:
+        if connection.request is not None and connection.request.path.partition("?")[0] == WATCH:
+            await self._viewing.serve(connection)
+            return
         line = Line(connection)
         name = ""
         why = "its connection closed"
@@ -346,6 +362,7 @@ class Head:
             case RunDirectory():
                 self._tell_agents(message)
                 self._facts = message.facts or self._facts
+                self._viewing.reads_from(self._run_dir or message.path, self._facts)
                 worker = self._state.workers.get(name)
                 if worker is not None and worker.agent not in self._seers:
                     self._seers[worker.agent] = None
@@ -550,7 +567,6 @@ class Head:
             self._here.pop(message.worker_id, None)
         if reason:
             self._reason = reason
-            self._troubles.note(events.Announcement(text=reason))
         # The first step is sent to the heirs at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
         is_new = bool(actions) and not self._is_repetition(actions, before)
@@ -691,6 +707,7 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        self._viewing.take(event)
         self._troubles.note(event)
         if not isinstance(event, StepFinished):
             self._story.take_other(event)
@@ -718,6 +735,7 @@ class Head:
 
     def _tell_story(self, happened: list[events.Event]) -> None:
         for event in happened:
+            self._viewing.take(event)
             self._troubles.note(event)
         self._tell(self._audience(), Told(events=happened))
 
@@ -734,7 +752,10 @@ class Head:
         agents = self._state.agents.values()
         self._uses.forget(agent.host for agent in agents)
         if self._uses.has_news:
-            self._tell(self._audience(), Told(events=self._uses.take()))
+            used = self._uses.take()
+            for event in used:
+                self._viewing.take(event)
+            self._tell(self._audience(), Told(events=used))
 
     def _tell_refusal(self, text: str) -> None:
         self._announce(text)
