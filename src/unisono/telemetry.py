@@ -63,7 +63,14 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
         """Return the telemetry that ``packed`` was made from."""
         leaves, data_s, compute_s, *rest = _FORMAT.unpack(packed)
         last = Seconds(**dict(zip(PARTS, rest[: len(PARTS)], strict=True)))
-        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, *rest[len(PARTS) : -5], CheckpointReport(*rest[-5:]))
+        values: tuple[Any, ...] = (
+            leaves,
+            data_s,
+            compute_s,
+            last,
+            *rest[len(PARTS) : -5],
+            CheckpointReport(*rest[-5:]),
+        )
         return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
 
 
