@@ -19,6 +19,7 @@ from unisono.journal import JOURNAL, read
 
 __all__ = [
     "ADDRESS_FILE",
+    "PRIVATE",
     "RUN_FILE",
     "TOKEN_FILE",
     "Lock",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 RUN_FILE = "run.json"
+PRIVATE = ("command",)
+"""What is not told of a run's description to those who only look: the script's arguments may be secret."""
 ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
 LOCK_FILE = ".lock"

@@ -164,6 +164,8 @@ NEIGHBOURS = {
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers"},
+    "head": {"watch"},  # its overview as text for Prometheus
+    "page": {"history", "page.client"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
-from websockets.http11 import Request, Response
 
 from unisono import events
 from unisono.decisions.following import Rank, Standpoint, merged, verdict
@@ -56,9 +54,11 @@ from unisono.head.memory import Memory
 from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
-from unisono.head.status import respond, workers_status
+from unisono.head.status import workers_status
 from unisono.head.troubles import Troubles
 from unisono.head.versions import Outgoing, Versions
+from unisono.head.viewing import Viewing
+from unisono.head.visitors import Visitors
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -97,9 +97,11 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
+from unisono.page.site import WATCH
 from unisono.problems.kinds import Trouble, kind_or_error
 from unisono.rundir import holder
 from unisono.spec import RunSpec
+from unisono.watch.prometheus import CONTENT_TYPE, exposition
 
 __all__ = ["Head"]
 
@@ -190,6 +192,10 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._viewing = Viewing(
+            run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
+        )
+        self._viewing.reads_from(self._run_dir, self._facts)
         self._troubles = Troubles(self, run_id, [token])
         self._pen = Pen(run_id)
         self._may_write = True
@@ -207,7 +213,16 @@ class Head:
             tls: settings of TLS (`unisono.certificate.server_context`); None: connections are in the clear.
         """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
-        server = await open_door(listener, tls, self._refusals, request=self._request, handler=self._serve)
+        visitors = Visitors(
+            self._token,
+            self._url,
+            is_secure=tls is not None,
+            status=self.status,
+            metrics=lambda: (CONTENT_TYPE, exposition(self._viewing.overview())),
+            may_watch=self._viewing.why_not,
+            refused=lambda why, connection: self._refusals.note(why, connection.where),
+        )
+        server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
         tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
             self._take_pen()
@@ -228,6 +243,7 @@ class Head:
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
+            await self._viewing.end()
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
@@ -244,9 +260,6 @@ class Head:
                 end_group(pid, signal.SIGKILL)
 
     # -- http ----------------------------------------------------------------------------------------
-
-    def _request(self, connection: ServerConnection, request: Request) -> Response | None:
-        return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono status`` shows."""
@@ -284,6 +297,9 @@ class Head:
             )
 
     async def _serve(self, connection: Caller) -> None:
+        if connection.request is not None and connection.request.path.partition("?")[0] == WATCH:
+            await self._viewing.serve(connection)
+            return
         line = Line(connection)
         name = ""
         why = "its connection closed"
@@ -341,6 +357,7 @@ class Head:
             case RunDirectory():
                 self._tell_agents(message)
                 self._facts = message.facts or self._facts
+                self._viewing.reads_from(self._run_dir or message.path, self._facts)
                 worker = self._state.workers.get(name)
                 if worker is not None and worker.agent not in self._seers:
                     self._seers[worker.agent] = None
@@ -669,6 +686,7 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        self._viewing.take(event)
         self._troubles.note(event)
         # A worker that connects again repeats its last step.
         if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
