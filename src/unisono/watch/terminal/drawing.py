@@ -16,7 +16,7 @@ from unisono.watch.terminal.curve import draw_curve
 from unisono.watch.terminal.text import Line, Span, cut, duration, filled, harmless, number, size, time_of_day, width
 from unisono.words import count, progress
 
-__all__ = ["draw", "in_short"]
+__all__ = ["draw", "header", "in_short", "levels", "made_harmless", "workers_rows"]
 
 _NARROW: Final = 60
 """With fewer columns a worker is shown in short."""
@@ -53,7 +53,6 @@ _STATES: Final = {
 }
 _QUIET: Final = ("training", "waiting", "finished")
 """States of a worker that need not be seen among many."""
-_LEVELS: Final = {"info": "", "warning": "warning", "error": "error"}
 
 
 def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -> list[Line]:
@@ -62,10 +61,10 @@ def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -
     Args:
         unicode: the terminal shows other characters than those of ASCII.
     """
-    overview = _harmless(overview)
+    overview = made_harmless(overview)
     if rows < 5 or columns < 24:
         return [_cut(in_short(overview), columns, unicode=unicode)][:rows]
-    lines = _header(overview, columns, unicode=unicode)
+    lines = header(overview, columns, unicode=unicode)
     num_recent = 3 if rows < 18 else 4 if rows < 28 else 6
     room = rows - len(lines) - num_recent
     num_workers = len(overview.workers)
@@ -74,12 +73,12 @@ def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -
         curve = max(_LEAST_CURVE, min(most, room - num_workers - 2))
         lines += draw_curve(overview.curve, columns, curve, last=overview.step, unicode=unicode)
         room -= curve + 1
-    lines += _workers(overview, columns, max(1, room), unicode=unicode)
+    lines += workers_rows(overview, columns, max(1, room), unicode=unicode)
     lines += _recent(overview.recent, columns, max(0, min(num_recent, rows - len(lines))))
     return [_cut(line, columns, unicode=unicode) for line in lines[:rows]]
 
 
-def _harmless(overview: Overview) -> Overview:
+def made_harmless(overview: Overview) -> Overview:
     """Return an overview whose words a terminal does not obey: some come from machines of others."""
     replace = msgspec.structs.replace
     return replace(
@@ -127,7 +126,7 @@ def in_short(overview: Overview) -> Line:
     return [(f"{harmless(overview.state)}  {_done(overview)}  loss {_loss(overview)}  {_left(overview)}", "")]
 
 
-def _header(overview: Overview, columns: int, *, unicode: bool) -> list[Line]:
+def header(overview: Overview, columns: int, *, unicode: bool) -> list[Line]:
     """Return four lines about the run as a whole."""
     name = "  ".join(filter(None, (overview.script, overview.run_dir))) or f"run {overview.run_id}"
     elapsed = duration((overview.ended or overview.time) - overview.started) if overview.started else ""
@@ -203,7 +202,7 @@ def _news(overview: Overview) -> Line:
 # -- its workers -------------------------------------------------------------------------------------
 
 
-def _workers(overview: Overview, columns: int, rows: int, *, unicode: bool) -> list[Line]:
+def workers_rows(overview: Overview, columns: int, rows: int, *, unicode: bool) -> list[Line]:
     """Return the line with the legend, and one row for each worker, or for those that need to be seen."""
     workers = overview.workers
     several = len({worker.host for worker in workers if worker.host}) > 1
@@ -270,7 +269,7 @@ class _Row:
         if self._device:
             line.append((filled(worker.device, self._device) + " ", "dim"))
         line.append((filled(worker.state, 8) + " ", _STATES.get(worker.state, "")))
-        line.append((f"{100 * worker.share:>3.0f} % ", ""))
+        line.append((f"{100 * worker.share:>3.0f} % " if worker.rank is not None else " " * 6, ""))
         line += self._stack(worker.seconds)
         if self._words:
             line.append((" " + filled(_loss_words(worker), self._words), ""))
@@ -363,5 +362,10 @@ def _recent(recent: Sequence[Recent], columns: int, rows: int) -> list[Line]:
     lines: list[Line] = []
     for each in recent[-rows:]:
         clock = time_of_day(each.time) if columns >= _NARROW else time_of_day(each.time)[:5]
-        lines.append([(clock + "  ", "dim"), (each.text, _LEVELS.get(each.level, ""))])
+        lines.append([(clock + "  ", "dim"), (each.text, levels(each.level))])
     return lines
+
+
+def levels(level: str) -> str:
+    """Return the style of a sentence."""
+    return {"warning": "warning", "error": "error"}.get(level, "")

@@ -15,10 +15,10 @@ from unisono.overview import OverviewBuilder
 from unisono.watch.terminal.base import Terminal, summary
 from unisono.watch.terminal.canvas import colours_wanted, shows_unicode
 from unisono.watch.terminal.drawing import draw, in_short
-from unisono.watch.terminal.screen import Screen
+from unisono.watch.terminal.screen import Screen, rows_beside_output
 from unisono.watch.terminal.text import Line, harmless, plain, to_ansi
 
-__all__ = ["Live", "rows_beside_output"]
+__all__ = ["Live"]
 
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _RESET: Final = "\x1b[0m"
@@ -97,8 +97,3 @@ class Live(Terminal):
         if is_apart:
             with contextlib.suppress(OSError):
                 print(ended.traceback.rstrip("\n"), file=sys.stderr, flush=True)
-
-
-def rows_beside_output(rows: int) -> int:
-    """Return how many rows of a terminal a picture may have that leaves room for what workers print."""
-    return min(48, max(1, rows - 4, 0) if rows <= 24 else max(20, rows * 5 // 8))

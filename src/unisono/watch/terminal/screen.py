@@ -17,7 +17,7 @@ from typing import Any, Final
 from unisono.watch.terminal.canvas import Canvas, size_of
 from unisono.watch.terminal.text import Line
 
-__all__ = ["PICTURE_EVERY_S", "Picture", "Screen"]
+__all__ = ["PICTURE_EVERY_S", "Picture", "Screen", "rows_beside_output"]
 
 PICTURE_EVERY_S: Final = 0.5
 LINES_EVERY_S: Final = 0.25
@@ -179,3 +179,8 @@ class Screen:
         self._was_stopped = True
         if callable(self._before):
             self._before(number, frame)
+
+
+def rows_beside_output(rows: int) -> int:
+    """Return how many rows of a terminal a picture may have that leaves room for what workers print."""
+    return min(48, max(1, rows - 4) if rows <= 24 else max(20, rows * 5 // 8))
