@@ -25,6 +25,9 @@ from unisono.telemetry import StepTelemetry
 from unisono.training.recording import OUTSIDE, Recorder, Role
 
 
+NOW = 1790000000.125
+
+
 class Heard:
     """A head that keeps what it hears."""
 
@@ -45,7 +48,7 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         self.sink, self.head = Kept(), Heard()
         self.journal = Journal(folder / JOURNAL)
-        self.recorder = Recorder(self.journal, [self.sink], self.head)
+        self.recorder = Recorder(self.journal, [self.sink], self.head, clock=lambda: NOW + 0.0001)
 
     def finish(self, step: int, role: Role, **changes: Any) -> None:
         values: dict[str, Any] = {
@@ -86,20 +89,21 @@ def test_a_step_is_one_value_for_the_journal_the_sinks_and_the_head(tmp_path: Pa
     found = StepFinished(
         step=0, epoch=0, loss=0.5, weight=8.0, samples=8, digest="0" * 16, num_steps=9, generation=1,
         seconds=Seconds(compute=0.25, other=0.5), workers={"w0": times, "w1": times}, logs={"lr": 0.1},
-        checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"],
+        checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"], time=NOW,
     )  # fmt: skip
     said = [
         started(),
-        MembershipChanged(generation=1, worker_ids=("w0", "w1")),
+        MembershipChanged(time=NOW, generation=1, worker_ids=("w0", "w1")),
         found,
-        EvaluationFinished(step=1, totals={"right": 3}),
-        RunEnded(ok=True, reason="", digests={"model": "5f3a"}),
+        EvaluationFinished(time=NOW, step=1, totals={"right": 3}),
+        RunEnded(time=NOW, ok=True, reason="", digests={"model": "5f3a"}),
     ]
     assert worker.sink.events == said
     assert [each.event for each in worker.head.happened_] == said
     assert [each.number for each in worker.head.happened_ if each.number >= 0] == [0, 1, 2]
     assert worker.head.done == [0]
     assert [line["kind"] for line in read(tmp_path)] == ["step", "evaluation", "end"]
+    assert [line["time"] for line in read(tmp_path)] == [NOW] * 3
 
 
 @pytest.mark.parametrize("written", [3, 4], ids=["before its line", "after its line"])
@@ -118,7 +122,7 @@ def test_the_next_writer_gives_its_sinks_what_the_lost_one_has_not(written: int,
     assert first.steps() + second.steps() == list(range(6))
     assert [line["step"] for line in read(tmp_path)] == list(range(6))
     assert isinstance(second.sink.events[0], RunStarted)
-    assert MembershipChanged(generation=2, worker_ids=("w1", "w2")) in second.sink.events
+    assert MembershipChanged(time=NOW, generation=2, worker_ids=("w1", "w2")) in second.sink.events
 
 
 def test_the_next_rank_0_tells_its_last_events_again(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_what_was_evaluated_before_the_run_began_is_told_by_its_first_writer(tmp
     worker.recorder.evaluation_finished(0, {3: 1.0}, OUTSIDE)
     assert (worker.sink.events, worker.head.happened_) == ([], [])
     worker.recorder.run_started(started(), role(0), is_newcomer=False)
-    before = EvaluationFinished(step=0, totals={"3": 1.0})
+    before = EvaluationFinished(time=NOW, step=0, totals={"3": 1.0})
     assert worker.sink.events[:2] == [started(), before]
     assert [each.event for each in worker.head.happened_[:2]] == [started(), before]
     assert [line["kind"] for line in read(tmp_path)] == ["evaluation"]
@@ -165,3 +169,52 @@ def test_a_writer_that_is_left_behind_writes_nothing_more(tmp_path: Path) -> Non
 def test_what_is_no_sink_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"sinks= takes objects with emit\(event\) and close\(\); got 'terminal'"):
         Recorder(Journal(None), ["terminal"], None)  # type: ignore[list-item]
+
+
+def test_a_sink_that_is_added_gets_the_start_of_the_run_and_what_follows(tmp_path: Path) -> None:
+    writer, other = Worker(tmp_path), Worker(tmp_path)
+    early = Kept()
+    writer.recorder.add_sink(early)
+    for rank, worker in enumerate((writer, other)):
+        worker.recorder.run_started(started(), role(rank), is_newcomer=False)
+        worker.finish(0, role(rank))
+    assert early.events == writer.sink.events
+    late, idle = Kept(), Kept()
+    writer.recorder.add_sink(late)
+    other.recorder.add_sink(idle)
+    for rank, worker in enumerate((writer, other)):
+        worker.finish(1, role(rank))
+    members = MembershipChanged(generation=1, worker_ids=("w0", "w1"))
+    assert late.events[:2] == [started(), members]
+    assert [event.step for event in late.events[2:] if isinstance(event, StepFinished)] == [1]
+    assert idle.events == []
+    other.finish(2, role(0, generation=2))
+    assert [event.step for event in idle.events if isinstance(event, StepFinished)] == [2]
+    for worker in (writer, other):
+        worker.recorder.close()
+    assert [sink.num_closed for sink in (early, late, idle)] == [1, 1, 1]
+
+
+def test_an_added_sink_that_raises_at_once_is_dropped(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.recorder.run_started(started(), role(0), is_newcomer=False)
+    broken = Kept(fails_at=started())
+    worker.recorder.add_sink(broken)
+    worker.finish(0, role(0))
+    assert broken.events == [started()]
+    assert worker.steps() == [0]
+
+
+def test_what_is_added_and_no_sink_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"run\.add_sink takes objects with emit\(event\) and close\(\); got 3"):
+        Worker(tmp_path).recorder.add_sink(3)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_becomes_the_writer_again_says_anew_that_the_run_started(tmp_path: Path) -> None:
+    """A tool that another writer has gone on with meanwhile looks again for what it lacks."""
+    worker = Worker(tmp_path)
+    worker.recorder.run_started(started(), role(0), is_newcomer=False)
+    for number, writes in enumerate([True, False, True]):
+        worker.finish(number, role(0, is_writer=writes))
+    assert worker.sink.events.count(started()) == 2
+    assert worker.steps() == [0, 1, 2]

@@ -57,6 +57,10 @@ _OPTIONS: Final = (
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--copies-to", multiple=True, metavar="URL", help="Copy each checkpoint to this place as well: a path, or a "
            "URL that fsspec knows (s3://bucket/run, sftp://host/path). Wins over the script's."),
+    option("--tensorboard", is_flag=True, help="Write event files for TensorBoard into the folder tensorboard of the "
+           "run's directory; elsewhere: --sink tensorboard=DIR."),
+    option("--sink", "sinks", multiple=True, metavar="NAME[=ARGUMENT]", help="Give the run's events to a tool: "
+           "tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of your own."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
     option("--hosts", default="", metavar="A,B:2,C", help="Machines to train on, by ssh: B with 2 workers, the others "
@@ -188,6 +192,8 @@ class Options:
     resume: str
     resume_anyway: tuple[str, ...]
     copies_to: tuple[str, ...]
+    tensorboard: bool
+    sinks: tuple[str, ...]
     exchange: str
     hosts: str
     hostfile: str
@@ -318,6 +324,8 @@ class Options:
         given = {
             "--resume": self.resume,
             "--copies-to": self.copies_to,
+            "--tensorboard": self.tensorboard,
+            "--sink": self.sinks,
             "--overwrite": self.overwrite,
             "--strict": self.strict,
             "--efficiency": self.efficiency,
@@ -434,6 +442,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         resume=before.path,
         resume_anyway=options.resume_anyway,
         copies=copies,
+        sinks=_sinks(options),
         exchange=options.exchange,
         timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,
@@ -461,6 +470,22 @@ def _places(urls: tuple[str, ...]) -> tuple[str, ...]:
     places = tuple(absolute(url) for url in urls)
     check(places)
     return places
+
+
+def _sinks(options: Options) -> tuple[str, ...]:
+    """Return the sinks that the workers make.
+
+    Raises:
+        UsageError: one of them is not known, or needs a package that is missing here.
+    """
+    texts = (*(("tensorboard",) if options.tensorboard else ()), *options.sinks)
+    if texts:
+        from unisono.watch import named
+
+        check_text("a sink", *texts)
+        for text in texts:
+            named(text, is_here=False)
+    return texts
 
 
 def _plain_threads() -> int:
