@@ -92,6 +92,7 @@ FLOORS = {
     "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
+    "page.local": 4,
     "training.upcoming": 4,
     "training.talking": 4,
     "training.calls": 4,
@@ -240,7 +241,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "page", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "training.recording"),
     *("checkpoint.copies", "checkpoint.files"),
