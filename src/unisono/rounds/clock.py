@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.telemetry import PARTS
@@ -17,6 +18,8 @@ class Clock:
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     last: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """The parts of the step before."""
+    on_switch: Callable[[str], None] | None = None
+    """Is told the part that begins, while a profile marks them."""
     _now: str = "other"
     _since: float = field(default_factory=time.perf_counter)
 
@@ -25,6 +28,8 @@ class Clock:
         now = time.perf_counter()
         self.parts[self._now] += now - self._since
         self._now, self._since = part, now
+        if self.on_switch is not None:
+            self.on_switch(part)
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Count so much of ``source`` as ``target`` instead."""
