@@ -223,6 +223,8 @@ class Problem(_Event, tag="problem"):
     step: int = -1
     evidence: str = ""
     """Name of the file in the run's directory; "": there is none."""
+    ends_run: bool = False
+    """The run ends with it: its `RunEnded` says the same."""
 
 
 class RunEnded(_Event, tag="end"):

@@ -25,6 +25,9 @@ from unisono.telemetry import StepTelemetry
 from unisono.training.recording import OUTSIDE, Recorder, Role
 
 
+NOW = 1790000000.125
+
+
 class Heard:
     """A head that keeps what it hears."""
 
@@ -45,7 +48,7 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         self.sink, self.head = Kept(), Heard()
         self.journal = Journal(folder / JOURNAL)
-        self.recorder = Recorder(self.journal, [self.sink], self.head)
+        self.recorder = Recorder(self.journal, [self.sink], self.head, clock=lambda: NOW + 0.0001)
 
     def finish(self, step: int, role: Role, **changes: Any) -> None:
         values: dict[str, Any] = {
@@ -86,20 +89,21 @@ def test_a_step_is_one_value_for_the_journal_the_sinks_and_the_head(tmp_path: Pa
     found = StepFinished(
         step=0, epoch=0, loss=0.5, weight=8.0, samples=8, digest="0" * 16, num_steps=9, generation=1,
         seconds=Seconds(compute=0.25, other=0.5), workers={"w0": times, "w1": times}, logs={"lr": 0.1},
-        checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"],
+        checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"], time=NOW,
     )  # fmt: skip
     said = [
         started(),
-        MembershipChanged(generation=1, worker_ids=("w0", "w1")),
+        MembershipChanged(time=NOW, generation=1, worker_ids=("w0", "w1")),
         found,
-        EvaluationFinished(step=1, totals={"right": 3}),
-        RunEnded(ok=True, reason="", digests={"model": "5f3a"}),
+        EvaluationFinished(time=NOW, step=1, totals={"right": 3}),
+        RunEnded(time=NOW, ok=True, reason="", digests={"model": "5f3a"}),
     ]
     assert worker.sink.events == said
     assert [each.event for each in worker.head.happened_] == said
     assert [each.number for each in worker.head.happened_ if each.number >= 0] == [0, 1, 2]
     assert worker.head.done == [0]
     assert [line["kind"] for line in read(tmp_path)] == ["step", "evaluation", "end"]
+    assert [line["time"] for line in read(tmp_path)] == [NOW] * 3
 
 
 @pytest.mark.parametrize("written", [3, 4], ids=["before its line", "after its line"])
@@ -118,7 +122,7 @@ def test_the_next_writer_gives_its_sinks_what_the_lost_one_has_not(written: int,
     assert first.steps() + second.steps() == list(range(6))
     assert [line["step"] for line in read(tmp_path)] == list(range(6))
     assert isinstance(second.sink.events[0], RunStarted)
-    assert MembershipChanged(generation=2, worker_ids=("w1", "w2")) in second.sink.events
+    assert MembershipChanged(time=NOW, generation=2, worker_ids=("w1", "w2")) in second.sink.events
 
 
 def test_the_next_rank_0_tells_its_last_events_again(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_what_was_evaluated_before_the_run_began_is_told_by_its_first_writer(tmp
     worker.recorder.evaluation_finished(0, {3: 1.0}, OUTSIDE)
     assert (worker.sink.events, worker.head.happened_) == ([], [])
     worker.recorder.run_started(started(), role(0), is_newcomer=False)
-    before = EvaluationFinished(step=0, totals={"3": 1.0})
+    before = EvaluationFinished(time=NOW, step=0, totals={"3": 1.0})
     assert worker.sink.events[:2] == [started(), before]
     assert [each.event for each in worker.head.happened_[:2]] == [started(), before]
     assert [line["kind"] for line in read(tmp_path)] == ["evaluation"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from unisono.events import RunEnded, StepFinished
+from unisono.journal import index
 from unisono.journal.lines import Line, LineEvent, from_line, parse, plain, text_of, to_line
 
 __all__ = ["BLOCK_BYTES", "JOURNAL", "conclude", "end_of", "events", "has_steps", "read", "summary", "tail", "truncate"]
@@ -91,6 +92,7 @@ def truncate(path: Path, number: int) -> None:
         if cut < file.seek(0, os.SEEK_END):
             file.truncate(cut)
             os.fsync(file.fileno())
+    index.cut(path, cut)
 
 
 def end_of(path: Path, number: int) -> int:

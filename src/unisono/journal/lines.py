@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Final, TypeGuard, get_args
+from typing import Any, Final, TypeGuard, cast, get_args
 
 import msgspec
 
 from unisono.events import EvaluationFinished, Event, LinesLost, RunEnded, StepFinished
 
-__all__ = ["Line", "LineEvent", "from_line", "is_line", "parse", "plain", "text_of", "to_line"]
+__all__ = ["Line", "LineEvent", "from_line", "is_line", "number_in", "parse", "plain", "text_of", "to_line"]
 
 Line = dict[str, Any]
 LineEvent = StepFinished | EvaluationFinished | LinesLost | RunEnded
@@ -35,8 +35,11 @@ def is_line(event: Event) -> TypeGuard[LineEvent]:
 
 
 def to_line(event: LineEvent) -> Line:
-    """Return the line of an event, without its number."""
-    line: Line = msgspec.to_builtins(event)
+    """Return the line of an event, without its number. What is told by worker is kept elsewhere (`journal.times`)."""
+    if not isinstance(event, StepFinished):
+        return cast("Line", msgspec.to_builtins(event))
+    line: Line = msgspec.to_builtins(msgspec.structs.replace(event, workers={}) if event.workers else event)
+    del line["workers"]
     return line
 
 
@@ -61,7 +64,18 @@ def from_line(line: Line) -> LineEvent | None:
 
 def text_of(line: Line) -> str:
     """Return a line as JSON, without its newline."""
-    return json.dumps(plain(line))
+    try:
+        return json.dumps(line, allow_nan=False)
+    except ValueError:
+        return json.dumps(plain(line))
+
+
+def number_in(value: float | str | None) -> float:
+    """Return a number that a line may hold as a string, because JSON has no NaN; what is no number is NaN."""
+    try:
+        return float(value) if value is not None else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def plain(value: Any) -> Any:

@@ -16,13 +16,13 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-__all__ = ["FOLD", "LEVEL_BYTES", "SEGMENT_BYTES", "Reading", "Row", "Thinned", "mean_of", "read"]
+__all__ = ["FOLD", "LEVEL_BYTES", "SEGMENT_BYTES", "Reading", "Row", "Thinned", "mean_of", "newest", "read"]
 
 FOLD: Final = 8
 """So many rows of a level become one row of the next."""
@@ -99,20 +99,15 @@ class Thinned:
         self._has_warned = False
         self._pid = os.getpid()
 
-    def add(self, key: float, record: dict[str, Any]) -> None:
+    def add(self, key: float, record: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
         """Add a record. Keys grow, but for small exceptions.
 
         Args:
-            record: JSON; belongs to this object from now on. In means, numbers are averaged, also in dictionaries and
-                in lists of one length; what a record lacks is not counted; of other values the last one counts.
+            record: JSON, or a function that makes it, in the thread that writes; belongs to this object from now on.
+                In means, numbers are averaged, also in dictionaries and in lists of one length; what a record lacks is
+                not counted; of other values the last one counts.
         """
         self._put(_Levels.add, key, record)
-
-    def add_missing(self, records: Sequence[tuple[float, dict[str, Any]]]) -> None:
-        """Add those of some records whose keys are higher than all that the directory has: another process has written
-        it, and may have died before it wrote the last ones.
-        """
-        self._put(_Levels.add_missing, records)
 
     def cut(self, key: float) -> None:
         """Take back what was added from a key on."""
@@ -280,16 +275,10 @@ class _Levels:
         self._last = -math.inf
         self.is_over = False
 
-    def add(self, key: float, record: dict[str, Any]) -> None:
+    def add(self, key: float, record: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
         self._open()
         self._last = max(self._last, key)
-        self._add(0, Row(key, key, 1, record))
-
-    def add_missing(self, records: Iterable[tuple[float, dict[str, Any]]]) -> None:
-        self._open()
-        for key, record in records:
-            if key > self._last:
-                self.add(key, record)
+        self._add(0, Row(key, key, 1, record if isinstance(record, dict) else record()))
 
     def cut(self, key: float) -> None:
         self._open()
@@ -542,6 +531,17 @@ def read(directory: Path, first: float = -math.inf, last: float = math.inf, poin
         each = math.ceil(len(rows) / points)
         rows = [mean_of(rows[start : start + each]) for start in range(0, len(rows), each)]
     return Reading(files.header, rows, files.notes)
+
+
+def newest(directory: Path, most: int) -> tuple[list[Row], dict[str, Any]]:
+    """Return the newest records, at most so many, as they were added; and the header. Reads as little as that takes."""
+    files = _Files(directory)
+    found: list[Row] = []
+    for number, path in reversed(_files(directory, 0)):
+        found = files.rows(0, number, path) + found
+        if len(found) >= most:
+            break
+    return sorted(found, key=_first)[-most:], files.header
 
 
 def _spans(directory: Path, level: int, files: _Files) -> list[_Span]:

@@ -11,9 +11,11 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.events import Event, LinesLost
+from unisono.events import Event, LinesLost, StepFinished
 from unisono.journal.file import tail, truncate
+from unisono.journal.index import Indexer
 from unisono.journal.lines import LineEvent, from_line, is_line, text_of, to_line
+from unisono.journal.times import Times
 
 __all__ = ["MOST_KEPT_LINES", "Journal"]
 
@@ -56,6 +58,9 @@ class Journal:
         self._failed_at: int | None = None  # the file's size before a line that could not be written
         self._has_warned = False
         self._num_kept = KEPT_LINES
+        self._index = Indexer(path) if path is not None else None
+        """Of the file; and what is told by worker. None: there is no file."""
+        self._times = Times(path.parent) if path is not None else None
 
     def keep_for_copy(self) -> None:
         """Keep more lines than those that may be missing in the file, which this machine does not see: this member may
@@ -73,6 +78,8 @@ class Journal:
         """
         self._is_writer = writer
         self._last = self._failed_at = None
+        if self._times is not None:
+            self._times.take_over()
         return [event for _, event in self._write()] if writer else []
 
     def go_on_at(self, number: int, lines: Iterable[str] = ()) -> None:
@@ -112,10 +119,20 @@ class Journal:
         self._recent.append(_Numbered(number, event))
         if self._is_writer:
             self._write()
+        if isinstance(event, StepFinished):
+            self._note(event, is_written=self._is_writer and self._last == number)
         self._forget()
 
     def close(self) -> None:
-        """Do nothing: every line is written when it is emitted."""
+        """Write what is told by worker. Every line is written when it is emitted."""
+        if self._times is not None:
+            self._times.close()
+
+    def _note(self, event: StepFinished, *, is_written: bool) -> None:
+        assert self._times is not None
+        if is_written:
+            self._times.take(event)
+        self._times.note(event)
 
     def _forget(self) -> None:
         recent = self._recent
@@ -137,6 +154,8 @@ class Journal:
                 return missing
             if self._last is None:
                 self._last = _take_over(self._path, self._number)
+                assert self._index is not None
+                self._index.begin()
             missing = [each for each in self._recent if each.number > self._last]
             if not missing:
                 return missing
@@ -153,12 +172,17 @@ class Journal:
     def _put(self, file: FileIO, lines: list[_Numbered]) -> None:
         if self._failed_at is not None:  # half a line: the next line would be spoiled too
             file.truncate(self._failed_at)
-        self._failed_at = os.fstat(file.fileno()).st_size
-        data = memoryview("".join(f"{each.text()}\n" for each in lines).encode())
+        offset = self._failed_at = os.fstat(file.fileno()).st_size
+        texts = [f"{each.text()}\n".encode() for each in lines]
+        data = memoryview(b"".join(texts))
         while data:
             data = data[file.write(data) :]
         self._last, self._failed_at = lines[-1].number, None
         self._in_file = self._last + 1
+        assert self._index is not None
+        for each, text in zip(lines, texts, strict=True):
+            self._index.add(offset, text, each.event)
+            offset += len(text)
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:

@@ -15,8 +15,9 @@ its number.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -76,15 +77,19 @@ class Recorder:
     Args:
         sinks: of this worker's script.
         head: None: the script runs alone.
+        clock: returns the time of an event, in seconds since 1970.
 
     Raises:
         UsageError: an object in ``sinks`` is no sink.
     """
 
-    def __init__(self, journal: Journal, sinks: Sequence[Sink], head: Head | None) -> None:
+    def __init__(
+        self, journal: Journal, sinks: Sequence[Sink], head: Head | None, clock: Callable[[], float] = time.time
+    ) -> None:
         for sink in sinks:
             _check(sink, "sinks=")
         self._journal = journal
+        self._clock = clock
         self._stream = Stream(sinks)
         self._to_head = _ToHead(head) if head is not None else None
         self._is_writer = False
@@ -150,7 +155,7 @@ class Recorder:
         # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows
         # neither, and lines are numbered alike on all workers.
         event = StepFinished(
-            **msgspec.structs.asdict(result),
+            **{**msgspec.structs.asdict(result), "time": self._now()},
             num_steps=num_steps,
             first_step=first_step,
             generation=role.generation,
@@ -166,11 +171,12 @@ class Recorder:
 
     def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
         """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
-        self._record(EvaluationFinished(step=step, totals={str(name): value for name, value in totals.items()}), role)
+        found = {str(name): value for name, value in totals.items()}
+        self._record(EvaluationFinished(time=self._now(), step=step, totals=found), role)
 
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
         """Record that the script is at the end of the run, or has failed."""
-        self._record(RunEnded(ok=ok, reason=reason, digests=digests or {}), role)
+        self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
 
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""
@@ -178,8 +184,12 @@ class Recorder:
             self._to_head.tell(None, role)
 
     def close(self) -> None:
-        """Close the sinks. No event follows."""
+        """Close the journal and the sinks. No event follows."""
+        self._journal.close()
         self._stream.close()
+
+    def _now(self) -> float:
+        return round(self._clock(), 3)
 
     def _record(self, event: Event, role: Role) -> None:
         self._take(role)
@@ -203,7 +213,7 @@ class Recorder:
                 self._stream.emit(event)
         if role.generation != self._generation and role is not OUTSIDE:
             self._generation = role.generation
-            self._members = MembershipChanged(generation=role.generation, worker_ids=role.worker_ids)
+            self._members = MembershipChanged(time=self._now(), generation=role.generation, worker_ids=role.worker_ids)
             self._pass_on(self._members, role)
 
     def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:

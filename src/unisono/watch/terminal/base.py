@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from unisono.events import Announcement, Event, RunEnded, StepFinished, WorkerOutput
+from unisono.events import Announcement, Event, Problem, RunEnded, StepFinished, WorkerOutput
 from unisono.words import count, progress
 
 __all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "duration", "summary"]
@@ -94,6 +94,8 @@ class Terminal(ABC):
                 self._output(event)
             case Announcement():
                 self._say(event.text)
+            case Problem():
+                self._say(problem_words(event))
             case StepFinished():
                 if self._pace.add(event):
                     self._say_balance(event.balance)
@@ -124,6 +126,14 @@ class Terminal(ABC):
 
     @abstractmethod
     def _end(self, ended: RunEnded) -> None: ...
+
+
+def problem_words(event: Problem) -> str:
+    """Return what to show of a problem. Where the run ends with it, the end says what has happened."""
+    where = f"evidence, for a bug report: {event.evidence} in the run's directory" if event.evidence else ""
+    if event.ends_run:
+        return where or event.text
+    return f"{event.text}. {where[:1].upper()}{where[1:]}" if where else event.text
 
 
 def done(step: StepFinished) -> str:

@@ -1,0 +1,355 @@
+"""`History`: reads what a run has left in its directory, and what it adds meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from unisono.events import StepFinished
+from unisono.history.folding import Fold
+from unisono.history.lines import Lines
+from unisono.history.machines import times_of, use_of
+from unisono.history.story import EVENTS, Story
+from unisono.journal import JOURNAL, thinning
+from unisono.journal.index import Block, Placed, Scanned, block_of, numbers_of
+from unisono.journal.times import COLUMNS, TIMES, record_of
+from unisono.overview import CURVE_POINTS, CurvePoint, Overview
+from unisono.rundir import RUN_FILE
+from unisono.words import count
+
+__all__ = ["EXACT_STEPS", "History"]
+
+EXACT_STEPS: Final = 1 << 14
+"""Where a question is about so few steps, their lines are read, and not only the index."""
+RUN_SCHEMA: Final = 1
+"""Of ``run.json``, that this version knows."""
+USE: Final = "use"
+_ORDER: Final = ("loss", "samples_per_s", "step_s", "sent_bytes")
+_HIDDEN: Final = ("samples",)
+
+
+class History:
+    """What the directory of a run holds. `refresh` looks at what is new; everything else answers from what it found.
+
+    Not thread-safe: one thread at a time. No method raises for what the files hold.
+
+    Args:
+        directory: of the run; or its journal, wherever that lies.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory if directory.is_dir() or not directory.exists() else directory.parent
+        self._lines = Lines(directory if directory.is_file() else directory / JOURNAL)
+        self._facts: dict[str, Any] = {}
+        self._facts_note = ""
+        self._story = Story(self.directory / EVENTS)
+        self._fold = Fold(self.directory, self._lines, self._story)
+        self._notes: dict[str, list[str]] = {}
+        self.refresh()
+
+    # -- what there is -------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Look at what the files have now. Cheap if little is new."""
+        self._read_facts()
+        self._lines.refresh()
+        self._story.refresh()
+
+    def complete(self) -> None:
+        """Read all that has no index, however long that takes."""
+        while self._lines.missing:
+            self._lines.refresh()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the run's description (``run.json``); empty if there is none."""
+        return dict(self._facts)
+
+    def names(self) -> list[str]:
+        """Return the names of all series: loss, step_s, part/compute, log/NAME, evaluation/NAME ..."""
+        found = self._lines.names
+        first = [name for name in _ORDER if name in found]
+        return first + [name for name in found if name not in first and name not in _HIDDEN]
+
+    def span(self) -> tuple[int, int]:
+        """Return the first and the last step; (0, -1) if there is none."""
+        blocks = self._lines.with_steps
+        return (blocks[0].first, blocks[-1].last) if blocks else (0, -1)
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read, or not yet, in sentences."""
+        found = [self._facts_note] if self._facts_note else []
+        return (
+            found
+            + self._journal_notes()
+            + self._story.notes
+            + [note for notes in self._notes.values() for note in notes]
+        )
+
+    # -- series --------------------------------------------------------------------------------------
+
+    def series(
+        self, names: Iterable[str], first: int = 0, last: int = -1, points: int = 1000
+    ) -> dict[str, dict[str, list[Any]]]:
+        """Return numbers by step, in at most ``points`` points. Extremes are kept: a point has the lowest and the
+        highest value of its steps.
+
+        Args:
+            names: as in `names`; an unknown one has no points.
+            first: the first step.
+            last: the last step; negative: counted from the end, -1 is the newest.
+
+        Returns:
+            By name: ``step`` (the first of each point), ``time`` (of that step; 0: unknown), ``low``, ``high`` and
+            ``mean``. NaN and infinite values are the strings "nan", "inf" and "-inf". The mean of points in which a
+            value is NaN is "nan", and their extremes are those of their other values.
+        """
+        points = max(1, points)
+        begin, end = self.span()
+        last = end + 1 + last if last < 0 else last
+        first = max(first, begin)
+        wanted = list(dict.fromkeys(names))
+        found: dict[str, _Series] = {name: _Series() for name in wanted}
+        by_step = [name for name in wanted if not name.startswith("evaluation/")]
+        blocks = self._lines.between(first, last)
+        if by_step and blocks:
+            if sum(block.steps for block in blocks) <= max(EXACT_STEPS, 0):
+                self._exact(by_step, blocks, first, last, points, found)
+            else:
+                self._from_blocks(by_step, blocks, first, last, points, found)
+        for name in wanted:
+            if name.startswith("evaluation/"):
+                self._evaluations(name, first, last, points, found[name])
+        return {name: each.told() for name, each in found.items()}
+
+    def _exact(
+        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
+    ) -> None:
+        steps = [line for line in self._read(blocks) if line.kind == "step" and first <= line.step <= last]
+        each = max(1, math.ceil(len(steps) / points))
+        for name in names:
+            series = found[name]
+            for start in range(0, len(steps), each):
+                part = list(numbers_of(name, steps[start : start + each]))
+                if part:
+                    mean = _rate(line for line, _ in part) if name == "samples_per_s" and each > 1 else None
+                    series.add(part[0][0].step, part[0][0].time, [value for _, value in part], mean)
+
+    def _from_blocks(
+        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
+    ) -> None:
+        blocks = self._clipped(blocks, first, last)
+        each = max(1, math.ceil(len(blocks) / points))
+        for start in range(0, len(blocks), each):
+            part = blocks[start : start + each]
+            for name in names:
+                found[name].add_blocks(name, part)
+
+    def _clipped(self, blocks: Sequence[Block], first: int, last: int) -> list[Block]:
+        """Return the blocks without the steps outside of a range: a zoom has the extremes of what it shows."""
+        kept = list(blocks)
+        for at in {0, len(kept) - 1}:
+            if kept[at].first < first or kept[at].last > last:
+                lines = [line for line in self._read([kept[at]]) if line.kind == "step" and first <= line.step <= last]
+                if lines:
+                    kept[at] = block_of([Placed(0, 0, b"", line) for line in lines])
+        return kept
+
+    def _evaluations(self, name: str, first: int, last: int, points: int, series: _Series) -> None:
+        key = name.partition("/")[2]
+        there = [
+            (step, time, float(totals[key]))
+            for block in self._lines.blocks
+            for step, time, totals in block.evaluations
+            if key in totals and first <= step <= last + 1
+        ]
+        each = max(1, math.ceil(len(there) / points))
+        for start in range(0, len(there), each):
+            part = there[start : start + each]
+            series.add(part[0][0], part[0][1], [value for _, _, value in part])
+
+    def _read(self, blocks: Sequence[Block]) -> Iterator[Scanned]:
+        with contextlib.suppress(OSError):
+            yield from self._lines.read(blocks)
+
+    # -- workers, machines, events -------------------------------------------------------------------
+
+    def times(self, first: int = 0, last: int = -1, points: int = 200) -> dict[str, Any]:
+        """Return what the time of the workers went into, by step: means of several steps where there are more than
+        ``points``, and where the run has kept no more.
+
+        Args:
+            first: the first step.
+            last: the last step; negative: counted from the end.
+
+        Returns:
+            ``workers``: ids; ``step`` (the first of each point) and ``time``; ``values``: by name (leaves, compute,
+            waiting, waits_s ...), by point, by worker; ``waits_for`` and ``link_to``: worker ids, by point, by worker.
+            None: the worker was not there, or that is not known.
+        """
+        begin, end = self.span()
+        last = end + 1 + last if last < 0 else last
+        reading = thinning.read(self.directory / TIMES, max(first, begin), last, points)
+        self._notes[TIMES] = reading.notes
+        columns, rows = reading.header.get("columns", []), reading.rows
+        if not rows and not (self.directory / TIMES).exists():
+            columns, rows = self._old_times(max(first, begin), last, points)
+        return times_of(columns, rows)
+
+    def use(self, points: int = 200) -> dict[str, Any]:
+        """Return what the machines used: ``time``, and ``machines``: by host, by name, by point (None: not known)."""
+        reading = thinning.read(self.directory / USE, points=points)
+        self._notes[USE] = reading.notes
+        return use_of(reading.rows)
+
+    def events(self, after: int = 0, most: int = 500) -> dict[str, Any]:
+        """Return what has happened besides steps, the oldest first: ``events``, and the number of the ``next`` one.
+
+        Args:
+            after: number of the first one; negative: the last so many.
+        """
+        found, following = self._story.read(after, most)
+        return {"events": found, "next": following}
+
+    def overview(self) -> Overview:
+        """Return the run as it is now, or as it has ended."""
+        found = self._fold.overview(self._facts, time.time())
+        curve = self.series(["loss"], points=CURVE_POINTS)["loss"]
+        points = [
+            CurvePoint(*each)
+            for each in zip(curve["step"], curve["low"], curve["high"], curve["mean"], strict=True)
+            if not any(isinstance(value, str) for value in each)
+        ]
+        return msgspec.structs.replace(found, curve=points)
+
+    def _old_times(self, first: int, last: int, points: int) -> tuple[tuple[str, ...], list[thinning.Row]]:
+        """Return the times that the lines of an older version have; of some of the steps, if there are many."""
+        blocks = self._lines.between(first, last)
+        blocks = blocks[:: max(1, math.ceil(sum(block.steps for block in blocks) / (64 * max(1, points))))]
+        rows: list[thinning.Row] = []
+        with contextlib.suppress(OSError):
+            steps = [
+                event
+                for block in blocks
+                for event in self._lines.events([block])
+                if isinstance(event, StepFinished) and event.workers and first <= event.step <= last
+            ]
+            for step, after in itertools.zip_longest(steps, steps[1:]):
+                rows.append(thinning.Row(step.step, step.step, 1, record_of(step, after)))
+        each = math.ceil(len(rows) / max(1, points)) if rows else 1
+        return COLUMNS, [thinning.mean_of(rows[at : at + each]) for at in range(0, len(rows), each)]
+
+    # -- notes ---------------------------------------------------------------------------------------
+
+    def _journal_notes(self) -> list[str]:
+        lines, found = self._lines, []
+        if lines.error:
+            found.append(lines.error)
+        elif not lines.size and not lines.blocks:
+            found.append(
+                f"{lines.path} is empty: no step is finished" if lines.path.exists() else f"there is no {lines.path}"
+            )
+        num_lines = sum(block.lines for block in lines.blocks)
+        if lines.num_broken and lines.num_broken == num_lines:
+            found.append(f"{lines.path} is not a journal: it begins with {lines.first_broken!r}")
+        elif lines.num_broken:
+            found.append(
+                f"{count(lines.num_broken, 'line')} of {lines.path} cannot be read and "
+                f"{'is' if lines.num_broken == 1 else 'are'} left out; the first begins with {lines.first_broken!r}"
+            )
+        if lines.missing:
+            found.append(f"{lines.path} has no index, or only a part of one; {lines.missing:.0%} of it is not read yet")
+        return found
+
+    def _read_facts(self) -> None:
+        self._facts_note = ""
+        path = self.directory / RUN_FILE
+        try:
+            facts = json.loads(path.read_bytes())
+            if not isinstance(facts, dict):
+                raise ValueError("it holds no object")
+        except FileNotFoundError:
+            self._facts, self._facts_note = {}, f"there is no {path}"
+            return
+        except (OSError, ValueError) as error:
+            self._facts, self._facts_note = {}, f"{path} cannot be read: {error}"
+            return
+        self._facts = facts
+        schema = facts.get("schema", RUN_SCHEMA)
+        if not isinstance(schema, int) or schema > RUN_SCHEMA:
+            self._facts_note = (
+                f"{path} was written by a newer version (schema {schema}, this one knows {RUN_SCHEMA}); what this "
+                "version does not know is left out"
+            )
+
+
+class _Series:
+    """Points of one series."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, float, Any, Any, Any]] = []
+
+    def add(self, step: int, time: float, values: list[float], mean: float | None = None) -> None:
+        """Add the point of some values, at least one."""
+        total = sum(values)
+        if math.isfinite(total):
+            self._points.append((step, time, min(values), max(values), total / len(values) if mean is None else mean))
+            return
+        finite = [value for value in values if math.isfinite(value)]
+        odd = (sum(map(math.isnan, values)), values.count(math.inf), values.count(-math.inf))
+        self._add(step, time, (min(finite), max(finite)) if finite else None, _mean(finite), odd)
+
+    def add_blocks(self, name: str, blocks: Sequence[Block]) -> None:
+        """Add the point of the values in some blocks, if there are any."""
+        there = [block.values[name] for block in blocks if name in block.values]
+        finite = [each for each in there if each[3]]
+        odds = [block.odd[name] for block in blocks if name in block.odd]
+        if not finite and not odds:
+            return
+        odd = (sum(each[0] for each in odds), sum(each[1] for each in odds), sum(each[2] for each in odds))
+        extremes = (min(each[0] for each in finite), max(each[1] for each in finite)) if finite else None
+        number = sum(each[3] for each in finite)
+        mean = sum(each[2] for each in finite) / number if number else 0.0
+        if name == "samples_per_s":
+            seconds = sum(block.values["step_s"][2] for block in blocks if "step_s" in block.values)
+            samples = sum(block.values["samples"][2] for block in blocks if "samples" in block.values)
+            mean = samples / seconds if seconds else mean
+        first = next(block for block in blocks if name in block.values)
+        self._add(first.first, first.since, extremes, mean, odd)
+
+    def _add(
+        self, step: int, time: float, extremes: tuple[float, float] | None, mean: float, odd: tuple[int, int, int]
+    ) -> None:
+        num_nan, num_high, num_low = odd
+        low: Any = "-inf" if num_low else extremes[0] if extremes else "inf" if num_high else "nan"
+        high: Any = "inf" if num_high else extremes[1] if extremes else "-inf" if num_low else "nan"
+        told: Any = mean
+        if num_nan or (num_high and num_low):
+            told = "nan"
+        elif num_high or num_low:
+            told = "inf" if num_high else "-inf"
+        self._points.append((step, time, low, high, told))
+
+    def told(self) -> dict[str, list[Any]]:
+        steps, times, lows, highs, means = map(list, zip(*self._points, strict=True)) if self._points else ([],) * 5
+        return {"step": steps, "time": times, "low": lows, "high": highs, "mean": means}
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _rate(lines: Iterable[Any]) -> float | None:
+    samples, seconds = 0, 0.0
+    for line in lines:
+        samples += line.samples
+        seconds += line.seconds.total()
+    return samples / seconds if seconds > 0 else None

@@ -1,0 +1,87 @@
+"""Events of a run that are no steps, as a reader sees them: ``events.jsonl``, by number."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["EVENTS", "Story"]
+
+EVENTS: Final = "events.jsonl"
+PIECE_BYTES: Final = 1 << 20
+
+
+class Story:
+    """Lines of a file of events that may grow while it is read. Keeps where the lines are, and not the lines.
+
+    Args:
+        path: of the file, which need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self._starts = array("Q", [0])
+        self.identity: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def is_there(self) -> bool:
+        return self.identity is not None
+
+    def refresh(self) -> None:
+        """Look at what is new."""
+        self.notes = []
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if (found.st_dev, found.st_ino) != self.identity or found.st_size < self._starts[-1]:
+                    self._starts = array("Q", [0])
+                    self.identity = (found.st_dev, found.st_ino)
+                at = self._starts[-1]
+                file.seek(at)
+                while data := file.read(PIECE_BYTES):
+                    end = data.find(b"\n") + 1
+                    while end > 0:
+                        self._starts.append(at + end)
+                        end = data.find(b"\n", end) + 1
+                    at += len(data)
+        except FileNotFoundError:
+            self._starts, self.identity = array("Q", [0]), None
+        except OSError as error:
+            self.notes = [f"{self.path} cannot be read: {error.strerror or error}"]
+
+    def read(self, after: int, most: int) -> tuple[list[dict[str, Any]], int]:
+        """Return at most ``most`` events from number ``after`` on, and the number of the next one.
+
+        Args:
+            after: negative: the last so many.
+        """
+        begin = max(0, len(self) + after) if after < 0 else min(after, len(self))
+        end = min(len(self), begin + max(0, most))
+        found: list[dict[str, Any]] = []
+        if end > begin:
+            try:
+                with self.path.open("rb") as file:
+                    data = os.pread(file.fileno(), self._starts[end] - self._starts[begin], self._starts[begin])
+            except OSError:
+                return [], begin
+            for text in data.splitlines():
+                try:
+                    event = json.loads(text)
+                    if not isinstance(event["kind"], str):
+                        raise ValueError
+                except (ValueError, KeyError, TypeError):
+                    self._note(text)
+                    continue
+                found.append(event)
+        return found, end
+
+    def _note(self, text: bytes) -> None:
+        if len(self.notes) < 3:
+            self.notes.append(f"a line of {self.path} is no event: {text[:40].decode(errors='replace')!r}")
