@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.exchange.spent import NOTHING, Spent
@@ -26,6 +27,8 @@ class Clock:
     _spent: Spent = NOTHING
     _spent_in: int = 0
     _faults: int = field(default_factory=lambda: _page_faults())
+    on_switch: Callable[[str], None] | None = None
+    """Is told the part that begins, while a profile marks them."""
     _now: str = "other"
     _since: float = field(default_factory=time.perf_counter)
 
@@ -35,6 +38,8 @@ class Clock:
         seconds = now - self._since
         self.parts[self._now] += seconds
         self._now, self._since = part, now
+        if self.on_switch is not None:
+            self.on_switch(part)
         return seconds
 
     def note(self, spent: Spent, generation: int) -> None:
