@@ -16,6 +16,8 @@ from typing import Any
 
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL, read
+from unisono.journal.index import INDEX
+from unisono.journal.times import TIMES
 
 __all__ = [
     "ADDRESS_FILE",
@@ -43,7 +45,7 @@ LOCK_RETRY_S = 0.05
 LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CHECKPOINTS = "checkpoints"
-_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS)
+_OURS = (RUN_FILE, JOURNAL, INDEX, TIMES, "use", CHECKPOINTS)
 
 
 class Lock:
