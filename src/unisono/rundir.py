@@ -16,6 +16,8 @@ from typing import Any
 
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL, read
+from unisono.journal.index import INDEX
+from unisono.journal.times import TIMES
 
 __all__ = [
     "ADDRESS_FILE",
@@ -51,7 +53,9 @@ LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CHECKPOINTS = "checkpoints"
 PROBLEMS = "problems"
-_OURS = (RUN_FILE, JOURNAL, CHECKPOINTS, EVENTS_FILE, USE_FOLDER, PROBLEMS, "tensorboard", "tools", "profile")
+_OURS = (
+    RUN_FILE, JOURNAL, INDEX, TIMES, CHECKPOINTS, EVENTS_FILE, USE_FOLDER, PROBLEMS, "tensorboard", "tools", "profile"
+)  # fmt: skip
 
 
 class Lock:
