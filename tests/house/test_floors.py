@@ -129,6 +129,7 @@ FLOORS = {
     "launcher": 5,
     "launchers": 5,
     "doctor": 5,
+    "report": 5,
     "cli": 5,
     "kubernetes": 5,
     "__main__": 5,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,12 @@ STORY = [
 ]
 
 
-def seconds(known: Mapping[int, float]) -> Any:
-    return lambda begin, end: {step: known[step] for step in range(begin, end + 1) if step in known}
+def measured(step: int, seconds: float, time: float) -> dict[str, Any]:
+    return {"kind": "interruption", "generation": 2, "step": step, "seconds": seconds, "reason": "why", "time": time}
 
 
 def test_a_loss_and_its_replacement_are_one_interruption() -> None:
-    (found,) = interruptions(STORY, seconds({step: 1.0 + 2.5 * (step == 10) for step in range(20)}))
+    (found,) = interruptions([*STORY[:4], measured(10, 2.5, 113.0), *STORY[4:]])
     assert found == Interruption(
         step=10,
         time=110.0,
@@ -55,20 +54,18 @@ def test_a_loss_and_its_replacement_are_one_interruption() -> None:
     )
 
 
-def test_steps_with_an_interruption_do_not_say_how_long_a_step_takes() -> None:
-    story = [gone(f"w{step}", "lost", step, float(step)) for step in (7, 8, 9)]
-    found = interruptions(story, seconds({step: 5.0 if step > 7 else 1.0 for step in range(12)}))
-    assert [each.seconds for each in found] == [4.0, 4.0, 4.0]
+def test_a_cost_that_nobody_has_measured_is_not_guessed() -> None:
+    (found,) = interruptions(STORY)
+    assert (found.step, found.seconds) == (9, None)
 
 
-def test_a_cost_that_nobody_knows_is_not_guessed() -> None:
-    (found,) = interruptions(STORY, seconds({}))
-    assert found.seconds is None
+def test_a_change_of_which_only_the_cost_is_known_has_its_reason() -> None:
+    (found,) = interruptions([measured(4, 1.5, 9.0)])
+    assert (found.what, found.time, found.seconds) == (("why",), 9.0, 1.5)
 
 
 def test_who_is_there_at_the_beginning_and_finishes_is_no_interruption() -> None:
-    story = [joined("w0", 0, 1.0), gone("w0", "finished", 9, 2.0)]
-    assert interruptions(story, seconds({})) == []
+    assert interruptions([joined("w0", 0, 1.0), gone("w0", "finished", 9, 2.0)]) == []
 
 
 def test_each_worker_is_there_from_its_join_to_its_end() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.decisions.advice import Advice, advise
+from unisono.decisions.advice import Advice, Load, Setting, advise
 from unisono.events import Seconds
 from unisono.history import History
 from unisono.overview import Overview
@@ -20,8 +21,6 @@ __all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "i
 POINTS: Final = 1000
 PARTS: Final = Seconds.__struct_fields__
 MOST_EVENTS: Final = 20_000
-NEAR_STEPS: Final = 16
-"""So many steps before an interruption show how long a step takes without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class Interruption:
     what: tuple[str, ...]
     """Each who came or went, in words."""
     seconds: float | None
-    """By which the step was longer than those before it; None: the times of these steps are not known any more."""
+    """By which its first step was longer than a step usually is; None: nobody has measured that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,9 @@ class Account:
             case "failed":
                 return f"Failed after {steps}{took}{on}: {found.reason}".rstrip(": ")
             case "stopped" | "unknown":
-                return f"Ended after {steps}{took}{on}" + (f": {found.reason}" if found.reason else ", and wrote no end")
+                return f"Ended after {steps}{took}{on}" + (
+                    f": {found.reason}" if found.reason else ", and wrote no end"
+                )
         return f"Going: {steps}{took}{on} so far."
 
 
@@ -142,44 +143,55 @@ def account(directory: Path) -> Account:
         facts=history.facts(),
         first=first,
         last=last,
-        series=history.series([*scalars, *(f"part/{part}" for part in PARTS if f"part/{part}" in names)], points=POINTS),
+        series=history.series(
+            [*scalars, *(f"part/{part}" for part in PARTS if f"part/{part}" in names)], points=POINTS
+        ),
         evaluations=history.series(evaluations, points=POINTS) if evaluations else {},
         workers=workers,
         efficiency=sum(each.seconds["compute"] for each in workers) / total if total else None,
         presences=came_and_went,
-        interruptions=interruptions(told, lambda begin, end: _step_seconds(history, begin, end)),
-        advice=advise(times) if workers else [],
+        interruptions=interruptions(told),
+        advice=advise(_loads(times, last, hosts), _setting(history.facts(), history.use(POINTS))),
         problems=[each for each in told if each.get("kind") == "problem"],
         notes=list(history.notes),
     )
 
 
-def interruptions(
-    told: Sequence[Mapping[str, Any]], step_seconds: Callable[[int, int], Mapping[int, float]]
-) -> list[Interruption]:
-    """Return what has interrupted the run: workers that came after its first step, or went before its last one.
+def interruptions(told: Sequence[Mapping[str, Any]]) -> list[Interruption]:
+    """Return what has interrupted the run: each change of its workers between its first step and its last one.
 
-    Those between the same two steps are one interruption: a worker that is killed, and the one that replaces it.
+    What happens until the first step of the next generation is one interruption: a worker that is killed, and the one
+    that replaces it.
 
     Args:
         told: lines of the story, in their order.
-        step_seconds: returns the wall time of each step from the first to the last of two numbers, as far as known.
     """
-    found: dict[int, list[Mapping[str, Any]]] = {}
+    found: list[Interruption] = []
+    pending: list[Mapping[str, Any]] = []
     for each in told:
-        kind = each.get("kind")
-        if kind == "joined" and each.get("step", 0) > 0:
-            found.setdefault(int(each["step"]), []).append(each)
-        elif kind == "gone" and each.get("how") != "finished":
-            found.setdefault(int(each.get("step", -1)) + 1, []).append(each)
-    made = []
-    for step in sorted(found):
-        near = step_seconds(max(0, step - NEAR_STEPS), step)
-        usual = [seconds for number, seconds in near.items() if number < step and number not in found]
-        seconds = max(0.0, near[step] - statistics.median(usual)) if step in near and usual else None
-        whats = tuple(_what(each) for each in found[step])
-        made.append(Interruption(step=step, time=_time(found[step][0]), what=whats, seconds=seconds))
-    return made
+        match each.get("kind"):
+            case "joined" if int(each.get("step") or 0) > 0:
+                pending.append(each)
+            case "gone" if each.get("how") != "finished" and int(each.get("step", -1)) >= 0:
+                pending.append(each)
+            case "interruption":
+                found.append(_interruption(pending, each))
+                pending = []
+            case "start" | "end":
+                if pending:
+                    found.append(_interruption(pending))
+                pending = []
+    return [*found, _interruption(pending)] if pending else found
+
+
+def _interruption(changes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any] | None = None) -> Interruption:
+    first = changes[0] if changes else measured or {}
+    what = tuple(_what(each) for each in changes) or (str((measured or {}).get("reason", "")),)
+    if measured is None:
+        return Interruption(step=int(first.get("step", -1)), time=_time(first), what=what, seconds=None)
+    return Interruption(
+        step=int(measured.get("step", -1)), time=_time(first), what=what, seconds=float(measured.get("seconds") or 0.0)
+    )
 
 
 def presences(told: Sequence[Mapping[str, Any]], end: float) -> list[Presence]:
@@ -267,12 +279,63 @@ def _sum(rows: Sequence[Sequence[float | None]], weights: Sequence[int], place: 
     return math.fsum(weight * (row[place] or 0.0) for row, weight in zip(rows, weights, strict=False))
 
 
-def _step_seconds(history: History, begin: int, end: int) -> dict[int, float]:
-    """Return the wall time of each step in a short range."""
-    found = history.series(["step_s"], begin, end, points=2 * (end - begin + 1))["step_s"]
-    if any(low != high for low, high in zip(found["low"], found["high"], strict=True)):
-        return {}  # the lines are gone, and only blocks of them are known
-    return {step: seconds for step, seconds in zip(found["step"], found["mean"], strict=True) if _is_number(seconds)}
+def _loads(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> list[Load]:
+    """Return what each of the last members did, over the steps at the end that all of them did together."""
+    names: Sequence[str] = times.get("workers", ())
+    values = times.get("values", {})
+    if not names or not times["step"]:
+        return []
+
+    def there(at: int) -> list[int]:
+        return [place for place, leaves in enumerate(values["leaves"][at]) if leaves is not None]
+
+    points = range(len(times["step"]))
+    members = there(points[-1])
+    begin = next((at + 1 for at in reversed(points) if there(at) != members), 0)
+    steps = [*times["step"][begin:], last + 1]
+    weights = [max(1, after - before) for before, after in itertools.pairwise(steps)]
+
+    def mean(column: str, place: int) -> float:
+        rows = values.get(column, ())[begin:]
+        return float(_sum(rows, weights, place) / sum(weights))
+
+    loads = []
+    for place in members:
+        waits: dict[str, float] = {}
+        for weight, who, seconds in zip(
+            weights, times["waits_for"][begin:], values.get("waits_s", ())[begin:], strict=False
+        ):
+            if who[place]:
+                waits[who[place]] = waits.get(who[place], 0.0) + weight * (seconds[place] or 0.0) / sum(weights)
+        loads.append(
+            Load(
+                worker_id=names[place],
+                host=hosts.get(names[place], ""),
+                seconds=Seconds(**{part: mean(part, place) for part in PARTS}),
+                leaves=mean("leaves", place),
+                waits=waits,
+                link_to=next((row[place] for row in reversed(times["link_to"]) if row[place]), ""),
+                link_s=mean("link_s", place),
+                link_bytes=mean("link_bytes", place),
+                page_faults=mean("page_faults", place),
+            )
+        )
+    return loads
+
+
+def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
+    """Return how the run was set, as far as its description says it."""
+    recipe = facts.get("recipe") or {}
+    spare = [
+        used["num_cores"] - statistics.fmean(cores)
+        for used in use.get("machines", {}).values()
+        if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if _is_number(value)])
+    ]
+    return Setting(
+        microbatches=int(recipe.get("microbatches") or 0),
+        batch_size=int(recipe.get("batch_size") or 0),
+        spare_cores=max(0.0, min(spare)) if spare else math.inf,
+    )
 
 
 def _is_number(value: Any) -> bool:

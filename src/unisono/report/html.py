@@ -13,7 +13,6 @@ from datetime import datetime
 from html import escape
 from typing import Any, Final
 
-from unisono.events import Seconds
 from unisono.report.account import Account, Interruption, Presence, WorkerAccount
 from unisono.words import count, duration
 
@@ -50,7 +49,9 @@ def report(accounts: Sequence[Account], made: float) -> str:
     ]
     if len(accounts) > 1:
         body += [_section("Side by side", _comparison(accounts))]
-    body += [_section("Curves", "".join(_chart(number, chart) for number, chart in enumerate(charts)))] if charts else []
+    body += (
+        [_section("Curves", "".join(_chart(number, chart) for number, chart in enumerate(charts)))] if charts else []
+    )
     for each in accounts:
         body.append(_one(each, f"{each.name}: " if len(accounts) > 1 else ""))
     body.append(f"</main><footer>Made by unisono report on {_date(made)}.</footer>")
@@ -131,7 +132,7 @@ def _comparison(accounts: Sequence[Account]) -> str:
         + "</tr>"
         for name, values in rows
     ]
-    return _scrolls(f'<table><thead><tr><td></td>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>')
+    return _scrolls(f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>")
 
 
 def _advice(account: Account) -> str:
@@ -150,7 +151,8 @@ def _times(account: Account) -> str:
     return (
         f'<ul class="legend">{legend}</ul>'
         + _scrolls(
-            f'<table class="times"><thead><tr><th scope="col">worker</th><th scope="col" class="wide">time in steps</th>'
+            '<table class="times"><thead><tr><th scope="col">worker</th>'
+            '<th scope="col" class="wide">time in steps</th>'
             f'<th scope="col">of the micro-batches</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
         )
         + rest
@@ -165,8 +167,9 @@ def _worker(found: WorkerAccount, longest: float) -> str:
     cells = "".join(f"<td>{found.seconds[part] / total:.0%}</td>" for part in PARTS)
     where = f' <span class="dim">{escape(found.host)}</span>' if found.host else ""
     return (
-        f'<tr><th scope="row">{escape(found.worker_id)}{where}</th><td class="wide"><span class="bars" aria-hidden="true">'
-        f"{bars}</span>{duration(found.total)}</td><td>{found.share:.0%}</td>{cells}</tr>"
+        f'<tr><th scope="row">{escape(found.worker_id)}{where}</th><td class="wide">'
+        f'<span class="bars" aria-hidden="true">{bars}</span>{duration(found.total)}</td>'
+        f"<td>{found.share:.0%}</td>{cells}</tr>"
     )
 
 
@@ -176,7 +179,9 @@ def _interruptions(account: Account) -> str:
         return "<p>None: nobody came or went between the first step and the last.</p>"
     known = [each.seconds for each in found if each.seconds is not None]
     part = f" ({sum(known) / account.elapsed_s:.1%} of the run)" if known and account.elapsed_s else ""
-    words = f"<p>{count(len(found), 'interruption')}; together they made the run {duration(sum(known))} longer{part}.</p>"
+    words = (
+        f"<p>{count(len(found), 'interruption')}; together they made the run {duration(sum(known))} longer{part}.</p>"
+    )
     rows = "".join(_interruption(each) for each in found[:MOST_ROWS])
     rest = f"<p>and {len(found) - MOST_ROWS:,} more</p>" if len(found) > MOST_ROWS else ""
     return words + _scrolls(
@@ -199,8 +204,9 @@ def _presences(account: Account) -> str:
     rows = "".join(_presence(each, begin, whole) for each in found[:MOST_ROWS])
     rest = f"<p>and {len(found) - MOST_ROWS:,} more</p>" if len(found) > MOST_ROWS else ""
     return _scrolls(
-        '<table class="presence"><thead><tr><th scope="col">worker</th><th scope="col" class="wide">from the first to the'
-        f' last moment of the run</th><th scope="col">how it went</th></tr></thead><tbody>{rows}</tbody></table>{rest}'
+        '<table class="presence"><thead><tr><th scope="col">worker</th>'
+        '<th scope="col" class="wide">from the first to the last moment of the run</th>'
+        f'<th scope="col">how it went</th></tr></thead><tbody>{rows}</tbody></table>{rest}'
     )
 
 

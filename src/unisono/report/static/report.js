@@ -28,7 +28,7 @@
         ...size, series, bands,
         scales: { x: { time: false } },
         axes: [axis, { ...axis, size: 64 }],
-        legend: { show: chart.lines.length > 1 },
+        legend: { show: false },
       },
       uPlot.join(tables),
       place,
