@@ -177,7 +177,7 @@ NEIGHBOURS = {
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "cli": {"doctor", "kubernetes", "launchers"},
+    "cli": {"doctor", "kubernetes", "launchers", "report"},
     "head": {"watch"},  # its overview as text for Prometheus
     "page": {"history"},
     "machine.agent": {  # what its workers say goes to the screen

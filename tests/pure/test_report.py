@@ -123,6 +123,7 @@ def hostile(name: str) -> Account:
         workers=[
             WorkerAccount(worker_id=HOSTILE, host=HOSTILE, seconds=dict.fromkeys(PARTS, 1.0), share=1.0),
         ],
+        num_workers=1,
         efficiency=1 / 7,
         presences=[
             Presence(worker_id=HOSTILE, host=HOSTILE, begin=1.0, end=2.0, how="lost", came=HOSTILE, went=HOSTILE)

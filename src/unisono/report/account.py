@@ -82,6 +82,9 @@ class Account:
     series: Mapping[str, Mapping[str, Sequence[Any]]]
     """As `History.series`."""
     workers: Sequence[WorkerAccount]
+    """All that ever took part in a step."""
+    num_workers: int
+    """That took part in the last one; 0: unknown."""
     efficiency: float | None
     """Useful compute / total time of all workers in their steps; None: no time is known."""
     presences: Sequence[Presence]
@@ -103,7 +106,7 @@ class Account:
         found = self.overview
         steps = count(found.step + 1, "step")
         took = f" in {duration(self.elapsed_s)}" if self.elapsed_s else ""
-        on = f" on {count(len({each.worker_id for each in self.workers}), 'worker')}" if self.workers else ""
+        on = f" on {count(self.num_workers, 'worker')}" if self.num_workers else ""
         match found.state:
             case "finished":
                 return f"Finished {steps}{took}{on}."
@@ -135,6 +138,7 @@ def account(directory: Path) -> Account:
     hosts = {each["worker_id"]: each.get("host", "") for each in told if each.get("kind") == "joined"}
     workers = _workers(times, last, hosts)
     total = sum(each.total for each in workers)
+    loads = _loads(times, last, hosts)
     came_and_went = presences(told, end=overview.ended or overview.time)
     return Account(
         name=directory.resolve().name,
@@ -148,10 +152,11 @@ def account(directory: Path) -> Account:
         ),
         evaluations=history.series(evaluations, points=POINTS) if evaluations else {},
         workers=workers,
+        num_workers=len(loads),
         efficiency=sum(each.seconds["compute"] for each in workers) / total if total else None,
         presences=came_and_went,
         interruptions=interruptions(told),
-        advice=advise(_loads(times, last, hosts), _setting(history.facts(), history.use(POINTS))),
+        advice=advise(loads, _setting(history.facts(), history.use(POINTS))),
         problems=[each for each in told if each.get("kind") == "problem"],
         notes=list(history.notes),
     )

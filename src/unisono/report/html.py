@@ -119,7 +119,7 @@ def _comparison(accounts: Sequence[Account]) -> str:
     rows += [
         ("Took", [duration(each.elapsed_s) for each in accounts]),
         ("Samples per second", [_number(_mean(each, "samples_per_s")) for each in accounts]),
-        ("Workers", [str(len(each.workers)) for each in accounts]),
+        ("Workers", [str(each.num_workers or "") for each in accounts]),
         ("Efficiency", ["" if each.efficiency is None else f"{each.efficiency:.0%}" for each in accounts]),
         ("Interruptions", [str(len(each.interruptions)) for each in accounts]),
     ]
