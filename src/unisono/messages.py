@@ -56,6 +56,7 @@ __all__ = [
     "Heads",
     "Hello",
     "Holding",
+    "Holds",
     "Kept",
     "Leaving",
     "Left",
@@ -263,14 +264,23 @@ class Failed(Message):
 
 
 class Ailing(Message):
-    """Something is wrong that does not end the script: the gradient of a step is not finite."""
+    """The gradient of a step is not finite, though the loss of each of its micro-batches is."""
 
-    kind: str
-    error: str
-    """What is wrong, in one sentence."""
-    step: int = -1
+    step: int
     """Counted over the whole run."""
+    microbatch: int
+    """The first of this worker's micro-batches whose gradient is not finite; -1: there is none."""
+    samples: list[int] = []
     detail: str = ""
+
+
+class Holds(Message):
+    """What holds the memory of this worker, once: if the kernel kills it for its memory, it cannot say so then."""
+
+    kinds: dict[str, int]
+    """Bytes of what does not depend on the size of a micro-batch, by name."""
+    batch_size: int
+    microbatches: int
 
 
 class Testimony(Message):
@@ -489,6 +499,8 @@ class WorkerExit(Message):
     """Why the kernel has killed the process, where that is known: for its memory."""
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
+    limit_bytes: int = 0
+    """The most that it could have had, where the kernel has killed it for its memory; 0: unknown."""
     failed_at: float = 0.0
     """Seconds since 1970: when it began to show an error, or ended by itself; 0: it has done neither, but was ended."""
 
@@ -684,7 +696,7 @@ _ALL = (
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
-    | Ailing | Testify | Testimony | Evidence | Told | Used
+    | Ailing | Holds | Testify | Testimony | Evidence | Told | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -33,6 +33,7 @@ FLOORS = {
     "decisions.balance": 1,
     "decisions.cadence": 1,
     "decisions.checks": 1,
+    "decisions.clocks": 1,
     "decisions.layout": 1,
     "overview": 1,
     "telemetry": 1,
@@ -41,8 +42,10 @@ FLOORS = {
     "decisions.efficiency": 1,
     "decisions.asides": 1,
     "decisions.interruptions": 1,
+    "decisions.advice": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
+    "problems.limits": 2,
     "problems.writing": 2,
     "faults": 2,
     "exchange.flat": 2,
@@ -71,6 +74,7 @@ FLOORS = {
     "capacity": 2,
     "seats": 2,
     "tasks": 2,
+    "traces": 2,
     "rendezvous": 2,
     "lifetime": 2,
     "training.settings": 2,
@@ -81,6 +85,7 @@ FLOORS = {
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
+    "problems.memory": 3,
     "checkpoint.copies": 3,
     "checkpoint.snapshot": 3,
     "checkpoint.writer": 3,
@@ -91,6 +96,7 @@ FLOORS = {
     "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
+    "page.local": 4,
     "training.upcoming": 4,
     "training.talking": 4,
     "training.calls": 4,
@@ -98,7 +104,9 @@ FLOORS = {
     "training.steps": 4,
     "training.resuming": 4,
     "training.keeping": 4,
+    "training.profiling": 4,
     "training.notes": 4,
+    "training.troubles": 4,
     "training.ending": 4,
     "training.loop": 4,
     "training.run": 4,
@@ -138,6 +146,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "decisions.advice": {"decisions.balance", "decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
@@ -173,6 +182,8 @@ NEIGHBOURS = {
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers"},
+    "head": {"watch"},  # its overview as text for Prometheus
+    "page": {"history"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",
@@ -203,17 +214,29 @@ NEIGHBOURS = {
     "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
     "training.notes": {"training.step"},
-    "training.ending": {"rounds", "training.keeping", "training.loop", "training.notes", "training.steps"},
+    "training.troubles": {"rounds", "training.loop"},
+    "problems.memory": {"state"},
+    "training.ending": {
+        "rounds",
+        "training.keeping",
+        "training.loop",
+        "training.notes",
+        "training.steps",
+        "training.troubles",
+    },
+    "training.profiling": {"rounds"},
     "training.run": {
         "rounds",
         "training.ending",
         "training.keeping",
         "training.loop",
         "training.notes",
+        "training.profiling",
         "training.step",
         "training.steps",
         "training.calls",
         "training.talking",
+        "training.troubles",
         "training.upcoming",
         "watch",
     },  # the sinks of a script
@@ -229,7 +252,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "page", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "training.recording"),
     *("checkpoint.copies", "checkpoint.files"),

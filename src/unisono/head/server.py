@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
-from websockets.http11 import Request, Response
 
 from unisono import events
 from unisono.decisions.following import MAX_HEIRS, Rank, Standpoint, merged, verdict
@@ -57,10 +55,12 @@ from unisono.head.memory import Memory
 from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
-from unisono.head.status import respond, workers_status
+from unisono.head.status import workers_status
 from unisono.head.story import Story, Uses
 from unisono.head.troubles import Troubles
 from unisono.head.versions import Outgoing, Versions
+from unisono.head.viewing import Viewing
+from unisono.head.visitors import Visitors
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -77,6 +77,7 @@ from unisono.messages import (
     Heads,
     Hello,
     Holding,
+    Holds,
     Kept,
     Lost,
     Message,
@@ -101,9 +102,11 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
-from unisono.problems.kinds import Trouble, kind_or_error
+from unisono.page.site import WATCH
+from unisono.problems.kinds import Trouble
 from unisono.rundir import holder
 from unisono.spec import RunSpec
+from unisono.watch.prometheus import CONTENT_TYPE, exposition
 
 __all__ = ["Head"]
 
@@ -184,7 +187,7 @@ class Head:
         self._listens_until = 0.0
         self._full_at = -math.inf
         self._refusals = Refusals(
-            self._announce,
+            self._tell_refusal,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
         self._address = AddressFiles(run_id, local_url or url, token, made=self._run_dir if snapshot else "")
@@ -199,6 +202,10 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._viewing = Viewing(
+            run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
+        )
+        self._viewing.reads_from(self._run_dir, self._facts)
         self._troubles = Troubles(self, run_id, [token])
         self._pen = Pen(run_id)
         self._may_write = True
@@ -216,7 +223,16 @@ class Head:
             tls: settings of TLS (`unisono.certificate.server_context`); None: connections are in the clear.
         """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
-        server = await open_door(listener, tls, self._refusals, request=self._request, handler=self._serve)
+        visitors = Visitors(
+            self._token,
+            self._url,
+            is_secure=tls is not None,
+            status=self.status,
+            metrics=lambda: (CONTENT_TYPE, exposition(self._viewing.overview())),
+            may_watch=self._viewing.why_not,
+            refused=lambda why, connection: self._refusals.note(why, connection.where),
+        )
+        server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
         tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
             self._take_pen()
@@ -237,6 +253,7 @@ class Head:
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
+            await self._viewing.end()
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
@@ -253,9 +270,6 @@ class Head:
                 end_group(pid, signal.SIGKILL)
 
     # -- http ----------------------------------------------------------------------------------------
-
-    def _request(self, connection: ServerConnection, request: Request) -> Response | None:
-        return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono status`` shows."""
@@ -290,6 +304,9 @@ class Head:
             )
 
     async def _serve(self, connection: Caller) -> None:
+        if connection.request is not None and connection.request.path.partition("?")[0] == WATCH:
+            await self._viewing.serve(connection)
+            return
         line = Line(connection)
         name = ""
         why = "its connection closed"
@@ -347,6 +364,7 @@ class Head:
             case RunDirectory():
                 self._tell_agents(message)
                 self._facts = message.facts or self._facts
+                self._viewing.reads_from(self._run_dir or message.path, self._facts)
                 worker = self._state.workers.get(name)
                 if worker is not None and worker.agent not in self._seers:
                     self._seers[worker.agent] = None
@@ -363,8 +381,10 @@ class Head:
                 self._kept(name, message)
             case Testimony():
                 self._troubles.heard(name, message)
-            case Ailing() if name in self._state.workers:
-                self._take_ailing(self._state.workers[name], message)
+            case Ailing():
+                self._troubles.ails(name, message)
+            case Holds():
+                self._troubles.holds(name, message)
             case Beats() if name in self._state.agents:
                 self._take_beats(message)
             case _:
@@ -416,8 +436,9 @@ class Head:
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
                 self._announce(f"a worker is refused: {error}")
-                host = first.info.host
-                self._troubles.take(Trouble(kind="failed-join", worker_id=name, host=host, error=str(error)))
+            if isinstance(first, Hello | AgentHello):
+                who, host = (name, first.info.host) if isinstance(first, Hello) else ("", first.host)
+                self._troubles.take(Trouble(kind="failed-join", worker_id=who, host=host, error=str(error)))
             if before is None:
                 del self._lines[name]
             else:
@@ -548,7 +569,6 @@ class Head:
             self._here.pop(message.worker_id, None)
         if reason:
             self._reason = reason
-            self._troubles.note(events.Announcement(text=reason))
         # The first step is sent to the heirs at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
         is_new = bool(actions) and not self._is_repetition(actions, before)
@@ -563,6 +583,8 @@ class Head:
         if self._state.generation > before.generation:
             # Two generations live at any time: this one, and the one before, which some members have not left.
             self._keys.end_generations(self._state.generation - 1)
+        if self._state.ended is not None:
+            self._troubles.hurry()
         following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
@@ -687,6 +709,7 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        self._viewing.take(event)
         self._troubles.note(event)
         if not isinstance(event, StepFinished):
             self._story.take_other(event)
@@ -714,6 +737,7 @@ class Head:
 
     def _tell_story(self, happened: list[events.Event]) -> None:
         for event in happened:
+            self._viewing.take(event)
             self._troubles.note(event)
         self._tell(self._audience(), Told(events=happened))
 
@@ -730,23 +754,18 @@ class Head:
         self._telling, self._told_uses_at = None, time.monotonic()
         self._uses.keep(self._state.agents.keys())
         if self._uses.has_news:
-            self._tell(self._audience(), Told(events=self._uses.take()))
+            used = self._uses.take()
+            for event in used:
+                self._viewing.take(event)
+            self._tell(self._audience(), Told(events=used))
+
+    def _tell_refusal(self, text: str) -> None:
+        self._announce(text)
+        self._troubles.say(Trouble(kind="failed-join", error=text))
 
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
-    def _take_ailing(self, worker: Worker, message: Ailing) -> None:
-        host = worker.info.host if worker.info is not None else ""
-        trouble = Trouble(
-            kind=kind_or_error(message.kind),
-            worker_id=worker.worker_id,
-            host=host,
-            step=message.step,
-            error=message.error,
-            detail=message.detail,
-        )
-        self._troubles.take(trouble)
-
-    def say(self, problem: events.Problem) -> None:
+    def tell(self, problem: events.Problem) -> None:
         self._pass_on(Happened(event=problem))
 
     def ask(self, names: Iterable[str], question: Testify) -> None:
@@ -754,6 +773,13 @@ class Head:
 
     def workers(self) -> Sequence[str]:
         return [name for name in self._lines if name in self._state.workers]
+
+    def host_of(self, worker_id: str) -> str:
+        worker = self._state.workers.get(worker_id)
+        return worker.info.host if worker is not None and worker.info is not None else ""
+
+    def num_workers_on(self, host: str) -> int:
+        return sum(self.host_of(w.worker_id) == host for w in self._state.workers.values() if w.state in ALIVE)
 
     def agents(self) -> dict[str, str]:
         agents = self._state.agents

@@ -31,6 +31,7 @@ from unisono.events import (
     EvaluationFinished,
     Event,
     MembershipChanged,
+    Problem,
     RunEnded,
     RunStarted,
     Seconds,
@@ -163,6 +164,7 @@ class Recorder:
             balance: why this step's plan is another than that of the step before.
             sent_bytes: to other hosts, by this worker, for the step's sums.
         """
+        ids = [*telemetry]
         # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows
         # neither, and lines are numbered alike on all workers.
         event = StepFinished(
@@ -171,7 +173,7 @@ class Recorder:
             first_step=first_step,
             generation=role.generation,
             seconds=_rounded(seconds),
-            workers={worker_id: _times(each) for worker_id, each in telemetry.items()},
+            workers={worker_id: _times(each, ids) for worker_id, each in telemetry.items()},
             logs=logs,
             sent_bytes=sent_bytes,
             checkpoint=checkpoint,
@@ -188,6 +190,10 @@ class Recorder:
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
         """Record that the script is at the end of the run, or has failed."""
         self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
+
+    def problem(self, event: Problem) -> None:
+        """Give the sinks of a script that runs alone what went wrong."""
+        self._stream.emit(event)
 
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""
@@ -293,10 +299,27 @@ def _rounded(seconds: Mapping[str, float]) -> Seconds:
     return Seconds(**{part: round(value, DIGITS) for part, value in seconds.items()})
 
 
-def _times(telemetry: StepTelemetry) -> WorkerTimes:
+def _times(telemetry: StepTelemetry, worker_ids: Sequence[str]) -> WorkerTimes:
+    """Return the times of one worker for an event.
+
+    Args:
+        worker_ids: by rank.
+    """
+    measured = telemetry.times
     return WorkerTimes(
         leaves=telemetry.leaves,
         data=round(telemetry.data_s, DIGITS),
         compute=round(telemetry.compute_s, DIGITS),
         last=_rounded(msgspec.structs.asdict(telemetry.last)),
+        waits_for=_name(measured.waits_for, worker_ids),
+        waits_s=round(measured.waits_s, DIGITS),
+        link_to=_name(measured.link_to, worker_ids),
+        link_s=round(measured.link_s, DIGITS),
+        link_bytes=measured.link_bytes,
+        overlap_s=round(measured.overlap_s, DIGITS),
+        page_faults=measured.page_faults,
     )
+
+
+def _name(rank: int, worker_ids: Sequence[str]) -> str:
+    return worker_ids[rank] if 0 <= rank < len(worker_ids) else ""

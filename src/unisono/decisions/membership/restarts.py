@@ -128,6 +128,7 @@ def _say_exit(draft: Draft, worker: Worker, message: WorkerExit, *, ends_run: bo
             exit_code=message.exit_code,
             killed_for=message.killed_for,
             peak_bytes=message.peak_bytes,
+            limit_bytes=message.limit_bytes,
             traceback=message.last_output,
             then="the run ends" if ends_run else "",
             ends_run=ends_run,
