@@ -115,6 +115,7 @@ CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats befor
 PEN_S = 0.2
 MOVE_S = 5.0
 LOOK_S = 0.02
+TOGETHER_S = 0.2  # in which what several machines use is told together
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
@@ -178,6 +179,7 @@ class Head:
         self._story = Story(memory.story)
         self._uses = Uses()
         self._telling: asyncio.TimerHandle | None = None
+        self._told_uses_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None
         self._remembering: asyncio.TimerHandle | None = None
@@ -374,7 +376,7 @@ class Head:
             case Happened():
                 self._pass_on(message)
             case Used() if name in self._state.agents:
-                self._take_use(message.use)
+                self._take_use(name, message.use)
             case Kept():
                 self._kept(name, message)
             case Testimony():
@@ -741,16 +743,16 @@ class Head:
 
     # -- what machines use -----------------------------------------------------------------------------
 
-    def _take_use(self, use: MachineUsed) -> None:
-        self._uses.add(use)
+    def _take_use(self, agent_id: str, use: MachineUsed) -> None:
+        self._uses.add(agent_id, use)
         if self._telling is None:
-            wait_s = self._uses.wait_s(len(self._audience()))
-            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell_uses)
+            due = self._told_uses_at + self._uses.wait_s(len(self._audience()))
+            delay = max(TOGETHER_S, due - time.monotonic())
+            self._telling = asyncio.get_running_loop().call_later(delay, self._tell_uses)
 
     def _tell_uses(self) -> None:
-        self._telling = None
-        agents = self._state.agents.values()
-        self._uses.forget(agent.host for agent in agents)
+        self._telling, self._told_uses_at = None, time.monotonic()
+        self._uses.keep(self._state.agents.keys())
         if self._uses.has_news:
             used = self._uses.take()
             for event in used:
