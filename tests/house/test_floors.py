@@ -40,6 +40,7 @@ FLOORS = {
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
     "decisions.advice": 1,
+    "decisions.links": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
     "problems.writing": 2,

@@ -227,8 +227,8 @@ def _uneven_shares(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     number = min(number for number, gain in gains.items() if gain >= ENOUGH * best)
     yield Advice(
         text=f"{_waits(waiting, step)}: {_few(loads, setting)}. microbatches={number} would bring "
-        f"{_percent(gains[number])} of the step's time. (Another number of micro-batches is another recipe: its results "
-        "differ from those of this run.)",
+        f"{_percent(gains[number])} of the step's time. (Another number of micro-batches is another recipe: its "
+        "results differ from those of this run.)",
         loss_seconds=waiting.seconds.waiting,
         gain=gains[number],
         change=f"microbatches={number}",

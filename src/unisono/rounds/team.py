@@ -44,6 +44,8 @@ class Team(Protocol):
     size: int
     generation: int
     worker_ids: tuple[str, ...]
+    hosts: tuple[str, ...]
+    """By rank; members of one host share memory."""
     arithmetic: int
     """Fingerprint of everything that this worker's arithmetic depends on."""
 
@@ -126,6 +128,7 @@ class AloneTeam:
     size = 1
     generation = 1
     worker_ids: tuple[str, ...] = ("w0",)
+    hosts: tuple[str, ...] = ("",)
     arithmetic = 0
     _wire: Wire | None = None
 
@@ -222,6 +225,7 @@ class HeadTeam:
         self.generation = 0
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
+        self.hosts: tuple[str, ...] = ()
         self.arithmetic = member.arithmetic
         self._warnings: dict[str, None] = {}
         self._said_ready = False
@@ -418,6 +422,7 @@ class HeadTeam:
             self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
             self.rank, self.size = self._rank_in(notice), len(notice.members)
             self.worker_ids = tuple(info.worker_id for info in notice.members)
+            self.hosts = tuple(info.host for info in notice.members)
             self._warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):
                 later = [held for held in self._notices.values() if held.immediate]

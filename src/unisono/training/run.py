@@ -640,6 +640,7 @@ class Run(Calls):
             rank=team.rank,
             generation=team.generation,
             worker_ids=team.worker_ids,
+            hosts=team.hosts,
             is_writer=writes and not team.is_evicted(),
         )
 

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from unisono.events import Announcement, Event, Problem, RunEnded, StepFinished, WorkerOutput
+from unisono.events import Announcement, Event, LinkSlow, Problem, RunEnded, StepFinished, WorkerOutput
+from unisono.overview import link_words
 from unisono.words import count, progress
 
 __all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "duration", "summary"]
@@ -94,6 +95,8 @@ class Terminal(ABC):
                 self._output(event)
             case Announcement():
                 self._say(event.text)
+            case LinkSlow():
+                self._say(link_words(event))
             case Problem():
                 self._say(problem_words(event))
             case StepFinished():
