@@ -239,13 +239,17 @@ class Slowness:
         said: list[LinkSlow | Announcement] = []
         for worker_id, pace in self._paces.items():
             if len(pace.recent) == IN_A_ROW and workers[worker_id].leaves > 0:
-                said += self._judge_worker(worker_id, pace, hosts.get(worker_id, ""), step_s)
+                name = f"{worker_id} on {hosts[worker_id]}" if hosts.get(worker_id) else worker_id
+                said += self._judge_worker(worker_id, name, pace, workers[worker_id].leaves, step_s)
         return said
 
-    def _judge_worker(self, worker_id: str, pace: _Pace, host: str, step_s: float) -> list[LinkSlow | Announcement]:
-        now, name = pace.recent[-1], f"{worker_id} on {host}" if host else worker_id
+    def _judge_worker(
+        self, worker_id: str, name: str, pace: _Pace, leaves: int, step_s: float
+    ) -> list[LinkSlow | Announcement]:
+        now = pace.recent[-1]
         if pace.switch.is_on:
-            if pace.switch.turns(now < WELL_WORKER * pace.reference):
+            is_well = now < WELL_WORKER * pace.reference or leaves * (now - pace.reference) < LEAST_S / 2
+            if pace.switch.turns(is_well):
                 return [Announcement(text=f"{name} is not slow any more: {_duration(now)} for a micro-batch")]
             return []
         reference, than = self._reference(worker_id, pace)
