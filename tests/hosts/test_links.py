@@ -17,7 +17,7 @@ from unisono.history import History
 
 SCRIPT = Path(linked_training.__file__)
 JOIN, CHANGE, MEND = 2, 300, 307
-"""Gates: the other host joins; something becomes slow; it ends. Before, there are steps enough to know what is usual."""
+"""Gates: the other host joins; something becomes slow; it ends. Before that, steps enough to know what is usual."""
 STEPS = 450
 SLOW_S = 0.1
 

@@ -26,7 +26,6 @@ from unisono.messages import Happened, StepDone
 from unisono.telemetry import StepTelemetry, StepTimes
 from unisono.training.recording import OUTSIDE, Recorder, Role
 
-
 NOW = 1790000000.125
 
 

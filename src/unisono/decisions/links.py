@@ -252,9 +252,11 @@ class Slowness:
             if pace.switch.turns(is_well):
                 return [Announcement(text=f"{name} is not slow any more: {_duration(now)} for a micro-batch")]
             return []
+        if pace.waits[-1] < max(LEAST_S, LEAST_PART * step_s):
+            pace.switch.turns(sign=False)
+            return []
         reference, than = self._reference(worker_id, pace)
-        is_waited_for = pace.waits[-1] >= max(LEAST_S, LEAST_PART * step_s)
-        if not pace.switch.turns(is_waited_for and 0.0 < SLOW_WORKER * reference <= now):
+        if not pace.switch.turns(0.0 < SLOW_WORKER * reference <= now):
             return []
         pace.reference = reference
         took, waited = statistics.median(pace.recent), statistics.median(pace.waits)
