@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from unisono.exchange.spent import NOTHING, Spent
@@ -36,6 +38,16 @@ class Clock:
         self.parts[self._now] += seconds
         self._now, self._since = part, now
         return seconds
+
+    @contextmanager
+    def other(self) -> Iterator[None]:
+        """Return a context whose time is no part of what the script does by itself."""
+        part = self._now
+        self.switch("other")
+        try:
+            yield
+        finally:
+            self.switch(part)
 
     def note(self, spent: Spent, generation: int) -> None:
         """Count the waits of an exchange that is over as waiting and network.
