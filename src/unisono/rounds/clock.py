@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,8 +28,10 @@ class Clock:
     _spent: Spent = NOTHING
     _spent_in: int = 0
     _faults: int = field(default_factory=lambda: _page_faults())
+    on_switch: Callable[[str], None] | None = None
+    """Is told the part that begins, while a profile marks them."""
     _now: str = "other"
-    _since: float = field(default_factory=time.perf_counter)
+    _since: float = field(default_factory=lambda: time.perf_counter())
 
     def switch(self, part: str) -> float:
         """Count the time from now on as ``part``; return how long it was another one, since the last call."""
@@ -37,6 +39,8 @@ class Clock:
         seconds = now - self._since
         self.parts[self._now] += seconds
         self._now, self._since = part, now
+        if self.on_switch is not None:
+            self.on_switch(part)
         return seconds
 
     @contextmanager

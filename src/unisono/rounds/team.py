@@ -46,6 +46,8 @@ class Team(Protocol):
     worker_ids: tuple[str, ...]
     hosts: tuple[str, ...]
     """By rank; members of one host share memory."""
+    reason: str
+    """Why there is this generation."""
     arithmetic: int
     """Fingerprint of everything that this worker's arithmetic depends on."""
 
@@ -129,6 +131,7 @@ class AloneTeam:
     generation = 1
     worker_ids: tuple[str, ...] = ("w0",)
     hosts: tuple[str, ...] = ("",)
+    reason = "the run begins"
     arithmetic = 0
     _wire: Wire | None = None
 
@@ -226,6 +229,7 @@ class HeadTeam:
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
         self.hosts: tuple[str, ...] = ()
+        self.reason = ""
         self.arithmetic = member.arithmetic
         self._warnings: dict[str, None] = {}
         self._said_ready = False
@@ -420,7 +424,7 @@ class HeadTeam:
             self.generation = notice.generation
             self._notice = notice
             self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
-            self.rank, self.size = self._rank_in(notice), len(notice.members)
+            self.rank, self.size, self.reason = self._rank_in(notice), len(notice.members), notice.reason
             self.worker_ids = tuple(info.worker_id for info in notice.members)
             self.hosts = tuple(info.host for info in notice.members)
             self._warnings |= dict.fromkeys(notice.warnings)
