@@ -48,7 +48,7 @@ def seconds_of(run_dir: Path, part: str, first: int, last: int) -> list[float]:
     """By worker, how long a part has taken in these steps together."""
     found = History(run_dir)
     found.refresh()
-    rows = found.times(first + 1, last + 1, 1000)["values"][part]  # a step tells of the one before
+    rows = found.times(first, last, 1000)["values"][part]
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
@@ -99,7 +99,7 @@ def test_a_host_that_becomes_slow_in_mid_run_is_named_and_the_other_waits_for_it
     assert network < 0.2 * waited
     history = History(run_dir)
     history.refresh()
-    assert {row[0] for row in history.times(slow.start + 1, slow.stop, 1000)["waits_for"]} == {"w1"}
+    assert {row[0] for row in history.times(slow.start, slow.stop - 1, 1000)["waits_for"]} == {"w1"}
     assert said(command, "w1 on m1", "as long for a micro-batch as")
     assert said(command, "w1 on m1", "is not slow any more")
     assert not said(command, "the network from m")

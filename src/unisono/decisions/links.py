@@ -54,7 +54,7 @@ class Look(NamedTuple):
     busy_s: float
     nbytes: int
     network_s: float
-    """The longest network part of a member in that step."""
+    """Of the member that had least of it: a slow link holds up all members, and a late member only the others."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -173,7 +173,7 @@ class Slowness:
     def _see_links(
         self, workers: Mapping[str, WorkerTimes], hosts: Mapping[str, str], step_s: float
     ) -> list[LinkSlow | Announcement]:
-        network_s = max(times.last.network for times in workers.values())
+        network_s = min(times.last.network for times in workers.values())
         looks: dict[tuple[str, str], Look] = {}
         for worker_id, times in workers.items():
             link = hosts.get(worker_id, ""), hosts.get(times.link_to, "")

@@ -32,8 +32,8 @@ AT_ONCE_S: Final = 0.0005
 """Between two readings that are so close, nothing is counted."""
 MOSTLY: Final = 0.5
 """Where links were busy for this part of a time at least, all of it was the network's: the kernel's count is coarse."""
-DELAYED_ACK_S: Final = 0.04
-"""A receiver may confirm so much later, and the link looks busy meanwhile."""
+DELAYED_ACK_S: Final = 0.1
+"""A receiver may confirm 40 ms later, twice in a combine, and the link looks busy meanwhile."""
 
 
 class Meter:
