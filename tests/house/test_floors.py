@@ -43,6 +43,7 @@ FLOORS = {
     "decisions.asides": 1,
     "decisions.interruptions": 1,
     "decisions.advice": 1,
+    "decisions.links": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
     "problems.limits": 2,

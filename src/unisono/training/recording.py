@@ -26,6 +26,7 @@ import msgspec
 
 from unisono.chronicle import Chronicle
 from unisono.decisions.asides import Asides
+from unisono.decisions.links import Slowness
 from unisono.errors import UsageError
 from unisono.events import (
     EvaluationFinished,
@@ -61,6 +62,8 @@ class Role:
     """By rank."""
     is_writer: bool
     """The worker writes for all members."""
+    hosts: tuple[str, ...] = ()
+    """By rank, the host of each worker; empty: there is only one."""
     reason: str = ""
     """Why there is this generation."""
 
@@ -105,6 +108,7 @@ class Recorder:
         self._generation = 0
         self._began: RunStarted | None = None
         self._is_told = False  # the sinks have been given that event
+        self._slowness = Slowness()
         self._members: MembershipChanged | None = None  # the newest
 
     def add_sink(self, sink: Sink) -> None:
@@ -181,6 +185,14 @@ class Recorder:
             warnings=warnings,
         )
         self._record(event, role)
+        if self._is_writer or role.rank == 0:
+            self._say_slow(event, role)
+
+    def _say_slow(self, step: StepFinished, role: Role) -> None:
+        """Say which link or worker makes steps longer, or does not any more."""
+        hosts = dict(zip(role.worker_ids, role.hosts, strict=False))
+        for event in self._slowness.observe(step.workers, hosts):
+            self._pass_on(msgspec.structs.replace(event, time=self._now()), role)
 
     def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
         """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
