@@ -474,6 +474,8 @@ class WorkerExit(Message):
     """Negative: killed by that signal."""
     last_output: str = ""
     """The end of its standard error."""
+    place: str = ""
+    """The line of the script at which native code has failed, where that is known."""
     killed_for: str = ""
     """Why the kernel has killed the process, where that is known: for its memory."""
     peak_bytes: int = 0

@@ -557,7 +557,10 @@ class Head:
             self._keys.end_generations(self._state.generation - 1)
         if self._state.ended is not None:
             self._troubles.hurry()
-        following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
+        for action in actions:
+            if isinstance(action, Alarm):  # not when the heirs know: the culprit may have ended by then
+                self._troubles.take(action.trouble)
+        following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         if reason and self._state.ended is None:
             following += [Send(agent_id, Announcement(text=reason)) for agent_id in self._listeners()]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
@@ -648,9 +651,7 @@ class Head:
         if isinstance(message, Invite):
             self._tell_agents(Announcement(text=self._how_to_join()))
             return
-        if isinstance(message, Alarm):
-            self._troubles.take(message.trouble)
-            return
+        assert not isinstance(message, Alarm), "it was taken before"
         line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
         if line is None:
             return

@@ -81,7 +81,7 @@ class House(Protocol):
         """Return the recipe of the run, as far as it is known."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Inquiry:
     """One file of evidence that is being put together."""
 
@@ -110,6 +110,7 @@ class Troubles:
         self._names: list[str] = []
         self._said: set[tuple[str, str, int]] = set()
         self._inquiries: dict[int, _Inquiry] = {}
+        self._waiting: list[_Inquiry] = []  # nobody is asked yet
         self._ailing: dict[str, Ailing] = {}
         self._held: dict[str, Holds] = {}
         self._late: dict[str, Testimony] = {}  # what workers have said when they were late
@@ -188,7 +189,7 @@ class Troubles:
         trouble = self._with_memory(trouble)
         name = ""
         if self._house.directory() and len(self._names) < MOST_FILES:
-            name = file_name(trouble.kind, trouble.step, time.strftime("%Y%m%d-%H%M%S"), self._names)
+            name = file_name(trouble.kind, trouble.step, time.time(), self._names)
             self._names.append(name)
         self.say(trouble, f"{FOLDER}/{name}" if name else "")
         if not name:
@@ -200,6 +201,7 @@ class Troubles:
             delay_s = 0.0
         else:
             delay_s = AFTER_LOSS_S
+            self._waiting.append(inquiry)
         if trouble.ends_run and not self._house.sees_directory():  # whoever sees it ends with the run
             self._house.hand_over(name, self._content(inquiry))
             return
@@ -221,9 +223,12 @@ class Troubles:
         self._house.tell(problem)
 
     def hurry(self) -> None:
-        """Say all that was put off: the run is over."""
+        """Say and ask all that was put off: the run is over, and all end in a moment."""
         if self._ailing:
             self._say_ailing()
+        for inquiry in self._waiting:
+            self._ask(inquiry)
+        self._waiting.clear()
 
     async def end(self) -> None:
         """Write what is being put together, and wait for that."""
@@ -248,7 +253,8 @@ class Troubles:
     async def _follow(self, inquiry: _Inquiry, delay_s: float) -> None:
         if delay_s and not self._is_ending:
             await asyncio.sleep(delay_s)
-        if not inquiry.asked:
+        if inquiry in self._waiting:
+            self._waiting.remove(inquiry)
             self._ask(inquiry)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.0 if self._is_ending else ANSWER_S):

@@ -22,6 +22,7 @@ from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
 from unisono.machine.placement import PLACEMENTS, Placement
 from unisono.machine.places import Places
 from unisono.messages import WorkerExit
+from unisono.problems.kinds import place_of_dump
 from unisono.problems.limits import Kills, memory_limit
 from unisono.spec import MachineSpec, WorkerSpec
 
@@ -186,7 +187,7 @@ class Workers:
     def last_lines(self) -> dict[str, str]:
         """Return the end of the standard error of each worker that runs, or that has not ended well."""
         children = [state.child for state in self._started() if state.child.exit_code != 0]
-        return {child.name: "\n".join(child.output.last_lines) for child in children[-64:]}
+        return {child.name: "\n".join(child.output.more_lines) for child in children[-64:]}
 
     async def ended_within(self, seconds: float) -> bool:
         """Return whether all workers have ended by themselves within this time. From now on none starts."""
@@ -248,6 +249,7 @@ class Workers:
                 exit_code=child.exit_code,
                 last_output=words,
                 failed_at=failed_at,
+                place=place_of_dump(list(child.output.more_lines)) if child.exit_code < 0 else "",
                 killed_for=killed_for,
                 peak_bytes=child.peak_bytes,
                 limit_bytes=child.peak_bytes + max(0, limit.limit - limit.used) if limit is not None else 0,

@@ -88,7 +88,8 @@ def shown(evidence: Evidence, secrets: Collection[str] = ()) -> str:
     ]
     parts += _part("What the culprit says", _cut(trouble.detail))
     parts += _part("Traceback, or last output of the culprit", _cut(trouble.traceback))
-    parts += _part("Stacks of all workers, at the moment of the problem", _witnesses(first))
+    stacks = _witnesses(first) or "(no worker was left to be asked)"
+    parts += _part("Stacks of all workers, at the moment of the problem", stacks)
     parts += _part("Machines, and the memory of their processes", _witnesses(list(evidence.machines)[:MAX_PARTS]))
     parts += _part("Last events", "\n".join(evidence.events))
     parts += _part("Versions", _table(evidence.versions))

@@ -154,7 +154,7 @@ class OwnTroubles:
         directory = self._directory
         name = ""
         if directory is not None:
-            name = file_name(trouble.kind, trouble.step, time.strftime("%Y%m%d-%H%M%S"), self._names)
+            name = file_name(trouble.kind, trouble.step, time.time(), self._names)
             self._names.append(name)
         said = redacted(text(trouble))
         path = f"{FOLDER}/{name}" if name else ""
