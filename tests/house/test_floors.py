@@ -33,12 +33,16 @@ FLOORS = {
     "decisions.balance": 1,
     "decisions.cadence": 1,
     "decisions.checks": 1,
+    "decisions.clocks": 1,
     "decisions.layout": 1,
     "overview": 1,
     "telemetry": 1,
     "decisions.signals": 1,
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
+    "decisions.asides": 1,
+    "decisions.interruptions": 1,
+    "decisions.advice": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
     "problems.limits": 2,
@@ -49,6 +53,7 @@ FLOORS = {
     "store": 2,
     "journal": 2,
     "rundir": 2,
+    "chronicle": 2,
     "checkpoint.files": 2,
     "member": 2,
     "progress": 2,
@@ -67,6 +72,7 @@ FLOORS = {
     "capacity": 2,
     "seats": 2,
     "tasks": 2,
+    "traces": 2,
     "rendezvous": 2,
     "lifetime": 2,
     "training.settings": 2,
@@ -88,6 +94,7 @@ FLOORS = {
     "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
+    "page.local": 4,
     "training.upcoming": 4,
     "training.talking": 4,
     "training.calls": 4,
@@ -95,6 +102,7 @@ FLOORS = {
     "training.steps": 4,
     "training.resuming": 4,
     "training.keeping": 4,
+    "training.profiling": 4,
     "training.notes": 4,
     "training.troubles": 4,
     "training.ending": 4,
@@ -135,6 +143,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "decisions.advice": {"decisions.balance", "decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
@@ -162,11 +171,14 @@ NEIGHBOURS = {
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
+    "chronicle": {"journal", "rundir"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers"},
+    "head": {"watch"},  # its overview as text for Prometheus
+    "page": {"history"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",
@@ -206,12 +218,14 @@ NEIGHBOURS = {
         "training.steps",
         "training.troubles",
     },
+    "training.profiling": {"rounds"},
     "training.run": {
         "rounds",
         "training.ending",
         "training.keeping",
         "training.loop",
         "training.notes",
+        "training.profiling",
         "training.step",
         "training.steps",
         "training.calls",
@@ -232,7 +246,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "page", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "training.recording"),
     *("checkpoint.copies", "checkpoint.files"),

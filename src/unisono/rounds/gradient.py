@@ -18,6 +18,7 @@ from unisono.errors import DivergenceError, StepError
 from unisono.events import Seconds
 from unisono.exchange import Share
 from unisono.exchange.flat import FlatLayout
+from unisono.exchange.spent import Spent
 from unisono.faults import point
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
@@ -138,6 +139,7 @@ class GradientRound:
         self._rehearsal: Rehearsal | None = None
         self._computed: list[int] = []
         self._is_scaled = False
+        self._helped_s = 0.0  # waited for members that may need help
         self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
         self._before = dict(context.clock.parts)
         folder.start_step(position.num_leaves, self.turn.number)
@@ -226,6 +228,7 @@ class GradientRound:
         for carried, views in self._with_views(slot.extras):
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
+        self._clock.switch("update")
 
     def release(self) -> None:
         """Free the slots of the gradients, but those that the script holds, e.g. in a list of ``p.grad``."""
@@ -300,7 +303,8 @@ class GradientRound:
                 f"all micro-batches of step {self._position.number} have weight 0: there is no mean gradient"
             )
         self._clock.switch("other")
-        self._clock.move(summed.waiting_s, "exchange", "waiting")
+        waits_for, _ = summed.spent.longest_wait()  # whoever was waited for last was late before as well
+        self._clock.note(summed.spent.plus(Spent({waits_for: self._helped_s})), summed.generation)
 
     # -- one micro-batch -----------------------------------------------------------------------------
 
@@ -357,8 +361,9 @@ class GradientRound:
     def _help(self, helping: Helping) -> Iterator[Any]:
         """Yield micro-batches of members that are late, as long as there is room for their sums."""
         while len(self._members.slots.nodes) <= 2 + self.num_leaves.bit_length():
-            self._clock.switch("waiting")
+            self._clock.switch("exchange")
             taken = helping.take()
+            self._helped_s += self._clock.switch("exchange")
             if taken is None:
                 return
             yield from self._compute_leaf(taken, None, None)
@@ -442,11 +447,13 @@ class GradientRound:
 
     def _telemetry(self) -> StepTelemetry:
         now, before, last = self._clock.parts, self._before, self._clock.last
+        team = self._members.team
         return StepTelemetry(
             leaves=self.num_computed,
             data_s=now["data"] - before["data"],
             compute_s=now["compute"] - before["compute"],
             last=Seconds(**last),
+            times=self._clock.times if self._clock.generation == team.generation else self._clock.times.of_workers(),
             new_sums=self._new_sums,
         )
 

@@ -43,6 +43,7 @@ class Ending:
     """Ends a run, once.
 
     Args:
+        before_end: called before the members end the run together, where all is well. Collective.
         reached: returns how far the script has got.
         begun: what is taken back at the end.
         is_alone: there are no other workers, and no head that knows how the script ends.
@@ -56,6 +57,7 @@ class Ending:
         process: Process,
         *,
         role: Callable[[], Role],
+        before_end: Callable[[], None],
         reached: Callable[[], Reached],
         begun: ExitStack,
         is_alone: bool,
@@ -66,6 +68,7 @@ class Ending:
         self._recorder = recorder
         self._process = process
         self._role = role
+        self._before_end = before_end
         self._reached = reached
         self._begun: ExitStack | None = begun
         self._is_alone = is_alone
@@ -125,6 +128,7 @@ class Ending:
                 reached.loop.leave()
             digests = self._rounds.tracked.digests()
             if reached.has_joined:
+                self._before_end()
                 self._end_together(digests)
         except UnisonoError as failure:
             self._append_failure(failure)
