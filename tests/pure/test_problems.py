@@ -200,11 +200,11 @@ def test_workers_that_say_the_same_stand_together_and_the_culprit_comes_first() 
 
 
 def test_names_of_files_are_in_the_order_of_time_and_each_is_new() -> None:
-    when = 1_790_000_000.125
+    when = "20261122-130405-125"
     first = file_name("hang", 41, when)
-    assert first == "20260921-141320-125-hang-step41.txt"
-    assert file_name("hang", 41, when, [first]) == "20260921-141320-125-hang-step41-2.txt"
-    assert file_name("failed-join", -1, when + 0.01) == "20260921-141320-135-failed-join.txt" > first
+    assert first == "20261122-130405-125-hang-step41.txt"
+    assert file_name("hang", 41, when, [first]) == "20261122-130405-125-hang-step41-2.txt"
+    assert file_name("failed-join", -1, "20261122-130405-135") == "20261122-130405-135-failed-join.txt" > first
 
 
 # -- memory ------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from unisono.problems.evidence import Witness, redacted, shown_environment
 from unisono.problems.fit import Held, Setting, advice, table
 from unisono.problems.kinds import Trouble, file_name, text
 from unisono.problems.witness import versions
-from unisono.problems.writing import FOLDER, write
+from unisono.problems.writing import FOLDER, stamp, write
 
 __all__ = ["House", "Troubles"]
 
@@ -189,7 +189,7 @@ class Troubles:
         trouble = self._with_memory(trouble)
         name = ""
         if self._house.directory() and len(self._names) < MOST_FILES:
-            name = file_name(trouble.kind, trouble.step, time.time(), self._names)
+            name = file_name(trouble.kind, trouble.step, stamp(time.time()), self._names)
             self._names.append(name)
         self.say(trouble, f"{FOLDER}/{name}" if name else "")
         if not name:

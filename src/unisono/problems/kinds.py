@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final, Literal, cast, get_args
 
 from unisono.errors import DivergenceError, LossError
@@ -250,15 +249,14 @@ def shown_bytes(number: float) -> str:
     return f"{number / 1e3:.0f} kB"
 
 
-def file_name(kind: str, step: int, when: float, taken: Sequence[str] = ()) -> str:
+def file_name(kind: str, step: int, when: str, taken: Sequence[str] = ()) -> str:
     """Return the name of a file of evidence that no other one has. Names are in the order of time.
 
     Args:
-        when: seconds since 1970.
+        when: ``20261122-130405-125`` (`unisono.problems.writing.stamp`).
         taken: names that are given already.
     """
-    moment = datetime.fromtimestamp(when, UTC)
-    stem = f"{moment:%Y%m%d-%H%M%S}-{moment.microsecond // 1000:03}-{kind}" + (f"-step{step}" if step >= 0 else "")
+    stem = f"{when}-{kind}" + (f"-step{step}" if step >= 0 else "")
     name, number = f"{stem}.txt", 1
     while name in taken:
         number += 1
