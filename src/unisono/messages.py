@@ -630,6 +630,8 @@ class Testify(Message):
     """Question to workers and agents when something has gone wrong: what are you, and your processes, doing?"""
 
     number: int
+    about: str = ""
+    """The worker of whose output the most is wanted."""
 
 
 class Evidence(Message):

@@ -790,6 +790,9 @@ class Head:
     def sees_directory(self) -> bool:
         return bool(self._run_dir) and self._may_write and self._pen.is_held
 
+    def announce(self, text: str) -> None:
+        self._announce(text)
+
     def hand_over(self, name: str, content: str) -> None:
         seers = [agent_id for agent_id in self._seers if agent_id in self._lines]
         self._tell(seers[:1], Evidence(directory=self._run_dir, name=name, text=content))

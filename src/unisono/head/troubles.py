@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar, cast
 
-from unisono.errors import RunDirectoryError
 from unisono.events import Announcement, Event, Problem, StepFinished
 from unisono.messages import Ailing, Holds, Testify, Testimony
 from unisono.problems import evidence as files
@@ -28,6 +28,8 @@ from unisono.problems.witness import versions
 from unisono.problems.writing import FOLDER, stamp, write
 
 __all__ = ["House", "Troubles"]
+
+T = TypeVar("T")
 
 ANSWER_S: Final = 3.0
 """So long the head waits for answers; a worker whose interpreter is held by native code gives none."""
@@ -67,6 +69,9 @@ class House(Protocol):
 
     def sees_directory(self) -> bool:
         """Return whether this process may write into it."""
+
+    def announce(self, text: str) -> None:
+        """Show a sentence on all machines."""
 
     def hand_over(self, name: str, content: str) -> None:
         """Let a machine that sees the directory write a file of evidence."""
@@ -203,7 +208,7 @@ class Troubles:
             delay_s = AFTER_LOSS_S
             self._waiting.append(inquiry)
         if trouble.ends_run and not self._house.sees_directory():  # whoever sees it ends with the run
-            self._house.hand_over(name, self._content(inquiry))
+            self._house.hand_over(name, self._content(self._found(inquiry)))
             return
         task = asyncio.create_task(self._follow(inquiry, delay_s))
         self._tasks.add(task)
@@ -244,7 +249,7 @@ class Troubles:
         workers = sorted(self._house.workers(), key=lambda name: name != inquiry.trouble.worker_id)
         inquiry.asked = [*workers[:MOST_ASKED], *list(self._house.agents())[:MOST_ASKED]]
         self._inquiries[inquiry.number] = inquiry
-        self._house.ask(inquiry.asked, Testify(number=inquiry.number))
+        self._house.ask(inquiry.asked, Testify(number=inquiry.number, about=inquiry.trouble.worker_id))
 
     def _look(self, inquiry: _Inquiry) -> None:
         if all(name in inquiry.heard for name in inquiry.asked):
@@ -259,16 +264,28 @@ class Troubles:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.0 if self._is_ending else ANSWER_S):
                 await inquiry.done.wait()
-        content = self._content(inquiry)
+        found = self._found(inquiry)
         self._inquiries.pop(inquiry.number, None)
-        if not self._house.sees_directory():
-            self._house.hand_over(inquiry.name, content)
-            return
-        directory = Path(self._house.directory())
-        with contextlib.suppress(OSError, RunDirectoryError):
-            await asyncio.to_thread(write, directory, self._run_id, inquiry.name, content)
+        sees, directory = self._house.sees_directory(), Path(self._house.directory())
 
-    def _content(self, inquiry: _Inquiry) -> str:
+        def work() -> str:
+            content = self._content(found)
+            if sees:
+                write(directory, self._run_id, inquiry.name, content)
+            return content
+
+        try:
+            content = await _in_thread(work)
+        except OSError as error:
+            self._house.announce(f"{FOLDER}/{inquiry.name} could not be written: {error.strerror}")
+            return
+        if not sees:
+            self._house.hand_over(inquiry.name, content)
+
+    def _content(self, found: files.Evidence) -> str:
+        return files.shown(dataclasses.replace(found, versions=versions()), self._secrets)
+
+    def _found(self, inquiry: _Inquiry) -> files.Evidence:
         hosts = self._house.agents()
         silent = f"nothing within {ANSWER_S:.0f} s: its process has ended, or native code holds its interpreter"
         workers: list[Witness] = []
@@ -282,24 +299,47 @@ class Troubles:
             witness = Witness(name=hosts.get(name, name), text=said, missing=missing)
             (machines if name in hosts or name.startswith("agent") else workers).append(witness)
         environment = next((each.environment for each in inquiry.heard.values() if each.environment), None)
-        return files.shown(
-            files.Evidence(
-                trouble=inquiry.trouble,
-                facts=inquiry.facts,
-                workers=workers,
-                machines=machines,
-                events=inquiry.events,
-                versions=versions(),
-                environment=environment or shown_environment(os.environ),
-                settings=self._house.settings(),
-                recipe=self._house.recipe(),
-            ),
-            self._secrets,
+        return files.Evidence(
+            trouble=inquiry.trouble,
+            facts=inquiry.facts,
+            workers=workers,
+            machines=machines,
+            events=inquiry.events,
+            environment=environment or shown_environment(os.environ),
+            settings=self._house.settings(),
+            recipe=self._house.recipe(),
         )
 
     def _last_events(self) -> list[str]:
         known = sorted([*self._recent, *self._steps], key=lambda item: item[0])
         return [f"{time.strftime('%H:%M:%S', time.localtime(when))}  {_line(event)}" for when, event in known]
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Do this in a thread that this process does not wait for at its end: the disk may stand still."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast("T", result))
+
+    def run() -> None:
+        result: T | None = None
+        failed: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, result, failed)
+
+    threading.Thread(target=run, name="unisono-evidence", daemon=True).start()
+    return await done
 
 
 def _line(event: Event) -> str:
