@@ -78,6 +78,7 @@ from unisono.messages import (
     Hello,
     Holding,
     Holds,
+    Inquire,
     Kept,
     Lost,
     Message,
@@ -86,12 +87,11 @@ from unisono.messages import (
     Ready,
     RunDirectory,
     Scale,
+    Statement,
     StepDone,
     Stop,
     StoreCall,
     TalkCall,
-    Testify,
-    Testimony,
     Told,
     Used,
     Verdict,
@@ -377,7 +377,7 @@ class Head:
                 self._take_use(message.use)
             case Kept():
                 self._kept(name, message)
-            case Testimony():
+            case Statement():
                 self._troubles.heard(name, message)
             case Ailing():
                 self._troubles.ails(name, message)
@@ -585,7 +585,7 @@ class Head:
             self._troubles.hurry()
         for action in actions:
             if isinstance(action, Alarm):  # not when the heirs know: the culprit may have ended by then
-                self._troubles.take(action.trouble)
+                self._take_trouble(action.trouble)
         following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
@@ -764,10 +764,16 @@ class Head:
 
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
+    def _take_trouble(self, trouble: Trouble) -> None:
+        try:
+            self._troubles.take(trouble)
+        except Exception:  # a bug of this library: what is decided counts all the same
+            traceback.print_exc()
+
     def tell(self, problem: events.Problem) -> None:
         self._pass_on(Happened(event=problem))
 
-    def ask(self, names: Iterable[str], question: Testify) -> None:
+    def ask(self, names: Iterable[str], question: Inquire) -> None:
         self._tell(names, question)
 
     def workers(self) -> Sequence[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar, cast
 
 from unisono.events import Announcement, Event, Problem, StepFinished
-from unisono.messages import Ailing, Holds, Testify, Testimony
+from unisono.messages import Ailing, Holds, Inquire, Statement
 from unisono.problems import evidence as files
 from unisono.problems.evidence import Witness, redacted, shown_environment
 from unisono.problems.fit import Held, Setting, advice, table
@@ -49,7 +49,7 @@ class House(Protocol):
     def tell(self, problem: Problem) -> None:
         """Give the event to the sinks of all machines."""
 
-    def ask(self, names: Iterable[str], question: Testify) -> None:
+    def ask(self, names: Iterable[str], question: Inquire) -> None:
         """Send a question to workers and agents."""
 
     def workers(self) -> Sequence[str]:
@@ -96,7 +96,7 @@ class _Inquiry:
     asked: list[str]
     facts: dict[str, str]
     events: list[str]
-    heard: dict[str, Testimony] = field(default_factory=dict)
+    heard: dict[str, Statement] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -118,7 +118,7 @@ class Troubles:
         self._waiting: list[_Inquiry] = []  # nobody is asked yet
         self._ailing: dict[str, Ailing] = {}
         self._held: dict[str, Holds] = {}
-        self._late: dict[str, Testimony] = {}  # what workers have said when they were late
+        self._late: dict[str, Statement] = {}  # what workers have said when they were late
         self._recent: deque[tuple[float, Event]] = deque(maxlen=LAST_EVENTS)
         self._steps: deque[tuple[float, Event]] = deque(maxlen=LAST_STEPS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,7 +128,7 @@ class Troubles:
         """Remember an event, for the next file. Cheap."""
         (self._steps if isinstance(event, StepFinished) else self._recent).append((time.time(), event))
 
-    def heard(self, name: str, message: Testimony) -> None:
+    def heard(self, name: str, message: Statement) -> None:
         """Receive an answer."""
         if message.number < 0:
             self._late[name] = message
@@ -179,7 +179,7 @@ class Troubles:
         """Note that a worker or an agent has gone: it answers nothing any more."""
         for inquiry in self._inquiries.values():
             if name in inquiry.asked and name not in inquiry.heard:
-                inquiry.heard[name] = Testimony(number=-1, text="")
+                inquiry.heard[name] = Statement(number=-1, text="")
                 self._look(inquiry)
 
     def take(self, trouble: Trouble) -> None:
@@ -249,7 +249,7 @@ class Troubles:
         workers = sorted(self._house.workers(), key=lambda name: name != inquiry.trouble.worker_id)
         inquiry.asked = [*workers[:MOST_ASKED], *list(self._house.agents())[:MOST_ASKED]]
         self._inquiries[inquiry.number] = inquiry
-        self._house.ask(inquiry.asked, Testify(number=inquiry.number, about=inquiry.trouble.worker_id))
+        self._house.ask(inquiry.asked, Inquire(number=inquiry.number, about=inquiry.trouble.worker_id))
 
     def _look(self, inquiry: _Inquiry) -> None:
         if all(name in inquiry.heard for name in inquiry.asked):

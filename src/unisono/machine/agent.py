@@ -56,6 +56,7 @@ from unisono.messages import (
     Evict,
     Evidence,
     Happened,
+    Inquire,
     MachinesGone,
     Meet,
     MeetingPoint,
@@ -63,9 +64,8 @@ from unisono.messages import (
     Offer,
     RunDirectory,
     Start,
+    Statement,
     Stop,
-    Testify,
-    Testimony,
     Told,
     WorkerExit,
 )
@@ -322,8 +322,8 @@ class _Agent:
                     self._machines.resize(message.num_workers)
             case Evict():
                 self._workers.evict(message.worker_id, message.patience_s)
-            case Testify():
-                self._following.send(Testimony(number=message.number, text=self._about_machine(message.about)))
+            case Inquire():
+                self._following.send(Statement(number=message.number, text=self._about_machine(message.about)))
             case Evidence():
                 self._write_evidence(message)
             case Ended():  # of the run (which is told before), or for this machine alone
