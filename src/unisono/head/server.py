@@ -78,6 +78,7 @@ from unisono.messages import (
     Hello,
     Holding,
     Holds,
+    Inquire,
     Kept,
     Lost,
     Message,
@@ -86,12 +87,11 @@ from unisono.messages import (
     Ready,
     RunDirectory,
     Scale,
+    Statement,
     StepDone,
     Stop,
     StoreCall,
     TalkCall,
-    Testify,
-    Testimony,
     Told,
     Used,
     Verdict,
@@ -379,7 +379,7 @@ class Head:
                 self._take_use(name, message.use)
             case Kept():
                 self._kept(name, message)
-            case Testimony():
+            case Statement():
                 self._troubles.heard(name, message)
             case Ailing():
                 self._troubles.ails(name, message)
@@ -585,7 +585,10 @@ class Head:
             self._keys.end_generations(self._state.generation - 1)
         if self._state.ended is not None:
             self._troubles.hurry()
-        following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
+        for action in actions:
+            if isinstance(action, Alarm):  # not when the heirs know: the culprit may have ended by then
+                self._take_trouble(action.trouble)
+        following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
         self._set_timer()
@@ -682,9 +685,7 @@ class Head:
         if isinstance(message, Invite):
             self._announce(self._how_to_join())
             return
-        if isinstance(message, Alarm):
-            self._troubles.take(message.trouble)
-            return
+        assert not isinstance(message, Alarm), "it was taken before"
         line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
         if line is None:
             return
@@ -765,10 +766,16 @@ class Head:
 
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
+    def _take_trouble(self, trouble: Trouble) -> None:
+        try:
+            self._troubles.take(trouble)
+        except Exception:  # a bug of this library: what is decided counts all the same
+            traceback.print_exc()
+
     def tell(self, problem: events.Problem) -> None:
         self._pass_on(Happened(event=problem))
 
-    def ask(self, names: Iterable[str], question: Testify) -> None:
+    def ask(self, names: Iterable[str], question: Inquire) -> None:
         self._tell(names, question)
 
     def workers(self) -> Sequence[str]:
@@ -790,6 +797,9 @@ class Head:
 
     def sees_directory(self) -> bool:
         return bool(self._run_dir) and self._may_write and self._pen.is_held
+
+    def announce(self, text: str) -> None:
+        self._announce(text)
 
     def hand_over(self, name: str, content: str) -> None:
         seers = [agent_id for agent_id in self._seers if agent_id in self._lines]

@@ -204,8 +204,10 @@ class Recorder:
         self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
 
     def problem(self, event: Problem) -> None:
-        """Give the sinks of a script that runs alone what went wrong."""
+        """Tell what went wrong in a script that runs alone."""
         self._stream.emit(event)
+        if self._story is not None:
+            self._story.tell(event)
 
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""
