@@ -30,10 +30,11 @@ from unisono.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
 from unisono.head import reading, viewing
 from unisono.head.server import Head
 from unisono.invitation import HeadUrl, Invitation
+from unisono.journal import to_line
 from unisono.lifetime import Memory
 from unisono.link import Link
 from unisono.member import Member
-from unisono.messages import Happened, MemberInfo
+from unisono.messages import Happened, MemberInfo, Stop
 from unisono.page.client import Refused, Watching
 from unisono.rundir import describe
 from unisono.secret import reader_token
@@ -230,8 +231,11 @@ def test_a_viewer_is_told_how_the_run_has_ended_and_that_the_head_has_gone(serve
     with Watching(served.invitation) as watching:
         until(watching, lambda push: True)
         served.happens(step(7))
+        served.asked(lambda: served.head._happens("", Stop(reason="enough")))
         served.close()
-        assert until(watching, lambda push: push["overview"]["step"] == 7)
+        last = until(watching, lambda push: push["overview"]["ended"] > 0)
+        assert (last["overview"]["step"], last["overview"]["state"]) == (7, "stopped")
+        assert [event["kind"] for event in last["events"]] == ["end"]
         with pytest.raises(OSError, match="closed"):
             until(watching, lambda push: False)
 
@@ -274,6 +278,21 @@ def test_questions_are_answered_by_a_process_that_stands_back_and_ends_with_the_
         assert no_torch(pid)
     served.close()
     wait_for_end(pid)
+
+
+def test_what_a_head_that_follows_another_tells_is_read_from_the_directory(
+    serve: Callable[..., Served], run_dir: str
+) -> None:
+    """It has not seen the beginning of the run."""
+    served = serve(run_dir)
+    served.asked(lambda: setattr(served.head._viewing, "_is_whole", False))
+    (Path(run_dir) / "journal.jsonl").write_text(
+        "".join(json.dumps({"line": number, **to_line(step(number))}) + "\n" for number in range(3))
+    )
+    served.happens(step(9))
+    with Watching(served.invitation) as watching:
+        overview = until(watching, lambda push: True)["overview"]
+        assert (overview["step"], len(overview["curve"])) == (2, 3)
 
 
 def test_a_process_that_nobody_asks_any_more_ends(

@@ -176,7 +176,7 @@ def _at(uses: list[MachineUsed], times: Sequence[float]) -> list[MachineUsed | N
     found: list[MachineUsed | None] = []
     number = 0
     for time in times:
-        while number < len(uses) and uses[number].time <= time + 1.0:
+        while number < len(uses) and uses[number].time <= time + 0.5:
             number += 1
         found.append(uses[number - 1] if number else None)
     return found

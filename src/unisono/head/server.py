@@ -243,7 +243,7 @@ class Head:
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
-            await self._viewing.end()
+            await self._viewing.end(self._state.ended)
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
