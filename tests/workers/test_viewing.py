@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from unisono.certificate import client_context, derived, server_context
 from unisono.decisions.membership import Policy
 from unisono.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
 from unisono.head import reading, viewing
+from unisono.head.__main__ import TLS_BUFFER_BYTES
 from unisono.head.server import Head
 from unisono.invitation import HeadUrl, Invitation
 from unisono.journal import to_line
@@ -498,6 +500,17 @@ def test_a_head_with_tls_tells_viewers_apart_from_a_false_one(serve: Callable[..
     with socket.create_connection((served.url.host, served.url.port), timeout=WAIT_S) as sock:
         with context.wrap_socket(sock) as sealed:  # who trusts this certificate needs nothing else
             assert sealed.version() == "TLSv1.3"
+
+
+def test_a_thousand_connections_by_tls_do_not_take_a_quarter_of_a_gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of the event loop's buffers is no documented setting: another Python may have another one."""
+    monkeypatch.setattr(SSLProtocol, "max_size", TLS_BUFFER_BYTES)
+
+    async def work() -> int:
+        protocol = SSLProtocol(asyncio.get_running_loop(), asyncio.Protocol(), client_context(), None)
+        return len(protocol._ssl_buffer)
+
+    assert asyncio.run(work()) == TLS_BUFFER_BYTES < 64 * 1024
 
 
 def _pem() -> str:
