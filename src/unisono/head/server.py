@@ -251,7 +251,7 @@ class Head:
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
-            await self._viewing.end(self._state.ended)
+            await self._viewing.end()
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):

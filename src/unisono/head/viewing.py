@@ -22,12 +22,11 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 
-from unisono.events import Event, MachineUsed, RunEnded, StepFinished, WorkerOutput
+from unisono.events import Event, MachineUsed, StepFinished, WorkerOutput
 from unisono.head.door import Allowance, Caller
 from unisono.head.kept import Kept
 from unisono.head.reading import Reading
 from unisono.lifetime import end_when_silent
-from unisono.messages import Ended
 from unisono.overview import Overview, OverviewBuilder
 
 __all__ = ["Viewing", "most_viewers"]
@@ -227,17 +226,10 @@ class Viewing:
             frame = self._push.frames[key] = Frame(Opcode.TEXT, text).serialize(mask=False)
         return frame
 
-    async def end(self, ended: Ended | None) -> None:
-        """Tell all viewers how the run has ended, as far as they listen, and stop.
-
-        Args:
-            ended: None: the run goes on, and only this head ends.
-        """
+    async def end(self) -> None:
+        """Tell all viewers what was the last, as far as they listen, and stop."""
         if self._pushing is not None:
             self._pushing.cancel()
-        if ended is not None:
-            over = RunEnded(time=time.time(), ok=ended.ok, reason=ended.reason, digests={}, step=ended.step)
-            self.take(over)
         self._overview = None
         self._push = _Push(msgspec.json.encode(self.overview()), time.monotonic())
         for viewer in self._viewers.values():
