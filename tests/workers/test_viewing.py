@@ -18,14 +18,16 @@ from typing import Any, TypeVar
 
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import WAIT_S
-from tests.workers.conftest import wait_until_gone
+from tests.workers import strangers
+from tests.workers.conftest import Unisono, wait_until_gone
+from tests.workers.gates import Gates
 from tests.workers.strangers import answer as rest_of
 from tests.workers.strangers import dialled, sealed
 from unisono.certificate import client_context, derived, server_context
+from unisono.cli.reach import find
 from unisono.decisions.membership import Policy
 from unisono.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
 from unisono.head import reading, viewing
@@ -44,6 +46,7 @@ from unisono.spec import RunSpec, WorkerSpec
 
 T = TypeVar("T")
 
+SCRIPT = Path(__file__).with_name("small_training.py")
 TOKEN = "secret"
 RUN_ID = "r1"
 
@@ -242,6 +245,33 @@ def test_a_viewer_is_told_how_the_run_has_ended_and_that_the_head_has_gone(serve
             until(watching, lambda push: False)
 
 
+@pytest.mark.usefixtures("nursery")
+def test_a_viewer_of_the_next_head_sees_the_run_from_its_beginning(unisono: Unisono, tmp_path: Path) -> None:
+    """By the same line: the next head has the same address, certificate and tokens."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (6, 9)) as gates:
+        place = ("--run-dir", run_dir, "--tls", "--", "--steps", 12, "--gates", gates.folder)
+        command = unisono("run", SCRIPT, "-n", 1, *place)
+        gates.wait(6)
+        line = find(str(run_dir)).for_looking.line
+        with Watching(Invitation.parse(line)) as watching:
+            first = until(watching, lambda push: push["overview"]["step"] == 5)["overview"]
+            assert [worker["worker_id"] for worker in first["workers"]] == ["w0"]
+            os.kill(json.loads((run_dir / "head.json").read_text())["pid"], signal.SIGKILL)
+            with pytest.raises(OSError, match=r"closed|reset"):
+                until(watching, lambda push: False)
+        command.line("another one takes over")
+        gates.open(6)
+        gates.wait(9)
+        with Watching(Invitation.parse(line)) as watching:
+            second = until(watching, lambda push: push["overview"]["step"] == 8)["overview"]
+            assert [point[0] for point in second["curve"]] == list(range(9)), "also what the head before has seen"
+            series = watching.ask({"get": "series", "names": ["loss"]})["series"]["loss"]
+            assert series["step"] == list(range(9))
+        gates.open(9)
+        assert command.wait() == 0, command.err
+
+
 # -- the process that reads the directory ------------------------------------------------------------
 
 
@@ -376,36 +406,16 @@ def test_the_token_for_looking_opens_nothing_else(serve: Callable[..., Served]) 
     assert not served.head.over.is_set()
 
 
-def frames(opcode: Opcode, data: bytes, number: int) -> bytes:
-    return b"".join(Frame(opcode, data).serialize(mask=True) for _ in range(number))
-
-
-HANDSHAKE = (
-    f"GET /watch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {reader_token(TOKEN)}\r\nUpgrade: websocket\r\n"
-    "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-).encode()
-FLOODS = {
-    "questions": frames(Opcode.TEXT, b'{"id": 1, "get": "overview"}', 20_000),
-    "empty messages": frames(Opcode.TEXT, b"", 100_000),
-    "pings": frames(Opcode.PING, b"", 100_000),
-    "pieces of a message without end": Frame(Opcode.TEXT, b"x", fin=False).serialize(mask=True)
-    + b"".join(Frame(Opcode.CONT, b"x", fin=False).serialize(mask=True) for _ in range(50_000)),
-    "a huge message": Frame(Opcode.TEXT, b"x" * (8 << 20)).serialize(mask=True),
-    "the beginning of a huger one": b"\x81\xff\x7f\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\x00",
-    "no frames": os.urandom(1 << 20),
-}
-
-
 @pytest.mark.parametrize("with_tls", [True, False], ids=["TLS", "clear"])
-@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("flood", strangers.FLOODS)
 def test_a_viewer_that_floods_the_head_is_cut_off(serve: Callable[..., Served], flood: str, with_tls: bool) -> None:
     served = serve(with_tls=with_tls)
     served.is_served()
     with (sealed if with_tls else dialled)(served.invitation) as viewer:
-        viewer.sendall(HANDSHAKE)
+        viewer.sendall(strangers.asks_to_watch(served.invitation))
         assert viewer.recv(65536).startswith(b"HTTP/1.1 101 ")
         with contextlib.suppress(OSError):
-            viewer.sendall(FLOODS[flood])
+            viewer.sendall(strangers.FLOODS[flood])
         rest_of(viewer)
     served.is_served()
     with Watching(served.invitation) as watching:
@@ -421,7 +431,7 @@ def test_a_viewer_that_does_not_read_is_told_nothing_more_and_dropped(
     text = "x" * 100_000
     with dialled(served.invitation) as deaf, Watching(served.invitation) as watching:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.sendall(HANDSHAKE)
+        deaf.sendall(strangers.asks_to_watch(served.invitation))
         assert deaf.recv(12) == b"HTTP/1.1 101"
         number = 0
         while served.asked(lambda: len(served.head._viewing._viewers)) > 1:
