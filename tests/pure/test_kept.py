@@ -44,6 +44,14 @@ def test_what_is_kept_has_a_bound() -> None:
     assert len(found.events(0, 10**6)["events"]) == MOST_EVENTS
 
 
+def test_the_times_of_many_workers_are_kept_for_fewer_steps() -> None:
+    found = kept()
+    workers = {f"w{number}": WorkerTimes() for number in range(1000)}
+    for number in range(20):
+        found.take(msgspec.structs.replace(step(number), workers=workers))
+    assert found.times()["step"] == list(range(12, 20))
+
+
 def test_the_times_of_fast_steps_are_kept_once_a_second() -> None:
     found = kept()
     for number in range(100):
