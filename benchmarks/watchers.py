@@ -202,7 +202,8 @@ def training(folder: Path, tls: str) -> Iterator[Path]:
     run_dir, log = folder / "run", folder / "log"
     command = [sys.executable, "-m", "unisono", "run", "-n", str(WORKERS), "--run-dir", str(run_dir), tls]
     command += ["--max-restarts", "1000", "-m", "benchmarks.watchers", "--", "--train", str(folder / "notes")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
