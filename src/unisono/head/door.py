@@ -162,7 +162,7 @@ class Caller(ServerConnection):
         try:
             await super().handshake(*arguments, **more)
         except asyncio.CancelledError:  # its time is up, or the head ends
-            if self.server.is_serving():
+            if self.server.is_serving() and self.response is None:  # else it was slow to take its answer
                 self.refusals.note(NO_REQUEST if self.protocol.handshake_exc else TOO_SLOW, self.where)
             raise
         failure = self.protocol.handshake_exc
