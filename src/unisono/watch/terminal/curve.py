@@ -76,7 +76,7 @@ def _axis(points: Sequence[CurvePoint], columns: int, until: int, *, is_log: boo
 
 
 def _between(low: float, high: float, at: float) -> float:
-    return low + (high - low) * at
+    return low * (1 - at) + high * at
 
 
 class _Band(NamedTuple):
@@ -93,10 +93,10 @@ def _bands(
     """Return the bands of the columns of dots, as far as there are any."""
     if not points:
         return []
-    bottom, top = shown(low), shown(high)
+    bottom, top = shown(low) / 2, shown(high) / 2  # halves: the range of two large numbers is a number
 
     def row(value: float) -> float:
-        return (shown(value) - bottom) / (top - bottom) * (tall - 1)
+        return min(tall - 1.0, max(0.0, (shown(value) / 2 - bottom) / (top - bottom) * (tall - 1)))
 
     first, last = points[0].step, points[-1].step
     own: dict[int, list[CurvePoint]] = {}
@@ -108,7 +108,7 @@ def _bands(
         end = _Band(
             row(min(point.low for point in found)),
             row(max(point.high for point in found)),
-            row(sum(point.mean for point in found) / len(found)),
+            row(sum(point.mean / len(found) for point in found)),
         )
         start, before = (bands[-1], len(bands) - 1) if bands else (end, 0)
         for between in range(before + 1, column):  # no point: the band that joins those beside it

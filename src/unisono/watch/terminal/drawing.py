@@ -16,7 +16,7 @@ from unisono.watch.terminal.curve import draw_curve
 from unisono.watch.terminal.text import Line, Span, cut, duration, filled, harmless, number, size, time_of_day, width
 from unisono.words import count, progress
 
-__all__ = ["draw", "header", "in_short", "levels", "made_harmless", "workers_rows"]
+__all__ = ["draw", "fitted", "header", "in_short", "levels", "made_harmless", "workers_rows"]
 
 _NARROW: Final = 60
 """With fewer columns a worker is shown in short."""
@@ -63,7 +63,7 @@ def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -
     """
     overview = made_harmless(overview)
     if rows < 5 or columns < 24:
-        return [_cut(in_short(overview), columns, unicode=unicode)][:rows]
+        return [fitted(in_short(overview), columns, unicode=unicode)][:rows]
     lines = header(overview, columns, unicode=unicode)
     num_recent = 3 if rows < 18 else 4 if rows < 28 else 6
     room = rows - len(lines) - num_recent
@@ -75,7 +75,7 @@ def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -
         room -= curve + 1
     lines += workers_rows(overview, columns, max(1, room), unicode=unicode)
     lines += _recent(overview.recent, columns, max(0, min(num_recent, rows - len(lines))))
-    return [_cut(line, columns, unicode=unicode) for line in lines[:rows]]
+    return [fitted(line, columns, unicode=unicode) for line in lines[:rows]]
 
 
 def made_harmless(overview: Overview) -> Overview:
@@ -105,7 +105,7 @@ def made_harmless(overview: Overview) -> Overview:
     )
 
 
-def _cut(line: Line, columns: int, *, unicode: bool) -> Line:
+def fitted(line: Line, columns: int, *, unicode: bool) -> Line:
     """Return what of a line fits."""
     found: Line = []
     room = columns
@@ -269,7 +269,9 @@ class _Row:
         if self._device:
             line.append((filled(worker.device, self._device) + " ", "dim"))
         line.append((filled(worker.state, 8) + " ", _STATES.get(worker.state, "")))
-        line.append((f"{100 * worker.share:>3.0f} % " if worker.rank is not None else " " * 6, ""))
+        if worker.rank is None:  # it does not take part
+            return line
+        line.append((f"{100 * worker.share:>3.0f} % ", ""))
         line += self._stack(worker.seconds)
         if self._words:
             line.append((" " + filled(_loss_words(worker), self._words), ""))
