@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import wait_until_gone
 from tests.workers.strangers import answer as rest_of
+from tests.workers.strangers import dialled, sealed
 from unisono.certificate import client_context, derived, server_context
 from unisono.decisions.membership import Policy
 from unisono.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
@@ -358,6 +359,10 @@ def frames(opcode: Opcode, data: bytes, number: int) -> bytes:
     return b"".join(Frame(opcode, data).serialize(mask=True) for _ in range(number))
 
 
+HANDSHAKE = (
+    f"GET /watch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {reader_token(TOKEN)}\r\nUpgrade: websocket\r\n"
+    "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+).encode()
 FLOODS = {
     "questions": frames(Opcode.TEXT, b'{"id": 1, "get": "overview"}', 20_000),
     "empty messages": frames(Opcode.TEXT, b"", 100_000),
@@ -375,13 +380,13 @@ FLOODS = {
 def test_a_viewer_that_floods_the_head_is_cut_off(serve: Callable[..., Served], flood: str, with_tls: bool) -> None:
     served = serve(with_tls=with_tls)
     served.is_served()
-    with contextlib.suppress(ConnectionClosed, OSError, TimeoutError):
-        with served.viewer(close_timeout=0.1) as viewer:
-            viewer.socket.settimeout(WAIT_S)
-            viewer.socket.sendall(FLOODS[flood])
-            rest_of(viewer.socket)
+    with (sealed if with_tls else dialled)(served.invitation) as viewer:
+        viewer.sendall(HANDSHAKE)
+        assert viewer.recv(65536).startswith(b"HTTP/1.1 101 ")
+        with contextlib.suppress(OSError):
+            viewer.sendall(FLOODS[flood])
+        rest_of(viewer)
     served.is_served()
-    assert served.asked(lambda: len(served.head._viewing._viewers)) == 0
     with Watching(served.invitation) as watching:
         assert watching.next(WAIT_S)
 
@@ -393,8 +398,10 @@ def test_a_viewer_that_does_not_read_is_told_nothing_more_and_dropped(
     monkeypatch.setattr(viewing, "DEAF_S", 0.1)
     served = serve()
     text = "x" * 100_000
-    with served.viewer(close_timeout=0.1) as deaf, Watching(served.invitation) as watching:
-        deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with dialled(served.invitation) as deaf, Watching(served.invitation) as watching:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(HANDSHAKE)
+        assert deaf.recv(12) == b"HTTP/1.1 101"
         number = 0
         while served.asked(lambda: len(served.head._viewing._viewers)) > 1:
             change = MembershipChanged(time=1e9 + number, generation=number + 1, worker_ids=("w0",), reason=text)

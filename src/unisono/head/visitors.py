@@ -132,8 +132,8 @@ class Visitors:
         headers = request.headers.get_all("Authorization")
         if headers:
             return self._worth(_from_header(headers[0]) if len(headers) == 1 else ""), False
-        if given := parse_qs(query).get("token"):
-            return min(Access.LOOK, self._worth(given[0])), False
+        if (given := parse_qs(query).get("token")) and self._worth(given[0]) is not Access.NONE:
+            return Access.LOOK, False
         return min(Access.LOOK, self._worth(_cookie(request, _cookie_name(request)))), True
 
     def _worth(self, given: str) -> Access:
