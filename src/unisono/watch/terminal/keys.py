@@ -58,8 +58,10 @@ class Keys:
 
     def _prepare(self) -> None:
         """Have single keys. Again after Ctrl-Z and fg, because the shell has set what it wants."""
-        with contextlib.suppress(termios.error, OSError):
+        is_ours = True
+        with contextlib.suppress(OSError):  # it is not the terminal that controls this process
             is_ours = os.tcgetpgrp(self._descriptor) == os.getpgrp()
+        with contextlib.suppress(termios.error, OSError):
             if is_ours and termios.tcgetattr(self._descriptor)[3] & termios.ICANON:
                 tty.setcbreak(self._descriptor, termios.TCSANOW)
 
