@@ -205,10 +205,13 @@ def _news(overview: Overview) -> Line:
 def workers_rows(overview: Overview, columns: int, rows: int, *, unicode: bool) -> list[Line]:
     """Return the line with the legend, and one row for each worker, or for those that need to be seen."""
     workers = overview.workers
+    members = [worker for worker in workers if worker.rank is not None]
+    if len(workers) > rows - 1:  # of those that have gone, the events tell
+        workers = [*members, *[worker for worker in workers if worker.rank is None][: max(0, rows - 1 - len(members))]]
     several = len({worker.host for worker in workers if worker.host}) > 1
-    shown, others = (list(workers), []) if len(workers) <= rows - 1 else _notable(workers, max(0, rows - 2))
+    shown, others = (workers, []) if len(workers) <= rows - 1 else _notable(workers, max(0, rows - 2))
     style = _Row(columns, several, max((width(worker.worker_id) for worker in workers), default=2), unicode)
-    lines = [style.legend(workers)]
+    lines = [style.legend(workers, len(members))]
     lines += [style.row(worker) for worker in shown]
     if others:
         lines.append(style.summary(others, is_all=not shown))
@@ -240,6 +243,7 @@ class _Row:
 
     def __init__(self, columns: int, several_hosts: bool, longest: int, unicode: bool) -> None:
         self._unicode = unicode
+        self._columns = columns
         self._is_narrow = columns < _NARROW
         self._id = min(8, max(3, longest))
         self._host = min(14, columns // 8) if several_hosts and not self._is_narrow else 0
@@ -251,13 +255,16 @@ class _Row:
             fixed += part + 1 if part else 0
         self._bar = max(4, columns - fixed)
 
-    def legend(self, workers: Sequence[WorkerNow]) -> Line:
-        """Return the headings, and what the characters of the bars stand for."""
-        if self._is_narrow:
-            seen = [part for part in _names() if any(_share(worker.seconds, part) >= _LEAST_LOSS for worker in workers)]
-            return [span for part in seen or [_COMPUTE] for span in self._key(part)]
-        head = f"{count(len(workers), 'worker')}: "
-        return [(head, "dim"), *(span for part in _names() for span in self._key(part))]
+    def legend(self, workers: Sequence[WorkerNow], number: int) -> Line:
+        """Return how many members there are, and what the characters of the bars stand for."""
+        line: Line = [] if self._is_narrow else [(f"{count(number, 'worker')}: ", "dim")]
+        for part in _names():
+            key = self._key(part)
+            is_seen = any(_share(worker.seconds, part) >= _LEAST_LOSS for worker in workers)
+            room = self._columns - sum(width(text) for text, _ in line)
+            if (is_seen or not self._is_narrow) and room >= sum(width(text) for text, _ in key) - 1:
+                line += key
+        return line
 
     def _key(self, part: str) -> Line:
         return [(self._character(part), _colour(part)), (f" {part} ", "dim")]
