@@ -123,9 +123,13 @@ class Recording:
         end = RunEnded(time=self._now, ok=ok, reason=reason, digests={"model": "ab" * 8}, step=self.num_steps - 1)
         self._journal.emit(end)
         self.story.append(end)
+        self.save()
+        self.close()
+
+    def close(self) -> None:
+        """Write nothing more."""
         self._journal.close()
         self._use.close()
-        self.save()
 
     def save(self) -> None:
         """Write what has happened besides steps."""

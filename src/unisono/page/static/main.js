@@ -177,12 +177,12 @@ class App {
     if (dirty.has("overview")) {
       drawHeader(run, this.link);
       this.drawRuns();
-      this.machines.drawRows(run.overview.machines ?? []);
+      this.machines.drawRows(run);
     }
     if (dirty.has("facts")) drawFacts(run);
     if (dirty.has("series")) this.curves.draw();
     if (dirty.has("overview") || dirty.has("times")) this.workers.draw();
-    if (dirty.has("use")) this.machines.drawCharts(run.use);
+    if (dirty.has("use")) this.machines.draw();
     if (dirty.has("events")) {
       drawEvents(run);
       drawProblems(run);

@@ -108,12 +108,15 @@ const sentences = {
   late: (e) => `${e.worker_id} makes no progress: step ${whole(e.step)}, micro-batch ${e.microbatch}, for ${duration(e.seconds)}`,
   gap: (e) => `Lines ${whole(e.first)} to ${whole(e.last)} of the journal are lost`,
   checkpoint: (e) => checkpointWords(e),
+  note: (e) => e.text,
+  interruption: (e) => `Interrupted for ${duration(e.seconds)} after step ${whole(e.step)}: ${e.reason}`,
 };
 
 function levelOf(event) {
   if (event.kind === "problem" || (event.kind === "end" && !event.ok)) return "error";
   if (event.kind === "gone") return { lost: "error", failed: "error", evicted: "error", left: "info", finished: "info" }[event.how] ?? "warning";
   if (["slow-link", "late", "gap", "machine-gone"].includes(event.kind)) return event.is_over ? "info" : "warning";
+  if (event.about === "warning") return "warning";
   return event.level ?? "info";
 }
 
@@ -174,13 +177,16 @@ export function drawCheckpoints(run) {
     return;
   }
   const columns = [...new Set(told.flatMap(Object.keys))].filter((key) => !["kind", "time"].includes(key)).slice(0, 6);
-  put(host, table("Checkpoints", ["When", ...columns], told.slice(-500).reverse().map((event) => [
+  put(host, table("Checkpoints", ["When", ...columns.map((name) => COLUMNS[name] ?? plain(name, 40))], told.slice(-500).reverse().map((event) => [
     clock(event.time, run.overview.time), ...columns.map((key) => cell(key, event[key]))])));
 }
+
+const COLUMNS = { step: "Steps", bytes: "Size", seconds: "Took", text: "What" };
 
 function cell(key, value) {
   if (value === undefined || value === null) return "–";
   if (typeof value === "number") {
+    if (key === "step") return whole(value);
     if (key.endsWith("bytes")) return bytes(value);
     if (key === "seconds" || key.endsWith("_s")) return duration(value);
     return number(value);

@@ -9,8 +9,8 @@ const SORT_EVERY_MS = 5000;
 /** Kinds of values that `times` has beside the parts of a step. */
 const NOT_PARTS = new Set(["leaves", "waits_s", "link_s", "link_bytes", "overlap_s", "page_faults"]);
 const WORDS = { leaves: "micro-batches", waits_s: "wait for one other worker", overlap_s: "sending during backward", page_faults: "page faults", link_s: "busiest link", link_bytes: "bytes on the busiest link" };
-const TONES = { lost: "bad", failed: "bad", late: "warn", leaving: "warn", joining: "warn", waiting: "warn", left: "soft", finished: "soft" };
-const ICONS = { training: "training", lost: "failed", failed: "failed", late: "warning", finished: "done", joining: "waiting", waiting: "waiting", leaving: "stopped", left: "stopped" };
+const TONES = { lost: "bad", failed: "bad", late: "warn", leaving: "warn", joining: "warn", waiting: "warn", left: "soft", finished: "soft", ended: "soft" };
+const ICONS = { training: "training", lost: "failed", failed: "failed", late: "warning", finished: "done", joining: "waiting", waiting: "waiting", leaving: "stopped", left: "stopped", ended: "stopped" };
 const BUSY = "busy";
 
 const isPart = (name) => !NOT_PARTS.has(name);
@@ -214,7 +214,9 @@ class HeatMap {
     let busy = null;
     for (const part of Object.keys(values)) {
       const seconds = values[part][point]?.[worker];
-      if (isPart(part) && part !== WAITING && Number.isFinite(seconds)) busy = (busy ?? 0) + seconds;
+      if (!isPart(part)) continue;
+      if (!Number.isFinite(seconds)) return null;
+      if (part !== WAITING) busy = (busy ?? 0) + seconds;
     }
     return busy;
   }
