@@ -580,7 +580,10 @@ def get(port: int, path: str, **headers: str) -> http.client.HTTPResponse:
     for name, value in {"Host": f"127.0.0.1:{port}", **headers}.items():
         connection.putheader(name.replace("_", "-"), value)
     connection.endheaders()
-    return connection.getresponse()
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer
 
 
 def test_a_name_that_somebody_elses_dns_points_here_is_refused(finished: Path) -> None:
