@@ -16,6 +16,7 @@ import msgspec
 
 from unisono.events import (
     Announcement,
+    CheckpointWritten,
     EvaluationFinished,
     Event,
     GpuUse,
@@ -110,6 +111,8 @@ class Recording:
             if self.num_workers > 1 and step == back_at:
                 self._recover(step)
             self._step(step)
+            if step and step % 100 == 0:
+                self.story.append(CheckpointWritten(time=self._now, step=step, bytes=44_700_000, seconds=0.38))
             if step % 100 == 99:
                 totals = {"accuracy": 0.9 - 0.5 * math.exp(-step / self.num_steps)}
                 self._journal.emit(EvaluationFinished(time=self._now, step=step + 1, totals=totals))

@@ -204,6 +204,9 @@ class App {
     const banners = [];
     if (link.state === "refused") {
       banners.push(["error", "The run's token is missing or wrong. Open the page with the whole link that the run has printed, with what stands behind #."]);
+    } else if (link.state === "lost" && isOver(run?.overview)) {
+      const again = run.overview.run_dir ? ` unisono watch ${run.overview.run_dir} --web opens it again.` : "";
+      banners.push(["info", `The run is over, and its head with it: what is shown stays.${plain(again, 500)}`]);
     } else if (link.state === "lost") {
       const shown = run?.overview ? ` What is shown is from ${clock(link.pushedAt / 1000)}.` : "";
       banners.push(["warning", `The run's head cannot be reached; the page tries again by itself.${shown}`]);

@@ -84,7 +84,7 @@ export function drawConnection(run, connection) {
   let state = "live";
   let words = over ? "complete" : "live";
   if (connection.state === "connecting") [state, words] = ["connecting", "connecting"];
-  else if (connection.state !== "open") [state, words] = ["lost", "no connection"];
+  else if (connection.state !== "open" && !over) [state, words] = ["lost", "no connection"];
   else if (!over && silent > connection.patience) [state, words] = ["old", `no news for ${duration(Math.round(silent))}`];
   node.dataset.state = state;
   if (!node.firstElementChild) put(node, el("span", { class: "words" }));
@@ -213,7 +213,8 @@ function flat(facts, before = "") {
     const label = before ? `${before} · ${name}` : name;
     if (Array.isArray(value) && value.every((each) => typeof each !== "object")) return [[label, value.join(", ") || "–"]];
     if (value !== null && typeof value === "object") return flat(value, label);
-    return [[label, value === null || value === "" ? "–" : String(value)]];
+    const isTime = ["started", "ended", "time"].includes(name) && typeof value === "number" && value > 1e9;
+    return [[label, value === null || value === "" ? "–" : isTime ? moment(value) : String(value)]];
   });
 }
 
