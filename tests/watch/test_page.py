@@ -22,9 +22,11 @@ from websockets.sync.client import connect
 
 from tests.waiting import WAIT_S
 from tests.watch.browser import TOKEN, Browser, Serving, chromium
+from tests.watch.long_run import make_long_run
 from tests.watch.recorded import HOSTILE, Recording, record
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
+from unisono.journal import read
 from unisono.page import site
 
 __all__ = ["chromium"]
@@ -182,6 +184,21 @@ def test_a_part_of_the_run_is_asked_for_in_more_detail(browser: Browser, tmp_pat
         assert browser.run(points) == list(range(first, last + 1))
         browser.driver.find_element(By.ID, "zoom-reset").click()
         browser.until(f"{points}[0] === 0")
+
+
+def test_a_long_run_is_drawn_in_few_points_that_keep_its_extremes(browser: Browser, tmp_path: Path) -> None:
+    steps = 100_000
+    directory = make_long_run(tmp_path / "long", steps=steps, workers=8)
+    with Serving(directory) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        assert browser.run(f"return {LOSS}.plot.data[0].length") <= 1000
+        losses = [float(line["loss"]) for line in read(directory) if line["kind"] == "step"]
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        drawn = browser.run(f"const [line] = {LOSS}.shown.lines; return [line.low, line.high].flat()")
+        assert max(value for value in drawn if value is not None) == max(finite)
+        assert min(value for value in drawn if value is not None) == min(finite)
+        assert browser.text("#progress-text") == "100,000 of 100,000 steps"
 
 
 def test_steps_can_be_typed(browser: Browser, finished: Path) -> None:

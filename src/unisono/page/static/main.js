@@ -184,6 +184,7 @@ class App {
     if (dirty.has("overview") || dirty.has("times")) this.workers.draw();
     if (dirty.has("use")) this.machines.draw();
     if (dirty.has("events")) {
+      drawHeader(run, this.link);
       drawEvents(run);
       drawProblems(run);
     }

@@ -15,6 +15,7 @@ const HIDDEN = new Set(["step", "use", "output", "evaluation", "membership"]);
 
 export function drawHeader(run, connection) {
   const { overview } = run;
+  const saved = Math.max(overview.checkpoint_step, run.events.findLast((event) => event.kind === "checkpoint")?.step ?? -1);
   const name = runName(overview);
   say(byId("run-name"), name);
   byId("run-name").title = plain(overview.run_dir || overview.run_id, 300);
@@ -36,7 +37,7 @@ export function drawHeader(run, connection) {
   const why = overview.reason && overview.reason !== words ? plain(overview.reason, 4000) : "";
   byId("why").hidden = !why;
   say(byId("why"), why ? `${isOver(overview) ? "It ended: " : ""}${why}` : "");
-  drawTiles(overview);
+  drawTiles(overview, saved);
   drawConnection(run, connection);
 }
 
@@ -47,7 +48,7 @@ function at(time) {
   return [clock(time, time), isToday ? "" : day(time)];
 }
 
-function drawTiles(overview) {
+function drawTiles(overview, saved) {
   const members = overview.workers.filter((worker) => worker.rank !== null).length;
   const last = overview.ended || overview.time;
   const isDone = isOver(overview);
@@ -60,14 +61,14 @@ function drawTiles(overview) {
     ["Started", ...at(overview.started)],
     isDone ? ["Ended", ...at(overview.ended)]
       : ["Workers", members ? whole(members) : "–", overview.generation ? `generation ${whole(overview.generation)}` : ""],
-    ["Checkpoint", overview.checkpoint_step >= 0 ? whole(overview.checkpoint_step) : "none", overview.checkpoint_step >= 0 ? "steps" : ""],
+    ["Checkpoint", saved >= 0 ? whole(saved) : "none", saved >= 0 ? "steps" : ""],
   ];
   for (const [name, value] of Object.entries(overview.evaluation ?? {}).slice(0, 1)) tiles.push([`${plain(name, 40)} (evaluation)`, number(value), ""]);
   const key = JSON.stringify(tiles.map(([name]) => name));
   const host = byId("tiles");
   if (host.dataset.key !== key) {
     host.dataset.key = key;
-    put(host, tiles.map(([name]) => el("div", {}, el("dt", { class: "name", text: name }), el("dd", {}, el("span"), " ", el("small")))));
+    put(host, tiles.map(([name]) => el("div", {}, el("dt", { class: "name", text: name, title: name }), el("dd", {}, el("span"), " ", el("small")))));
   }
   tiles.forEach(([, value, more], index) => {
     const [main, small] = host.children[index].querySelectorAll("dd > *");
