@@ -34,7 +34,7 @@ from unisono.events import (
     WorkerTimes,
     WorkerUse,
 )
-from unisono.journal import JOURNAL, Journal
+from unisono.journal import JOURNAL, Journal, truncate
 from unisono.journal.thinning import Thinned
 from unisono.rundir import RUN_FILE
 
@@ -119,6 +119,16 @@ class Recording:
             if step % max(1, self.num_steps // 200) == 0:
                 self._measure(is_told=step + max(1, self.num_steps // 200) >= self.num_steps)
         self.save()
+
+    def back_to(self, step: int) -> None:
+        """Resume the run from the checkpoint of a step: another run, in the same directory."""
+        self._journal.close()
+        truncate(self.directory / JOURNAL, step)
+        self._journal = Journal(self.directory / JOURNAL)
+        self._journal.start(writer=True)
+        self._journal.go_on_at(step)
+        facts = json.loads((self.directory / RUN_FILE).read_text())
+        (self.directory / RUN_FILE).write_text(json.dumps({**facts, "run_id": "resumed", "earlier": [facts["run_id"]]}))
 
     def end(self, *, ok: bool = True) -> None:
         """End the run."""

@@ -276,6 +276,44 @@ def test_silence_of_the_server_is_said(browser: Browser, going: Recording) -> No
         browser.until("return document.getElementById('connection').innerText.startsWith('no news for')")
 
 
+def test_a_run_that_is_resumed_from_a_checkpoint_is_drawn_anew(browser: Browser, going: Recording) -> None:
+    with Serving(going.directory) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        browser.until(f"return {LOSS}.plot?.data[0].length === 10")
+        going.back_to(4)
+        going.steps(4, 7)
+        browser.until("return document.getElementById('progress-text').textContent === '7 of 50 steps'")
+        browser.until(f"return {LOSS}.plot?.data[0].length === 7")
+
+
+# -- bad input ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_shown(browser: Browser, tmp_path: Path) -> None:
+    directory = record(tmp_path / "run", num_steps=60, num_workers=2)
+    journal = directory / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[20] = b"\x00\xff no line\n"
+    journal.write_bytes(b"".join(lines)[:-30])
+    (directory / "journal.index").unlink(missing_ok=True)
+    (directory / "run.json").write_text("{")
+    with Serving(directory) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        said = browser.text("#banners")
+        assert "1 line of" in said
+        assert "run.json cannot be read" in said
+        assert browser.run(f"return {LOSS}.plot.data[0].length") == 59
+
+
+def test_a_directory_without_a_run_is_said_to_be_one(browser: Browser, tmp_path: Path) -> None:
+    with Serving(tmp_path) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        assert f"there is no {tmp_path / 'journal.jsonl'}" in browser.text("#banners")
+
+
 # -- hostile words -----------------------------------------------------------------------------------
 
 

@@ -226,9 +226,10 @@ export function drawBanners(banners) {
   const host = byId("banners");
   const key = JSON.stringify(banners);
   if (host.dataset.key === key) return;
-  const before = new Set([...host.children].map((node) => node.textContent));
+  const words = (text) => text.replace(/\d/g, "");  // a number that grows is not read aloud again
+  const before = new Set([...host.children].map((node) => words(node.textContent)));
   host.dataset.key = key;
   put(host, banners.map(([level, text]) => el("p", { class: "banner", "data-level": level }, icon(level === "info" ? "info" : "warning"), el("span", { class: "name", text }))));
-  const fresh = banners.filter(([, text]) => !before.has(text)).map(([, text]) => text);
+  const fresh = banners.filter(([, text]) => !before.has(words(text))).map(([, text]) => text);
   if (fresh.length) say(byId("spoken"), fresh.join(" "));
 }
