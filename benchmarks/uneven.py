@@ -38,6 +38,7 @@ from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.step_time import Team, _cpu_s, _receive, started
 from unisono.decisions.balance import balanced
 from unisono.journal import read
+from unisono.journal.times import by_step
 
 MODEL = "cnn"
 ADAPT_STEPS = 12
@@ -287,7 +288,8 @@ def measure(name: str, calm: Calm, directory: Path, quick: bool) -> tuple[dict[s
     num_steps, num_turns, limit_s = (5, 2, 0.0) if quick else (12, 10, 90.0)
     with ready(["unisono", "alone", "ddp"], case, directory / name, num_steps) as sides:
         turns = (changing if case.changing else steady)(case, sides, limit_s, num_turns)
-    lines = [line for line in read(directory / name / "unisono") if line["kind"] == "step"]
+    place = directory / name / "unisono"
+    lines = [line for line in read(place) if line["kind"] == "step"]
     num_compared = calm.check(name, case.microbatches, [line["digest"] for line in lines][: 40 if quick else None])
     fraction = median_interval([turn["ideal"] / turn["unisono"] for turn in turns])
     speedup = median_interval([turn["ddp"] / turn["unisono"] for turn in turns])
@@ -306,7 +308,7 @@ def measure(name: str, calm: Calm, directory: Path, quick: bool) -> tuple[dict[s
         "model": MODEL,
         "microbatches": case.microbatches,
         "compared_steps": num_compared,
-        "leaves": [[worker["leaves"] for worker in line["workers"].values()] for line in lines],
+        "leaves": [[worker["leaves"] for worker in workers.values()] for workers in by_step(place).values()],
         "turns": turns,
     }
     return figures, run, [name, str(case.microbatches), str(fraction), f"{whole:.3f}", str(speedup)]

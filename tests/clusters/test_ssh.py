@@ -20,7 +20,8 @@ from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono import fingerprint
-from unisono.journal import compare, read
+from unisono.journal import compare
+from unisono.journal.times import by_step
 from unisono.launchers.answers import VERSION
 from unisono.testing import run_workers
 
@@ -117,7 +118,7 @@ def is_the_same(calm: Path, run: Path) -> bool:
 
 
 def num_workers(run: Path) -> list[int]:
-    return [len(line["workers"]) for line in read(run) if line["kind"] == "step"]
+    return [len(workers) for workers in by_step(run).values()]
 
 
 def root(machine: SshMachine) -> Path:

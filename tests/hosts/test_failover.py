@@ -20,6 +20,7 @@ from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
 from unisono.journal import compare, read
+from unisono.journal.times import by_step
 
 SCRIPT = Path(small_training.__file__)
 STEPS = 60
@@ -106,7 +107,7 @@ def started(
 
 
 def workers_at(run_dir: Path, step: int) -> set[str]:
-    return next(set(line["workers"]) for line in read(run_dir) if line["kind"] == "step" and line["step"] == step)
+    return set(by_step(run_dir)[step])
 
 
 @pytest.mark.parametrize("machines", [2, 3])

@@ -30,7 +30,7 @@ from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, run_nursery
 from tests.workers.gates import Gates
-from unisono.journal import compare, read
+from unisono.journal import compare, read, times
 from unisono.testing import Faults
 
 SCRIPT = Path(small_training.__file__)
@@ -288,7 +288,7 @@ def test_an_interface_and_a_range_of_ports_are_named(
 
 
 def by_step(run_dir: Path) -> list[set[str]]:
-    return [set(line["workers"]) for line in read(run_dir) if line["kind"] == "step"]
+    return [set(workers) for workers in times.by_step(run_dir).values()]
 
 
 @pytest.mark.parametrize("how", ["cut", "nothing to the head", "nothing from the head"])

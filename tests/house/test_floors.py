@@ -40,8 +40,12 @@ FLOORS = {
     "decisions.signals": 1,
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
+    "decisions.asides": 1,
+    "decisions.interruptions": 1,
+    "decisions.advice": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
+    "problems.limits": 2,
     "problems.writing": 2,
     "faults": 2,
     "exchange.flat": 2,
@@ -49,6 +53,7 @@ FLOORS = {
     "store": 2,
     "journal": 2,
     "rundir": 2,
+    "chronicle": 2,
     "checkpoint.files": 2,
     "member": 2,
     "progress": 2,
@@ -79,6 +84,7 @@ FLOORS = {
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
+    "problems.memory": 3,
     "checkpoint.copies": 3,
     "checkpoint.snapshot": 3,
     "checkpoint.writer": 3,
@@ -89,6 +95,7 @@ FLOORS = {
     "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
+    "page.local": 4,
     "training.upcoming": 4,
     "training.talking": 4,
     "training.calls": 4,
@@ -98,6 +105,7 @@ FLOORS = {
     "training.keeping": 4,
     "training.profiling": 4,
     "training.notes": 4,
+    "training.troubles": 4,
     "training.ending": 4,
     "training.loop": 4,
     "training.run": 4,
@@ -136,6 +144,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
+    "decisions.advice": {"decisions.balance", "decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
@@ -163,11 +172,14 @@ NEIGHBOURS = {
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
+    "chronicle": {"journal", "rundir"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers"},
+    "head": {"watch"},  # its overview as text for Prometheus
+    "page": {"history"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",
@@ -197,8 +209,17 @@ NEIGHBOURS = {
     "training.keeping": {"rounds", "training.resuming"},
     "training.loop": {"rounds", "training.keeping", "training.step", "training.upcoming"},
     "training.notes": {"training.step"},
+    "training.troubles": {"rounds", "training.loop"},
+    "problems.memory": {"state"},
+    "training.ending": {
+        "rounds",
+        "training.keeping",
+        "training.loop",
+        "training.notes",
+        "training.steps",
+        "training.troubles",
+    },
     "training.profiling": {"rounds"},
-    "training.ending": {"rounds", "training.keeping", "training.loop", "training.notes", "training.steps"},
     "training.run": {
         "rounds",
         "training.ending",
@@ -210,6 +231,7 @@ NEIGHBOURS = {
         "training.steps",
         "training.calls",
         "training.talking",
+        "training.troubles",
         "training.upcoming",
         "watch",
     },  # the sinks of a script
@@ -225,7 +247,7 @@ PURE = {
 }
 
 WITHOUT_TORCH = (
-    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "watch"),
+    *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "page", "watch"),
     *("decisions.membership", "decisions.cadence"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "training.recording"),
     *("checkpoint.copies", "checkpoint.files"),

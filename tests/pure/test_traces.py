@@ -63,7 +63,11 @@ def test_workers_with_the_same_process_id_and_other_clocks_are_told_apart(tmp_pa
     assert trace["unisono"]["workers"][1]["error_s"] == 1e-4
 
 
-@pytest.mark.parametrize("broken", [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[1]")])
+@pytest.mark.parametrize(
+    "broken",
+    [b"", b"no gzip", gzip.compress(b"{}", mtime=0), gzip.compress(b"[1]", mtime=0)],
+    ids=["empty", "no gzip", "no trace", "a list"],
+)
 def test_a_trace_that_is_broken_is_left_out(broken: bytes, tmp_path: Path) -> None:
     folder, target = tmp_path / ".steps", tmp_path / "steps.json.gz"
     put(folder, "w1", pid=8)

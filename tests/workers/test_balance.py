@@ -14,6 +14,7 @@ import pytest
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.losses import ended_workers
 from tests.workers.uneven_training import NUM_LEAVES
+from unisono.events import Seconds
 from unisono.journal import Line, compare
 from unisono.testing import Faults, Outcome, run_workers
 
@@ -71,8 +72,8 @@ def steps(outcome: Outcome) -> list[Line]:
     return [line for line in outcome.lines if line["kind"] == "step"]
 
 
-def leaves(line: Line, worker: str) -> int:
-    return int(line["workers"][worker]["leaves"])
+def leaves(outcome: Outcome, step: int, worker: str) -> int:
+    return int(outcome.times[step][worker]["leaves"] or 0)
 
 
 def said(outcome: Outcome) -> list[str]:
@@ -91,10 +92,9 @@ def test_a_slow_worker_gets_less_and_is_named(exchange: str, calm: Outcome, star
     assert hurt.final == calm.final
     assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES} now"]
     assert said(hurt)[0] in hurt.output
-    lines = steps(hurt)
-    assert leaves(lines[0], "w1") == NUM_LEAVES // 2, "nothing is known at first"
+    assert leaves(hurt, 0, "w1") == NUM_LEAVES // 2, "nothing is known at first"
     if exchange == "gloo":  # where nobody sees the others' work, and helps
-        assert (leaves(lines[-1], "w0"), leaves(lines[-1], "w1")) == (NUM_LEAVES - 1, 1)
+        assert (leaves(hurt, 15, "w0"), leaves(hurt, 15, "w1")) == (NUM_LEAVES - 1, 1)
     assert compare(tmp_path / "slow", tmp_path / "slow").startswith("identical: 16 steps"), "it knows these lines"
 
 
@@ -105,8 +105,7 @@ def test_a_worker_that_is_fast_again_is_given_its_share_back(exchange: str, calm
     again = f"w1 is as fast as the others again: it gets {NUM_LEAVES // 2} of {NUM_LEAVES} now"
     assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES} now", again]
     if exchange == "gloo":
-        lines = steps(hurt)
-        assert (leaves(lines[8], "w1"), leaves(lines[-1], "w1")) == (1, NUM_LEAVES // 2)
+        assert (leaves(hurt, 8, "w1"), leaves(hurt, max(hurt.times), "w1")) == (1, NUM_LEAVES // 2)
 
 
 @pytest.mark.parametrize(("options", "workers"), [(SHARED, 2), (TWO_LEVEL, 4)], ids=["shared", "two-level"])
@@ -122,10 +121,9 @@ def test_members_that_are_done_compute_what_a_late_one_has_not_started(
     (slow,) = said(hurt)
     share = re.search(rf"w0 {SLOW} (\d) of {NUM_LEAVES} now", slow)
     assert share is not None, slow
-    line = steps(hurt)[LATE]
-    assert sum(leaves(line, worker) for worker in line["workers"]) == NUM_LEAVES
-    assert leaves(line, "w1") == 1
-    assert leaves(line, "w0") > int(share[1]), "on its host, only the late one has had more than it computed"
+    assert sum(leaves(hurt, LATE, worker) for worker in hurt.times[LATE]) == NUM_LEAVES
+    assert leaves(hurt, LATE, "w1") == 1
+    assert leaves(hurt, LATE, "w0") > int(share[1]), "on its host, only the late one has had more than it computed"
 
 
 @pytest.mark.parametrize("at", ["before_combine", "published", "reduced", "committed"])
@@ -150,7 +148,7 @@ def test_balance_can_be_turned_off(calm: Outcome, start: Start) -> None:
     """Everybody computes as many micro-batches, however slow, and nobody helps."""
     hurt = start("unbalanced", 2, *EXTRA, "--unbalanced", faults=late())
     assert hurt.digests == calm.digests
-    assert {leaves(line, worker) for line in steps(hurt) for worker in ("w0", "w1")} == {NUM_LEAVES // 2}
+    assert {leaves(hurt, step, worker) for step in hurt.times for worker in ("w0", "w1")} == {NUM_LEAVES // 2}
     assert not any("balance" in line for line in steps(hurt))
 
 
@@ -170,15 +168,14 @@ def test_the_parts_of_a_step_are_all_of_it(exchange: str, start: Start, tmp_path
         str(tmp_path),
         options=["--exchange", exchange],
     )
-    lines = steps(hurt)
+    *known, _ = hurt.times.values()  # what the last step's parts were is told to nobody
     for worker in ("w0", "w1"):
         wall = json.loads((tmp_path / worker).read_text())
-        # What is told with a step's sum is about the step before.
-        told = [sum(line["workers"][worker]["last"].values()) for line in lines[1:]]
+        told = [sum(step[worker][part] or 0.0 for part in Seconds.__struct_fields__) for step in known]
         off = [parts / seconds - 1 for parts, seconds in zip(told, wall, strict=False)][1:]
         assert sum(told[1:]) <= sum(wall[1:-1]) * 1.02, "more than there was"
         assert abs(statistics.median(off)) <= 0.02, off
         assert min(map(abs, off[2::4])) <= 0.02, f"of the steps that end with an evaluation: {off[2::4]}"
     # In most steps: in some, the slow one may have waited for the other's turn on a core.
-    waiting = [[line["workers"][worker]["last"]["waiting"] for line in lines[2:]] for worker in ("w0", "w1")]
+    waiting = [[step[worker]["waiting"] or 0.0 for step in known[1:]] for worker in ("w0", "w1")]
     assert statistics.median(waiting[0]) > statistics.median(waiting[1])

@@ -33,8 +33,7 @@ def test_a_slow_exchange_makes_the_cuts_coarse(tmp_path: Path) -> None:
     )
     assert hurt.exit_code == 0, hurt.output
     assert hurt.digests == calm.digests
-    steps = [line for line in hurt.lines if line["kind"] == "step"]
-    first, last = ([int(told["leaves"]) for told in step["workers"].values()] for step in (steps[0], steps[-1]))
+    first, last = ([int(told["leaves"] or 0) for told in hurt.times[step].values()] for step in (0, STEPS - 1))
     assert sorted(first) == [2, 3, 3]
     edges = [0, *itertools.accumulate(last)]
     assert all(len(cover(a, b, NUM_LEAVES)) <= 1 for a, b in itertools.pairwise(edges)), last

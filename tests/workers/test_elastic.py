@@ -18,7 +18,7 @@ from tests.workers.conftest import Command, Unisono, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.decisions.efficiency import SETTLED, SKIPPED
-from unisono.journal import JOURNAL, compare, read
+from unisono.journal import JOURNAL, compare, read, times
 from unisono.testing import Faults, run_workers
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -74,7 +74,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def sizes(run_dir: Path) -> list[int]:
     """How many workers did each step."""
-    return [len(line["workers"]) for line in steps_of(run_dir)]
+    return [len(workers) for workers in times.by_step(run_dir).values()]
 
 
 def pid_of(worker_id: str, run_dir: Path) -> int:
@@ -261,14 +261,17 @@ def test_at_least_two_at_most_four(unisono: Unisono, run_dir: Path, calm: Path, 
         gates.open(3, command.generation("; generation 2 with"))
         gates.open(20, command.generation("with 4 workers"))
         gates.wait(40)
-        waiting = ({"w2", "w3", "w4"} - steps_of(run_dir)[-1]["workers"].keys()).pop()
+        ranked = [
+            worker["worker_id"] for worker in ask_status(find(str(run_dir)))["workers"] if worker["rank"] is not None
+        ]
+        waiting = ({"w2", "w3", "w4"} - {*ranked}).pop()
         os.kill(pid_of("w1", run_dir), signal.SIGKILL)
         command.generation("with 3 workers", after="with 4 workers")
         gates.open(40)
         gates.open(58, command.generation(f"{waiting} joins"))
         finish(command, run_dir, calm)
         assert guest.wait() == 0, guest.err
-    by_step = [set(line["workers"]) for line in steps_of(run_dir)]
+    by_step = [set(workers) for workers in times.by_step(run_dir).values()]
     assert by_step[0] == {"w0", "w1"}
     assert max(map(len, by_step)) == 4
     assert by_step[-1] == {"w0", "w2", "w3", "w4"}
@@ -287,7 +290,7 @@ def test_too_few_workers_wait_for_more(unisono: Unisono, run_dir: Path, calm: Pa
         command.line("w2 joins; generation 3 with 2 workers")
         finish(command, run_dir, calm)
         assert guest.wait() == 0, guest.err
-    by_step = [list(line["workers"]) for line in steps_of(run_dir)]
+    by_step = [list(workers) for workers in times.by_step(run_dir).values()]
     assert by_step[4] == ["w0", "w1"]
     assert by_step[-1] == ["w1", "w2"]
 

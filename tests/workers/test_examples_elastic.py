@@ -26,6 +26,7 @@ from tests.workers.conftest import Unisono, forked, marked, run_nursery, wait_un
 from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
 from unisono.journal import compare, read
+from unisono.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +157,7 @@ def join(example: Example, workers: int, exchange: str, directory: Path, unisono
             assert unisono("scale", directory, workers + 1).wait() == 0
         gates.open(LATE - 1, command.generation(f"generation 2 with {workers + 1} workers"))
         assert command.wait() == 0, command.err
-    sizes = [len(line["workers"]) for line in read(directory) if line["kind"] == "step"]
+    sizes = [len(workers) for workers in by_step(directory).values()]
     assert sizes == [workers] * LATE + [workers + 1] * (STEPS - LATE)
 
 

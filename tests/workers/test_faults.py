@@ -142,7 +142,7 @@ def test_down_to_the_last_worker(calm: Outcome, tmp_path: Path) -> None:
     )
     hurt = run(tmp_path / "run", 4, faults, [*PATIENT, "--max-restarts", "0"])
     assert_same_bits(hurt, calm)
-    sizes = [len(line["workers"]) for line in hurt.lines if line["kind"] == "step"]
+    sizes = [len(workers) for workers in hurt.times.values()]
     assert (sizes[0], sizes[2], sizes[-1]) == (4, 3, 1), hurt.output
 
 
@@ -152,7 +152,7 @@ def test_all_but_one_at_the_same_point(at: str, calm: Outcome, tmp_path: Path) -
     faults = Faults().kill("w0", step=STEP, at=at).kill("w1", step=STEP, at=at).kill("w3", step=STEP, at=at)
     hurt = run(tmp_path / "run", 4, faults, [*PATIENT, "--max-restarts", "0"])
     assert_same_bits(hurt, calm)
-    assert list(hurt.lines[-2].get("workers", ["w2"])) == ["w2"]
+    assert list(hurt.times[STEPS - 1]) == ["w2"]
 
 
 @pytest.mark.parametrize("exchange", ["shared", "gloo"])

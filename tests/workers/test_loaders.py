@@ -38,7 +38,8 @@ from unisono.decisions.cursor import Cursor
 from unisono.decisions.orders import Sequential
 from unisono.decisions.plan import Plan, plan
 from unisono.errors import RecipeError
-from unisono.journal import compare, read
+from unisono.journal import compare
+from unisono.journal.times import by_step
 from unisono.microbatch.data import Fetcher, Loading, Request, to_device
 from unisono.testing import Faults, run_workers
 from unisono.training.upcoming import Upcoming
@@ -415,7 +416,7 @@ def test_a_kill_a_newcomer_and_a_resume_in_the_middle_of_an_epoch(
             gates.open(7, command.generation("w3 joins"))
             assert command.wait() == 0, command.err
     assert compare(calm, hurt).startswith("identical: 12 steps")
-    assert len([line for line in read(hurt) if line["kind"] == "step"][-1]["workers"]) == 3
+    assert len(by_step(hurt)[11]) == 3
 
     assert run_workers(script, 2, directory=again, arguments=[*arguments, "7"]).exit_code == 1
     options = ["--resume", str(again)]

@@ -16,7 +16,8 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.journal import compare, read
+from unisono.journal import compare
+from unisono.journal.times import by_step
 from unisono.lifetime import Memory
 from unisono.machine.children import Child
 from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
@@ -73,7 +74,7 @@ def test_a_run_survives_its_nursery(unisono: Unisono, tmp_path: Path) -> None:
         assert command.wait() == 0, command.err
     assert compare(tmp_path / "calm", run_dir).startswith(f"identical: {STEPS} steps")
     assert not [line for line in command.err if "w0 (pid" in line], "nobody else was lost"
-    assert [len(line["workers"]) for line in read(run_dir) if line["kind"] == "step"][-1] == 2
+    assert [len(workers) for workers in by_step(run_dir).values()][-1] == 2
 
 
 # One worker waits, one is stopped, one hangs in C and keeps the interpreter; each has a child.

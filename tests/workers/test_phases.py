@@ -16,7 +16,8 @@ from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.models import Mlp, vectors
 from tests.workers.static_team import AloneRun
-from unisono.journal import compare, read
+from unisono.journal import compare
+from unisono.journal.times import by_step
 from unisono.testing import Faults, run_workers
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -72,7 +73,7 @@ def test_a_newcomer_joins_in_the_second_phase(
         gates.open(12, command.generation("w3 joins"))
         assert command.wait() == 0, command.err
     assert compare(calm, hurt).startswith("identical: 25 steps")
-    sizes = [len(line["workers"]) for line in read(hurt) if line["kind"] == "step"]
+    sizes = [len(workers) for workers in by_step(hurt).values()]
     assert sizes[-1] == 3  # the replacement was admitted, and has skipped the first phase
 
 

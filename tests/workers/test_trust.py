@@ -28,7 +28,8 @@ from unisono.certificate import Identity, Untrusted, derived, given, server_cont
 from unisono.cli.reach import NotGoing, ask_status, find, tell
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl, Invitation
-from unisono.journal import compare, read
+from unisono.journal import compare
+from unisono.journal.times import by_step
 from unisono.lifetime import Memory
 from unisono.link import Link
 from unisono.messages import Stop
@@ -375,7 +376,7 @@ def test_strangers_change_nothing(unisono: Unisono, tmp_path: Path, calm: Path) 
     assert len(told) < 5, "not one line for each attempt"
     assert "refused a connection without the run's token, from 127.0.0.1; the run goes on" in told[0]
     assert not [line for line in (*command.out, *command.err) if "Traceback" in line or "lost" in line]
-    assert {len(line["workers"]) for line in read(run_dir) if line["kind"] == "step"} == {2}
+    assert {len(workers) for workers in by_step(run_dir).values()} == {2}
 
 
 @pytest.mark.parametrize("scheme", ["ws", "wss"])

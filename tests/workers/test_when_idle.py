@@ -12,7 +12,8 @@ import pytest
 
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
-from unisono.journal import compare, read
+from unisono.journal import compare
+from unisono.journal.times import by_step
 from unisono.machine.idleness import last_input, others_seconds, own_seconds, session_input
 
 SCRIPT = Path(__file__).with_name("small_training.py")
@@ -110,7 +111,7 @@ def test_a_machine_joins_when_nobody_uses_it_and_leaves_within_a_step(unisono: U
         assert command.wait() == 0, command.err
         assert guest.wait() == 0, guest.err
     assert compare(tmp_path / "calm", run_dir).startswith(f"identical: {STEPS} steps")
-    sizes = [len(line["workers"]) for line in read(run_dir) if line["kind"] == "step"]
+    sizes = [len(workers) for workers in by_step(run_dir).values()]
     assert sizes[:4] == [1, 1, 1, 1]
     assert sizes[19] == 2
     assert sizes[21] == 1

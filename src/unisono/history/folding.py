@@ -82,9 +82,9 @@ class Fold:
         texts = self._lines.texts(self._next_offset)
         if not texts:
             return []
-        rows, header = newest(self._directory / TIMES, len(texts) + 2)
-        records = {int(row.first): row.record for row in rows}
-        columns = header.get("columns", [])
+        reading = newest(self._directory / TIMES, len(texts) + 2)
+        records = {int(row.first): row.record for row in reading.rows}
+        columns = reading.header.get("columns", [])
         newest_row = max(records, default=-1)
         found: list[tuple[Event, int]] = []
         for text in texts:

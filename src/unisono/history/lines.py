@@ -18,6 +18,7 @@ from unisono.journal.index import (
     Scanned,
     block_of,
     is_true,
+    lines_in,
     path_of,
     read_blocks,
     scan,
@@ -116,9 +117,7 @@ class Lines:
                 while at < len(blocks) and blocks[at].offset == blocks[at - 1].end and at - begin < BLOCK_LINES:
                     at += 1
                 offset, end = blocks[begin].offset, blocks[at - 1].end
-                for placed in scan(offset, os.pread(file.fileno(), end - offset, offset)):
-                    if isinstance(placed.line, Scanned):
-                        yield placed.line
+                yield from lines_in(os.pread(file.fileno(), end - offset, offset))
 
     def events(self, blocks: Sequence[Block]) -> Iterator[LineEvent]:
         """Yield the events of some blocks that follow each other, whole."""

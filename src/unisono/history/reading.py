@@ -19,7 +19,7 @@ from unisono.history.lines import Lines
 from unisono.history.machines import times_of, use_of
 from unisono.history.story import EVENTS, Story
 from unisono.journal import JOURNAL, thinning
-from unisono.journal.index import Block, Placed, Scanned, block_of, numbers_of
+from unisono.journal.index import Block, Placed, Scanned, block_of, column_of
 from unisono.journal.times import COLUMNS, TIMES, record_of
 from unisono.overview import CURVE_POINTS, CurvePoint, Overview
 from unisono.rundir import RUN_FILE
@@ -27,7 +27,7 @@ from unisono.words import count
 
 __all__ = ["EXACT_STEPS", "History"]
 
-EXACT_STEPS: Final = 1 << 14
+EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
 RUN_SCHEMA: Final = 1
 """Of ``run.json``, that this version knows."""
@@ -136,12 +136,15 @@ class History:
         steps = [line for line in self._read(blocks) if line.kind == "step" and first <= line.step <= last]
         each = max(1, math.ceil(len(steps) / points))
         for name in names:
-            series = found[name]
+            column = column_of(name, steps)
             for start in range(0, len(steps), each):
-                part = list(numbers_of(name, steps[start : start + each]))
-                if part:
-                    mean = _rate(line for line, _ in part) if name == "samples_per_s" and each > 1 else None
-                    series.add(part[0][0].step, part[0][0].time, [value for _, value in part], mean)
+                told = column[start : start + each]
+                values = [value for value in told if value is not None]
+                if values:
+                    there = steps[start : start + each]
+                    begin = there[0] if told[0] is not None else there[told.index(values[0])]
+                    mean = _rate(there) if name == "samples_per_s" and each > 1 else None
+                    found[name].add(begin.step, begin.time, values, mean)
 
     def _from_blocks(
         self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]

@@ -20,25 +20,30 @@ def compare(a: Path, b: Path) -> str:
     """Return a sentence for identical runs: ``identical: 390 steps, model 5f3a...``.
 
     Lines that one of the journals lacks are named and not compared. Lines are compared as they are written: the JSON
-    of a float has all its bits.
+    of a float has all its bits. Both are read line by line, however long they are.
 
     Raises:
         Difference: the runs are not identical.
         OSError, ValueError: a journal cannot be read.
     """
-    (ours, our_gaps), (theirs, their_gaps) = _comparable(a), _comparable(b)
-    gaps = [f"; {_ranges(found)} missing in {path}" for path, found in ((a, our_gaps), (b, their_gaps)) if found]
+    ours, theirs = _Comparable(a), _Comparable(b)
+    for each in (ours, theirs):
+        if each.line is None:
+            raise ValueError(f"{each.path} holds no journal: it has no step and no end")
     try:
-        said = _compare(a, b, ours, theirs)
+        said = _compare(ours, theirs)
     except Difference as difference:
-        raise Difference(f"{difference}{''.join(gaps)}") from None
-    return said + "".join(gaps)
+        raise Difference(f"{difference}{ours.missing()}{theirs.missing()}") from None
+    return said + ours.missing() + theirs.missing()
 
 
-def _compare(a: Path, b: Path, ours: dict[int, Line], theirs: dict[int, Line]) -> str:
+def _compare(ours: _Comparable, theirs: _Comparable) -> str:
     num_steps = 0
-    for number in sorted(ours.keys() & theirs.keys()):
-        mine, other = ours[number], theirs[number]
+    a, b = ours.path, theirs.path
+    while (mine := ours.line) is not None and (other := theirs.line) is not None:
+        if ours.number != theirs.number:
+            (ours if ours.number < theirs.number else theirs).next()  # the other one lacks it
+            continue
         equal = f"equal for {count(num_steps, 'step')}"
         if mine["kind"] != other["kind"] or mine.get("ok") != other.get("ok"):
             raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}")
@@ -48,15 +53,16 @@ def _compare(a: Path, b: Path, ours: dict[int, Line], theirs: dict[int, Line]) -
                     f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}"
                 )
         num_steps += mine["kind"] == "step"
-    our_last, their_last = max(ours), max(theirs)
-    if our_last != their_last:
-        (shorter, less), (longer, more) = (
-            ((a, ours), (b, theirs)) if our_last < their_last else ((b, theirs), (a, ours))
-        )
-        last, rest = less[max(less)], more[min(number for number in more if number > max(less))]
-        why = "" if last["kind"] == "end" else " (it was killed, or is still going)"
-        raise Difference(f"equal for {count(num_steps, 'step')}; then {longer} {_does(rest)}, and {shorter} ends{why}")
-    last = ours[our_last]
+        ours.next()
+        theirs.next()
+    for longer, shorter in ((ours, theirs), (theirs, ours)):
+        if longer.line is not None:
+            why = "" if shorter.last["kind"] == "end" else " (it was killed, or is still going)"
+            raise Difference(
+                f"equal for {count(num_steps, 'step')}; then {longer.path} {_does(longer.line)}, and {shorter.path} "
+                f"ends{why}"
+            )
+    last = ours.last
     if last["kind"] != "end":
         return f"identical so far: {count(num_steps, 'step')}, neither has ended"
     if not last["ok"]:
@@ -65,16 +71,11 @@ def _compare(a: Path, b: Path, ours: dict[int, Line], theirs: dict[int, Line]) -
     return f"identical: {count(num_steps, 'step')}{digests}"
 
 
-def _ranges(numbers: list[int]) -> str:
+def _said(ranges: list[tuple[int, int]]) -> str:
     """``lines 3, 44-72 are``"""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-    return f"line {shown} is" if len(numbers) == 1 else f"lines {shown} are"
+    is_one = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+    return f"line {shown} is" if is_one else f"lines {shown} are"
 
 
 def _name(line: Line) -> str:
@@ -97,24 +98,37 @@ _SAME: Final = {
 """By kind: the keys that are equal in two runs that did the same."""
 
 
-def _comparable(path: Path) -> tuple[dict[int, Line], list[int]]:
-    """Read what must be equal in two runs that did the same: not times, not workers.
+class _Comparable:
+    """Reads of a journal, line by line, what must be equal in two runs that did the same: not times, not workers."""
 
-    Returns:
-        The lines by their number, at least one; and the numbers of the lines that are missing before the last one.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = enumerate(read(path))
+        self._seen = -1
+        self._missing: list[tuple[int, int]] = []
+        self.number = -1
+        self.line: Line | None = None
+        """None: there is none any more."""
+        self.last: Line = {}
+        """The last line that there was."""
+        self.next()
 
-    Raises:
-        ValueError: the journal has no line.
-    """
-    found: dict[int, Line] = {}
-    there: set[int] = set()
-    for index, line in enumerate(read(path)):
-        if line["kind"] == "gap":
-            continue
-        number = line["line"] if isinstance(line.get("line"), int) else index
-        there.add(number)
-        if line["kind"] in _SAME:
-            found[number] = {"kind": line["kind"], **{key: line.get(key) for key in _SAME[line["kind"]]}}
-    if not found:
-        raise ValueError(f"{path} holds no journal: it has no step and no end")
-    return found, [number for number in range(max(there)) if number not in there]
+    def next(self) -> None:
+        """Go on to the next line that can be compared."""
+        self.line = None
+        for index, line in self._lines:
+            if line["kind"] == "gap":
+                continue
+            number = line["line"] if isinstance(line.get("line"), int) else index
+            if number > self._seen + 1:
+                self._missing.append((self._seen + 1, number - 1))
+            self._seen = max(self._seen, number)
+            if line["kind"] in _SAME:
+                self.number = number
+                self.line = {"kind": line["kind"], **{key: line.get(key) for key in _SAME[line["kind"]]}}
+                self.last = self.line
+                return
+
+    def missing(self) -> str:
+        """Return words for the lines that are missing before the one that was read last."""
+        return f"; {_said(self._missing)} missing in {self.path}" if self._missing else ""

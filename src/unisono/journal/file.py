@@ -141,21 +141,41 @@ def conclude(directory: Path, reason: str) -> None:
 
 
 def summary(directory: Path) -> dict[str, Any]:
-    """Return the status of a run that is over (or whose head does not answer), from its journal.
+    """Return the status of a run that is over (or whose head does not answer), from the end of its journal.
 
     Raises:
         OSError, ValueError: the journal cannot be read.
     """
     found: dict[str, Any] = {"state": "unknown", "step": None, "loss": None, "workers": []}
-    if not (directory / JOURNAL).exists():
+    path = directory / JOURNAL
+    if not path.exists():
         return found
-    for event in events(directory):
-        match event:
-            case StepFinished():
-                names = ("step", "num_steps", "epoch", "loss", "digest", "generation")
-                found.update({name: getattr(event, name) for name in names}, state="stopped")
-            case RunEnded():
+    with path.open("rb") as file:
+        for offset, text in _backwards(file):
+            if not text.endswith(b"\n"):
+                continue
+            try:
+                event = from_line(parse(path, text))
+            except ValueError:
+                parse(path, text, f"line {_number_of(file, offset)}")
+                raise
+            if isinstance(event, RunEnded) and found["state"] == "unknown":
                 state = "finished" if event.ok else "failed"
                 found.update(state=state, digests=event.digests, reason=event.reason)
+            elif isinstance(event, StepFinished):
+                names = ("step", "num_steps", "epoch", "loss", "digest", "generation")
+                found.update({name: getattr(event, name) for name in names})
+                found["state"] = "stopped" if found["state"] == "unknown" else found["state"]
+                break
     shown: dict[str, Any] = plain(found)
     return shown
+
+
+def _number_of(file: BinaryIO, offset: int) -> int:
+    """Return the number of the line at an offset, from 1, by counting."""
+    file.seek(0)
+    number = 1
+    while offset > 0 and (data := file.read(min(offset, 1 << 20))):
+        number += data.count(b"\n")
+        offset -= len(data)
+    return number

@@ -12,7 +12,8 @@ import contextlib
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
@@ -29,9 +30,10 @@ __all__ = [
     "Placed",
     "Scanned",
     "block_of",
+    "column_of",
     "cut",
     "is_true",
-    "numbers_of",
+    "lines_in",
     "path_of",
     "read_blocks",
     "scan",
@@ -126,6 +128,7 @@ class Placed(NamedTuple):
 _scanned: Final = msgspec.json.Decoder(Scanned)
 _blocks: Final = msgspec.json.Decoder(Block)
 _PARTS: Final = Seconds.__struct_fields__
+_ALL_PARTS: Final = attrgetter(*(f"seconds.{part}" for part in _PARTS))
 
 
 def path_of(journal: Path) -> Path:
@@ -201,28 +204,24 @@ def columns_of(steps: Sequence[StepLike]) -> Iterator[tuple[str, list[float]]]:
     yield from _named("total", [step.totals for step in steps])
 
 
-def numbers_of(name: str, steps: Iterable[StepLike]) -> Iterator[tuple[StepLike, float]]:
-    """Yield the steps that have a number of that name, with it."""
+def column_of(name: str, steps: Sequence[StepLike]) -> list[float | None]:
+    """Return the number of that name of each step; None where there is none."""
     kind, _, rest = name.partition("/")
-    for step in steps:
-        value: Any = None
-        if kind == "log":
-            value = step.logs.get(rest)
-        elif kind == "total":
-            value = step.totals.get(rest)
-        elif kind == "part":
-            value = getattr(step.seconds, rest, None)
-        elif name == "loss":
-            value = number_in(step.loss)  # type: ignore[attr-defined]
-        elif name == "step_s":
-            value = step.seconds.total()
-        elif name == "samples_per_s":
-            seconds = step.seconds.total()
-            value = step.samples / seconds if seconds > 0 else None
-        elif name in ("samples", "sent_bytes"):
-            value = getattr(step, name)
-        if (number := _number(value)) is not None:
-            yield step, number
+    if kind in ("log", "total"):
+        return [_number(found.get(rest)) for found in map(attrgetter(f"{kind}s"), steps)]
+    if kind == "part":
+        return list(map(attrgetter(f"seconds.{rest}"), steps)) if rest in _PARTS else [None] * len(steps)
+    if name == "loss":
+        losses = list(map(attrgetter("loss"), steps))
+        return [loss if type(loss) is float else number_in(loss) for loss in losses]
+    if name in ("samples", "sent_bytes"):
+        return [float(number) for number in map(attrgetter(name), steps)]
+    if name in ("step_s", "samples_per_s"):
+        whole = [sum(parts) for parts in map(_ALL_PARTS, steps)]
+        if name == "step_s":
+            return list(whole)
+        return [step.samples / each if each > 0 else None for step, each in zip(steps, whole, strict=True)]
+    return [None] * len(steps)
 
 
 def _named(prefix: str, found: list[dict[str, Any]]) -> Iterator[tuple[str, list[float]]]:
@@ -281,6 +280,15 @@ def _short(value: float) -> float:
 # -- reading -----------------------------------------------------------------------------------------
 
 
+def lines_in(data: bytes) -> list[Scanned]:
+    """Return the whole lines in a piece of a journal that begins with a line, as far as they can be read."""
+    data = data[: data.rfind(b"\n") + 1]
+    try:
+        return _scanned.decode_lines(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return [placed.line for placed in scan(0, data) if isinstance(placed.line, Scanned)]
+
+
 def scan(offset: int, data: bytes) -> list[Placed]:
     """Return the whole lines of a piece of a journal that begins with a line at ``offset``."""
     found: list[Placed] = []
@@ -290,7 +298,7 @@ def scan(offset: int, data: bytes) -> list[Placed]:
         line: Scanned | None
         try:
             line = _scanned.decode(text)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             line = _forgiving(text)
         found.append(Placed(offset + start, offset + end, text, line))
         start = end
@@ -315,10 +323,8 @@ def read_blocks(data: bytes) -> tuple[list[Block], int]:
     """Return the blocks in a piece of an index, and how many of its lines are broken."""
     found: list[Block] = []
     num_broken = 0
-    try:
-        return _all_blocks.decode_lines(data), 0
-    except msgspec.DecodeError:
-        pass
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return _blocks.decode_lines(data), 0
     for text in data.split(b"\n"):
         if text:
             try:
@@ -326,9 +332,6 @@ def read_blocks(data: bytes) -> tuple[list[Block], int]:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 num_broken += 1
     return found, num_broken
-
-
-_all_blocks: Final = msgspec.json.Decoder(Block)
 
 
 def is_true(block: Block, journal: BinaryIO | int, size: int) -> bool:

@@ -533,15 +533,15 @@ def read(directory: Path, first: float = -math.inf, last: float = math.inf, poin
     return Reading(files.header, rows, files.notes)
 
 
-def newest(directory: Path, most: int) -> tuple[list[Row], dict[str, Any]]:
-    """Return the newest records, at most so many, as they were added; and the header. Reads as little as that takes."""
+def newest(directory: Path, most: int) -> Reading:
+    """Return the newest records, at most so many, as they were added. Reads as little as that takes."""
     files = _Files(directory)
     found: list[Row] = []
     for number, path in reversed(_files(directory, 0)):
         found = files.rows(0, number, path) + found
         if len(found) >= most:
             break
-    return sorted(found, key=_first)[-most:], files.header
+    return Reading(files.header, sorted(found, key=_first)[-most:], files.notes)
 
 
 def _spans(directory: Path, level: int, files: _Files) -> list[_Span]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -18,9 +19,9 @@ from typing import Any, Final
 import msgspec
 
 from unisono.events import Seconds, StepFinished, WorkerTimes
-from unisono.journal.thinning import Thinned
+from unisono.journal.thinning import Thinned, newest
 
-__all__ = ["COLUMNS", "TIMES", "Times", "record_of", "workers_in"]
+__all__ = ["COLUMNS", "TIMES", "Times", "by_step", "record_of", "workers_in"]
 
 TIMES: Final = "times"
 KEPT_STEPS: Final = 64
@@ -138,6 +139,20 @@ def workers_in(columns: Sequence[str], now: dict[str, Any], before: dict[str, An
             WorkerTimes,
         )
     return found
+
+
+def by_step(directory: Path) -> dict[int, dict[str, dict[str, float | None]]]:
+    """Return, of the newest steps of a run, which are kept in full: by step, the times of each worker by name (leaves,
+    compute, waiting ...), workers by rank. None: that is not known, because no step followed.
+    """
+    reading = newest(directory / TIMES, sys.maxsize)
+    columns = reading.header.get("columns", ())
+    return {
+        int(row.first): {
+            worker_id: dict(zip(columns, numbers, strict=False)) for worker_id, numbers in row.record["workers"].items()
+        }
+        for row in reading.rows
+    }
 
 
 def _numbers(columns: Sequence[str], numbers: Any) -> dict[str, float]:

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from unisono.faults import ENVIRONMENT, POINTS, Fault, encode
 from unisono.journal import JOURNAL, read
+from unisono.journal.times import by_step
 from unisono.lifetime import PARENT
 
 __all__ = ["POINTS", "Faults", "Outcome", "run_workers"]
@@ -89,6 +90,8 @@ class Outcome:
     """Standard output and error of the command."""
     lines: list[dict[str, Any]] = field(repr=False)
     """The journal."""
+    times: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict, repr=False)
+    """By step, what each worker's time went into: `unisono.journal.times.by_step`."""
 
     @property
     def digests(self) -> list[str]:
@@ -151,7 +154,8 @@ def run_workers(
         if process.poll() is None:
             _end(process)
     journal = Path(directory) / JOURNAL
-    return Outcome(process.returncode, output, list(read(journal)) if journal.exists() else [])
+    lines = list(read(journal)) if journal.exists() else []
+    return Outcome(process.returncode, output, lines, by_step(Path(directory)))
 
 
 def _end(process: subprocess.Popen[str]) -> str:

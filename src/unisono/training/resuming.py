@@ -21,6 +21,7 @@ from unisono.decisions.cursor import Cursor, Recipe
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, has_steps, truncate
+from unisono.journal.index import INDEX, path_of
 from unisono.process import tell
 from unisono.rundir import RunDirectory, describe, holder, read_facts
 from unisono.state.tracked import Tracked
@@ -318,5 +319,7 @@ class Resumption:
     def _go_on_with_journal(self, loaded: Loaded, directory: Path) -> None:
         theirs = loaded.path.resolve().parent.parent / JOURNAL
         if theirs.exists() and theirs != directory.resolve() / JOURNAL:
-            shutil.copyfile(theirs, directory / JOURNAL)
+            for path, target in ((theirs, directory / JOURNAL), (path_of(theirs), directory / INDEX)):
+                if path.exists():
+                    shutil.copyfile(path, target)
         truncate(directory / JOURNAL, loaded.manifest.lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 import uuid
 import warnings
 import weakref
@@ -37,6 +38,7 @@ from unisono.rounds.admission import Admission
 from unisono.rounds.clock import Clock
 from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
+from unisono.rounds.finite import Finiteness
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
@@ -54,6 +56,7 @@ from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
+from unisono.training.troubles import OwnTroubles
 from unisono.training.upcoming import Upcoming
 from unisono.unwatched import IS_WATCHED
 from unisono.watch import Sink, named
@@ -183,6 +186,8 @@ class Run(Calls):
             self._team = self._make_team(member)
             begun.callback(self._team.close)
             begun.callback(self._recorder.close)
+            self._troubles = OwnTroubles(self.directory, self._run_id, self.device, member, self._recorder.problem)
+            self._finiteness = Finiteness(self._troubles.not_finite)
             if self._profiling is not None:
                 begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
@@ -199,6 +204,7 @@ class Run(Calls):
                 reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
+                troubles=self._troubles,
             )
         life.begun(self._ending, is_alone=member is None)
 
@@ -421,6 +427,7 @@ class Run(Calls):
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
+            finiteness=self._finiteness,
             on_head=self._begin_step,
             reduction=reduction,
         )
@@ -617,7 +624,11 @@ class Run(Calls):
                 stacklevel=4,
             )
         started = RunStarted(
-            run_id=self._run_id, directory=str(self.directory or ""), step=rounds.position.total, recipe=recipe
+            time=round(time.time(), 3),
+            run_id=self._run_id,
+            directory=str(self.directory or ""),
+            step=rounds.position.total,
+            recipe=recipe,
         )
         self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
         return rounds.position.step
@@ -650,6 +661,8 @@ class Run(Calls):
             warnings=team.take_warnings(),
             sent_bytes=step.sent_bytes,
         )
+        if self._rounds is not None and self._loop is not None:
+            self._troubles.tell_memory(self._rounds, self._loop)
         if self._profiling is not None:
             self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
 
@@ -665,6 +678,7 @@ class Run(Calls):
             generation=team.generation,
             worker_ids=team.worker_ids,
             is_writer=writes and not team.is_evicted(),
+            reason=team.reason,
         )
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from tests.waiting import WAIT_S
 from unisono import launchers
-from unisono.journal import compare, read
+from unisono.journal import compare
+from unisono.journal.times import by_step
 from unisono.launchers import AgentCommand, Handle, Machine, Policy, RunSpec, Service
 from unisono.lifetime import PARENT
 from unisono.testing import run_workers
@@ -58,7 +59,7 @@ def test_a_launcher_of_two_machines_trains_the_same_bits(tmp_path: Path) -> None
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert compare(tmp_path / "calm", tmp_path / "run").startswith("identical: 4 steps")
-    assert [len(line["workers"]) for line in read(tmp_path / "run") if line["kind"] == "step"][-1] == 3
+    assert [len(workers) for workers in by_step(tmp_path / "run").values()][-1] == 3
 
 
 if __name__ == "__main__":
