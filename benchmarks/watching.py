@@ -37,7 +37,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.sides import Control
-from benchmarks.step_time import ROOT, Team, _connect
+from benchmarks.step_time import ROOT, Team, _connect, _cpu_s, _tree
 from unisono.cli.reach import find
 from unisono.invitation import Invitation
 from unisono.lifetime import bind_to_parent
@@ -203,6 +203,44 @@ def sides() -> Iterator[tuple[Team, Team]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class Parts:
+    """Processor time of each process of a run, by what the process is."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._before = self._now()
+        self._num_steps = 0
+        self.ms: dict[str, float] = {}
+        """Per step."""
+
+    def count(self, num_steps: int) -> None:
+        """Add what was used since the last call, in which so many steps were done; 0: it does not count."""
+        now = self._now()
+        self._num_steps += num_steps
+        if num_steps:
+            for pid, (name, seconds) in now.items():
+                used = seconds - self._before.get(pid, (name, 0.0))[1]
+                self.ms[name] = self.ms.get(name, 0.0) + 1000 * used
+        self._before = now
+
+    def per_step(self) -> dict[str, float]:
+        return {name: round(value / max(1, self._num_steps), 4) for name, value in sorted(self.ms.items())}
+
+    def _now(self) -> dict[int, tuple[str, float]]:
+        (process,) = self._team.processes
+        return {pid: (self._name(pid, process.pid), _cpu_s(pid)) for pid in _tree(process.pid)}
+
+    def _name(self, pid: int, agent: int) -> str:
+        if pid == agent:
+            return "agent"
+        if pid in self._team.pids:
+            return "first worker" if pid == self._team.pids[0] else "other workers"
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            return next((name for name in ("head.reading", "head", "nursery") if f"unisono.{name}" in words), "other")
+        return "other"
+
+
 def measure(num_blocks: int) -> dict[str, Any]:
     """Let the two runs take turns."""
     steps = round(BLOCK_S / STEP_S)
@@ -211,9 +249,12 @@ def measure(num_blocks: int) -> dict[str, Any]:
         for team in pair:
             team.measure(steps // 2)  # what is imported at the first use, is
             team.blocks.clear()
+        parts = {team.name: Parts(team) for team in pair}
         for number in range(num_blocks):
             for team in pair if number % 2 == 0 else reversed(pair):
+                parts[team.name].count(0)
                 team.measure(steps)
+                parts[team.name].count(steps + 1)
             print(
                 f"block {number + 1} of {num_blocks}: "
                 + ", ".join(f"{team.name} {1000 * team.blocks[-1].cpu_s:.3f} ms" for team in pair),
@@ -223,6 +264,7 @@ def measure(num_blocks: int) -> dict[str, Any]:
         return {
             "steps_per_block": steps,
             "cpu_ms": {team.name: [round(1000 * block.cpu_s, 4) for block in team.blocks] for team in pair},
+            "by_process_ms": {name: each.per_step() for name, each in parts.items()},
             "step_ms": {team.name: [round(1000 * block.step_s, 3) for block in team.blocks] for team in pair},
         }
 
@@ -244,6 +286,11 @@ def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]
     }
     rows = [["overhead", str(ratio)], ["step time", str(times)]]
     rows += [[name, f"{figures[name]:.3f}"] for name in ("watched_cpu_ms", "unwatched_cpu_ms", "steps_per_s")]
+    by_process = result["by_process_ms"]
+    for name in sorted({*by_process["watched"], *by_process["unwatched"]}):
+        more = by_process["watched"].get(name, 0.0) - by_process["unwatched"].get(name, 0.0)
+        figures[f"more_ms_{name.replace(' ', '_').replace('.', '_')}"] = more
+        rows.append([f"more in: {name} (ms)", f"{more:.3f}"])
     return figures, rows
 
 
