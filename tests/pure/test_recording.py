@@ -190,7 +190,7 @@ def test_a_sink_that_is_added_gets_the_start_of_the_run_and_what_follows(tmp_pat
     other.recorder.add_sink(idle)
     for rank, worker in enumerate((writer, other)):
         worker.finish(1, role(rank))
-    members = MembershipChanged(generation=1, worker_ids=("w0", "w1"))
+    members = MembershipChanged(generation=1, worker_ids=("w0", "w1"), reason="all are ready")
     assert [replace(event, time=0.0) for event in late.events[:2]] == [started(), members]
     assert [event.step for event in late.events[2:] if isinstance(event, StepFinished)] == [1]
     assert idle.events == []
