@@ -76,6 +76,7 @@ FLOORS = {
     "seats": 2,
     "tasks": 2,
     "traces": 2,
+    "unwatched": 2,
     "rendezvous": 2,
     "lifetime": 2,
     "training.settings": 2,

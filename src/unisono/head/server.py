@@ -87,6 +87,7 @@ from unisono.messages import (
     Scale,
     Statement,
     StepDone,
+    Steps,
     Stop,
     StoreCall,
     TalkCall,
@@ -372,6 +373,8 @@ class Head:
                     self._remember()
             case Happened():
                 self._pass_on(message)
+            case Steps():
+                self._pass_on_steps(message)
             case Used() if name in self._state.agents:
                 self._take_use(name, message.use)
             case Kept():
@@ -648,19 +651,30 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        if isinstance(event, StepFinished):
+            self._take_step(event)
+            self._tell(self._listeners(), message)
+            return
         self._viewing.take(event)
         self._troubles.note(event)
-        if not isinstance(event, StepFinished):
-            self._story.take_other(event)
-            self._tell(self._audience(), message)
-            return
+        self._story.take_other(event)
+        self._tell(self._audience(), message)
+
+    def _pass_on_steps(self, message: Steps) -> None:
+        for each in message.steps:
+            if isinstance(each.event, StepFinished):
+                self._take_step(each.event)
+        self._tell(self._listeners(), message)
+
+    def _take_step(self, event: StepFinished) -> None:
+        self._viewing.take(event)
+        self._troubles.note(event)
         # A worker that connects again repeats its last step.
         if self._last is None or event.step >= self._last.step:
             is_new = self._last is None or event.step > self._last.step
             self._last = event
             if is_new and (told := self._story.take_step(event)):
                 self._tell_story(told)
-        self._tell(self._listeners(), message)
 
     def _listeners(self) -> list[str]:
         return [agent_id for agent_id, agent in self._state.agents.items() if not agent.launched]
@@ -788,7 +802,9 @@ class Head:
         for agent_id in agent_ids:
             line = self._lines.get(agent_id)
             # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
-            if line is not None and not (isinstance(message, Happened) and line.queue.qsize() > MAX_STEPS_QUEUED):
+            if line is not None and not (
+                isinstance(message, Happened | Steps) and line.queue.qsize() > MAX_STEPS_QUEUED
+            ):
                 line.put(data)
 
     def _set_timer(self) -> None:

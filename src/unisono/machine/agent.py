@@ -75,6 +75,7 @@ from unisono.problems.witness import about_machine
 from unisono.problems.writing import write
 from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
+from unisono.unwatched import IS_WATCHED
 from unisono.watch import Stream, make
 
 __all__ = ["Machines", "join", "run"]
@@ -146,7 +147,9 @@ async def _run(
         "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret, url, certificate)
-    agent = _Agent(spec, own_url, token, secret, Stream([make("terminal")]), head, machines, is_primary=True)
+    agent = _Agent(
+        spec, own_url, token, secret, Stream([make("terminal")] if IS_WATCHED else []), head, machines, is_primary=True
+    )
     for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
         agent.say(text)
     try:
