@@ -19,7 +19,7 @@ SOAK_S ?= 3600
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
 	@echo "make test    all checks, and all tests that need no more than this"
-	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray) or more time"
+	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray; a browser) or more time"
 	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
@@ -33,8 +33,8 @@ demo: $(VENV)/.demo-installed
 test: check
 	$(PYTEST) tests/house tests/pure tests/workers $(LONG:%=--ignore=%)
 
-test-more: $(VENV)/.cluster-installed needs
-	$(PYTEST) tests/hosts tests/clusters tests/patterns $(LONG)
+test-more: $(VENV)/.cluster-installed $(VENV)/.watch-installed needs
+	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch $(LONG)
 
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
@@ -45,7 +45,7 @@ soak: $(VENV)/.test-installed
 needs:
 	@tests/needs.sh
 
-clusters: $(VENV)/.cluster-installed
+clusters: $(VENV)/.cluster-installed $(VENV)/.watch-installed
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -83,4 +83,8 @@ $(VENV)/.test-installed: $(VENV)/.demo-installed requirements/test.txt
 
 $(VENV)/.cluster-installed: $(VENV)/.test-installed requirements/cluster.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cluster.txt
+	touch $@
+
+$(VENV)/.watch-installed: $(VENV)/.test-installed requirements/watch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/watch.txt
 	touch $@

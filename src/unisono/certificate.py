@@ -17,11 +17,13 @@ from typing import Final
 
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl
-from unisono.secret import key_for
+from unisono.secret import is_reader, key_for
 
 __all__ = ["Identity", "Untrusted", "check", "client_context", "derived", "given", "server_context"]
 
-_PURPOSE: Final = "certificate of the head"
+_PURPOSES: Final = ("certificate of the head, 1", "certificate of the head, 2")
+_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of the group of P-256."""
 _FROM: Final = datetime.datetime(2020, 1, 1)
 _UNTIL: Final = datetime.datetime(9999, 12, 31, 23, 59, 59)  # "no end" (RFC 5280): a run's token ends with the run
 
@@ -44,15 +46,32 @@ class Identity:
 
 
 def derived(token: str) -> Identity:
-    """Return the certificate that belongs to a token: the same bytes in every process."""
+    """Return the certificate that belongs to a token: the same bytes in every process.
+
+    Its key is one of ECDSA on the curve P-256, because browsers take no Ed25519. It is signed without random numbers
+    (RFC 6979): with them, its fingerprint would be another one each time.
+
+    Raises:
+        UsageError: the OpenSSL of this machine cannot do that.
+    """
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
+    from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    key = Ed25519PrivateKey.from_private_bytes(key_for(token, _PURPOSE))
+    # Twice as many bits as the group has: the remainder is as good as drawn from all its numbers.
+    drawn = int.from_bytes(b"".join(key_for(token, purpose) for purpose in _PURPOSES))
+    key = derive_private_key(drawn % (_ORDER - 1) + 1, SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "unisono")])
     unsigned = x509.CertificateBuilder(name, name, key.public_key(), 1, _FROM, _UNTIL)
-    certificate = unsigned.sign(key, None)
+    try:
+        certificate = unsigned.sign(key, SHA256(), ecdsa_deterministic=True)
+    except UnsupportedAlgorithm as error:
+        raise UsageError(
+            f"the run's certificate cannot be made: {error}. The package cryptography here uses an OpenSSL before 3.2, "
+            "or one in FIPS mode; install it from PyPI, or start the run with --certificate and --private-key"
+        ) from error
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     return Identity(private + certificate.public_bytes(Encoding.PEM), _digest(certificate.public_bytes(Encoding.DER)))
 
@@ -125,15 +144,18 @@ def check(certificate: bytes | None, url: HeadUrl, token: str) -> None:
     """Check the certificate (DER) of the process that answers at a URL.
 
     It is the one that the URL names, or the one that belongs to the token: the next head of a run may be on a machine
-    that has no other.
+    that has no other. Who holds a token for looking only goes by the URL: that token gives no such proof.
 
     Raises:
         Untrusted: it is neither.
     """
     found = _digest(certificate or b"")
-    if found == url.fingerprint or found == _derived_fingerprint(token):
+    if found == url.fingerprint or (not is_reader(token) and found == _derived_fingerprint(token)):
         return
-    known = f"that of the invitation is {url.fingerprint[:16]}..." if url.fingerprint else "the token has another one"
+    if url.fingerprint:
+        known = f"that of the invitation is {url.fingerprint[:16]}..."
+    else:
+        known = "and the invitation names none." if is_reader(token) else "the token has another one."
     raise Untrusted(
         f"the process at {url.place} is not the head of this run: its certificate is {found[:16]}..., {known} Nothing "
         "was sent to it. Is the invitation that of an earlier run?"

@@ -55,7 +55,15 @@ class StepError(UsageError):
 
 
 class LossError(UsageError):
-    """The loss of one micro-batch cannot be trained on. The message names the step and the micro-batch."""
+    """The loss of one micro-batch cannot be trained on. The message names the step and the micro-batch.
+
+    Args:
+        microbatch: whose loss is not finite; -1: something else is wrong.
+    """
+
+    def __init__(self, message: str = "", *, microbatch: int = -1) -> None:
+        super().__init__(message)
+        self.microbatch = microbatch
 
 
 class RunDirectoryError(UsageError):

@@ -81,7 +81,7 @@ class WorkerTimes(_Value):
     waits_s: float = 0.0
     """How long it has waited for that one."""
     link_to: str = ""
-    """The worker at the other end of the link that was busy longest with what this one has sent; "": it sent nothing."""
+    """The worker at the other end of the link that was busy longest with what this one has sent; "": none was."""
     link_s: float = 0.0
     """How long that link was busy."""
     link_bytes: int = 0
@@ -223,6 +223,8 @@ class Problem(_Event, tag="problem"):
     step: int = -1
     evidence: str = ""
     """Name of the file in the run's directory; "": there is none."""
+    ends_run: bool = False
+    """The run ends with it: its `RunEnded` says the same."""
 
 
 class RunEnded(_Event, tag="end"):

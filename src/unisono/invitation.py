@@ -4,6 +4,9 @@ It holds what the machine must know: where the head listens, the run's token, an
 with which the head proves who it is. Without TLS it is ``ws://TOKEN@HOST:PORT``. Whoever has the line can run code as
 the user who has started the run, so no process puts it into a command line, an environment variable or a log.
 
+With another token (`unisono.secret.reader_token`) the line is one for watchers: who has it may look, and do nothing
+else.
+
 A head's URL is the line without the token, ``wss://HOST:PORT#SHA256``; none of its parts is secret.
 """
 
@@ -15,6 +18,7 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from unisono.errors import UsageError
+from unisono.secret import is_reader, reader_token
 
 __all__ = ["HeadUrl", "Invitation", "is_invitation", "shown"]
 
@@ -89,7 +93,23 @@ class Invitation:
     @property
     def command(self) -> str:
         """The line to paste on another machine. Secret. The token stands in no process list there."""
-        return f"unisono join - <<< '{self.line}'"
+        return f"unisono {'watch' if self.is_for_looking else 'join'} - <<< '{self.line}'"
+
+    @property
+    def is_for_looking(self) -> bool:
+        """Whoever has this invitation may look at the run, and do nothing else."""
+        return is_reader(self.token)
+
+    @property
+    def for_looking(self) -> Invitation:
+        """The invitation for those who may look only."""
+        return self if self.is_for_looking else Invitation(self.url, reader_token(self.token))
+
+    @property
+    def page(self) -> str:
+        """The address of the page for a browser. It holds the token for looking, and never the run's."""
+        scheme, _, rest = shown(self.url).partition("://")
+        return f"{'https' if scheme == 'wss' else 'http'}://{rest}/?token={self.for_looking.token}"
 
     @classmethod
     def parse(cls, text: str) -> Invitation:

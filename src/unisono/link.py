@@ -13,6 +13,7 @@ import select
 import socket
 import sys
 import termios
+from typing import Any
 
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidState, InvalidStatus, InvalidURI
@@ -56,19 +57,24 @@ class Link:
     Args:
         sock: connected to the head. It is non-blocking from when the connection `is_open`.
         url: with ``wss://``, the head proves that it knows the token before the token is sent to it.
+        path: at which the head takes such a connection.
+        kind: of messages, in both directions; those of another kind are dropped.
 
     Raises:
         Refused: the head refuses the connection. OSError: there is no connection, or it is lost, or the process that
             answers is not the head (`unisono.certificate.Untrusted`); also raised by all methods but `close`.
     """
 
-    def __init__(self, sock: socket.socket, url: str, token: str) -> None:
+    def __init__(
+        self, sock: socket.socket, url: str, token: str, path: str = "/", kind: Opcode = Opcode.BINARY
+    ) -> None:
         self.sock = sock
+        self._kind = kind
         self.is_open = False
         """The head has agreed to the connection: messages may be sent."""
         head = _parsed(url)
         # The head is trusted; its state may be long.
-        self._protocol = ClientProtocol(parse_uri(head.place), max_size=None, logger=_SILENT)
+        self._protocol = ClientProtocol(parse_uri(head.place + path), max_size=None, logger=_SILENT)
         self._records: Clear | Sealed = Clear()
         if head.is_secure:
             self._records = Sealed(client_context(), lambda certificate: check(certificate, head, token))
@@ -87,8 +93,13 @@ class Link:
     def dial(cls, url: str, token: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
         """Connect; blocks until the connection is open."""
         sock = socket.create_connection(host_and_port(url), timeout=timeout_s)
+        return cls.over(sock, url, token)
+
+    @classmethod
+    def over(cls, sock: socket.socket, url: str, token: str, *how: Any) -> Link:
+        """Make a connection over a socket that is connected and blocks; returns when it is open."""
         try:
-            link = cls(sock, url, token)
+            link = cls(sock, url, token, *how)
             while not link.is_open:
                 link.feed(sock.recv(MAX_BYTES))
             return link
@@ -123,7 +134,10 @@ class Link:
     def put(self, data: bytes) -> None:
         """Send a message. Data that cannot be sent now is sent by `push`."""
         try:
-            self._protocol.send_binary(data)
+            if self._kind is Opcode.TEXT:
+                self._protocol.send_text(data)
+            else:
+                self._protocol.send_binary(data)
         except InvalidState as error:  # the head is closing it
             raise ConnectionError(str(error)) from error
         self.push()
@@ -164,7 +178,7 @@ class Link:
             self.feed(self.sock.recv(MAX_BYTES))
         events, self._early = [*self._early, *self._protocol.events_received()], []
         self.push()
-        found = [unpack(bytes(e.data)) for e in events if isinstance(e, Frame) and e.opcode is Opcode.BINARY]
+        found = [unpack(bytes(e.data)) for e in events if isinstance(e, Frame) and e.opcode is self._kind]
         closed = self._is_at_end or any(isinstance(e, Frame) and e.opcode is Opcode.CLOSE for e in events)
         if closed and not found:
             raise ConnectionError("the head closed the connection")

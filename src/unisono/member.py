@@ -47,15 +47,21 @@ from unisono.messages import (
     TalkAnswer,
     TalkCall,
     TalkDone,
+    Testify,
+    Testimony,
     Welcome,
     WorkerLate,
     decode,
     encode,
 )
+from unisono.problems.evidence import shown_environment
+from unisono.problems.kinds import kind_of
+from unisono.problems.witness import about_process, main_place, own_stacks
 from unisono.progress import Progress
 from unisono.spec import WorkerSpec
 from unisono.stacks import in_one_line, show_stacks, trimmed_traceback
 from unisono.storecalls import StoreCalls
+from unisono.words import position_words
 
 if TYPE_CHECKING:
     from unisono.beatpage import Slot
@@ -89,6 +95,7 @@ class _Raised:
     step: int
     microbatch: int
     samples: list[int]
+    retry: bool
 
 
 class Member:
@@ -145,6 +152,7 @@ class Member:
         self._has_run = False
         self._has_failed = False
         self._raised: _Raised | None = None
+        self._explained: tuple[BaseException | None, str, str, str] = (None, "", "", "")
         self.has_left = False
         self.may_write = True
         """Whether this side of the run writes into the run's directory; False where another side does."""
@@ -316,9 +324,19 @@ class Member:
         self._repeated.clear()
         self.send(Left())
 
-    def raised_in(self, error: BaseException, *, step: int, microbatch: int, samples: Sequence[int]) -> None:
-        """Note that computing a micro-batch raised ``error``: if that ends the script, another worker tries it."""
-        self._raised = _Raised(error, step, microbatch, list(samples))
+    def raised_in(
+        self, error: BaseException, *, step: int, microbatch: int, samples: Sequence[int], retry: bool = True
+    ) -> None:
+        """Note that computing a micro-batch raised ``error``.
+
+        Args:
+            retry: if that ends the script, another worker tries the micro-batch.
+        """
+        self._raised = _Raised(error, step, microbatch, list(samples), retry)
+
+    def explained(self, error: BaseException, kind: str, detail: str, advice: str) -> None:
+        """Note what this worker has found out about an error, for its report."""
+        self._explained = (error, kind, detail, advice)
 
     def failed(self, error: BaseException, *, exit_code: int = 1) -> None:
         """Report that ``error`` has ended the script. Only the first report counts."""
@@ -327,6 +345,9 @@ class Member:
         self._has_failed = True
         self._repeated.clear()
         raised = self._raised if self._raised is not None and self._raised.error is error else None
+        known, kind, detail, advice = self._explained
+        if known is not error:
+            kind, detail, advice = kind_of(error), "", ""
         self.send(
             Failed(
                 error=in_one_line(error),
@@ -334,8 +355,11 @@ class Member:
                 step=raised.step if raised is not None else -1,
                 microbatch=raised.microbatch if raised is not None else -1,
                 samples=raised.samples if raised is not None else [],
-                retry=raised is not None,
+                retry=raised is not None and raised.retry,
                 exit_code=exit_code,
+                kind=kind,
+                detail=detail,
+                advice=advice,
             )
         )
 
@@ -564,11 +588,23 @@ class Member:
                 self._stop(RunStopped(message.reason))
             case WorkerLate():
                 show_stacks(self.worker_id)
+                self._testify(-1)
+            case Testify():
+                self._testify(message.number)
             case Announcement():
                 if self._welcome is None:
                     self._stop(RunStopped(message.text))
             case _:
                 raise ProtocolError(f"the head sent {type(message).__name__}, which workers do not understand")
+
+    def _testify(self, number: int) -> None:
+        """Say what this process is doing. The head asks when something has gone wrong."""
+        now = self._progress.beat(self._generation, time.monotonic())
+        at = position_words(now.step, now.microbatch, now.samples, evaluates=now.evaluates) or "before its training"
+        doing = "waits for others" if now.waiting else "computes"
+        text = f"at {at}: {doing}, for {now.seconds_at:.1f} s\n{about_process()}\n{own_stacks()}"
+        known = shown_environment(os.environ)
+        self.send(Testimony(number=number, text=text, place=main_place(), environment=known))
 
     def _notify(self, notice: Notice) -> None:
         with self._changed:

@@ -18,6 +18,8 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
       StepDone (rank 0) --------->
       Happened (rank 0) --------->  Happened  ------------------>  terminal and other sinks
       Failed / Finished --------->          <-------------------  WorkerExit
+              <-------------------  Testify  ------------------>  something has gone wrong
+      Testimony ----------------->          <-------------------  Testimony
                                  Announcement ----------------->  "what was decided, and why"
               <-------------------  Ended    ------------------->
 
@@ -36,6 +38,7 @@ from unisono.events import Event
 
 __all__ = [
     "AgentHello",
+    "Ailing",
     "Announcement",
     "Beat",
     "BeatOf",
@@ -43,6 +46,7 @@ __all__ = [
     "Drain",
     "Ended",
     "Evict",
+    "Evidence",
     "Failed",
     "Finished",
     "Foreign",
@@ -78,6 +82,8 @@ __all__ = [
     "TalkCall",
     "TalkDone",
     "Team",
+    "Testify",
+    "Testimony",
     "Verdict",
     "Wanted",
     "Welcome",
@@ -228,8 +234,37 @@ class Failed(Message):
     """Indices of the samples of that micro-batch."""
     retry: bool = False
     """The computation of a micro-batch raised the error, so another worker may try that micro-batch."""
+    kind: str = "error"
+    """What the error shows (`unisono.problems.kinds.Kind`)."""
+    detail: str = ""
+    """What the worker has found out about it: what held the memory, which values are not finite."""
+    advice: str = ""
+    """What to do, where the worker knows more than the error says."""
     exit_code: int = 1
     """Exit code for the command: the script's own if it called ``sys.exit``."""
+
+
+class Ailing(Message):
+    """Something is wrong that does not end the script: the gradient of a step is not finite."""
+
+    kind: str
+    error: str
+    """What is wrong, in one sentence."""
+    step: int = -1
+    """Counted over the whole run."""
+    detail: str = ""
+
+
+class Testimony(Message):
+    """The answer to a `Testify`, of a worker or an agent; or what a worker says when it is told that it is late."""
+
+    number: int
+    """Of the question; -1: the worker is late."""
+    text: str
+    place: str = ""
+    """The line of the script at which the worker's main thread is."""
+    environment: dict[str, str] = {}
+    """The environment variables that may be shown."""
 
 
 class Leaving(Message):
@@ -429,6 +464,10 @@ class WorkerExit(Message):
     """Negative: killed by that signal."""
     last_output: str = ""
     """The end of its standard error."""
+    killed_for: str = ""
+    """Why the kernel has killed the process, where that is known: for its memory."""
+    peak_bytes: int = 0
+    """The most memory that the process has had; 0: unknown."""
     failed_at: float = 0.0
     """Seconds since 1970: when it began to show an error, or ended by itself; 0: it has done neither, but was ended."""
 
@@ -552,6 +591,20 @@ class Verdict(Message):
     """See `Proposal`."""
 
 
+class Testify(Message):
+    """Question to workers and agents when something has gone wrong: what are you, and your processes, doing?"""
+
+    number: int
+
+
+class Evidence(Message):
+    """Order to an agent that sees the run's directory: write this file of evidence into it."""
+
+    directory: str
+    name: str
+    text: str
+
+
 class WorkerLate(Message):
     """Order to a worker that makes no progress: write the Python stacks to standard error."""
 
@@ -610,6 +663,7 @@ _ALL = (
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
+    | Ailing | Testify | Testimony | Evidence
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

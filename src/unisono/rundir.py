@@ -45,7 +45,7 @@ LOCK_RETRY_S = 0.05
 LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CHECKPOINTS = "checkpoints"
-_OURS = (RUN_FILE, JOURNAL, INDEX, TIMES, "use", CHECKPOINTS)
+_OURS = (RUN_FILE, JOURNAL, INDEX, TIMES, "use", CHECKPOINTS, "tensorboard", "tools", "profile")
 
 
 class Lock:

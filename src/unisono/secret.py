@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from typing import Final
 
-__all__ = ["KEY_BYTES", "PROOF", "key_for", "proof_of"]
+__all__ = ["KEY_BYTES", "PROOF", "READER_PROOF", "is_reader", "key_for", "proof_of", "reader_token"]
 
 KEY_BYTES: Final = 32
 PROOF: Final = "/proof"
 """Where a head without TLS answers `proof_of`, to a question in the query."""
+READER_PROOF: Final = "/proof/reader"
+"""The same, for those who hold the token for looking only (`reader_token`)."""
 _SALT: Final = b"unisono"
+_READER: Final = re.compile("r-[0-9a-f]{64}")
 
 
 def key_for(token: str, purpose: str) -> bytes:
@@ -23,3 +27,13 @@ def key_for(token: str, purpose: str) -> bytes:
 def proof_of(token: str, question: str) -> str:
     """Return the answer to a question that only holders of the token can give. It says nothing about the token."""
     return hmac.digest(key_for(token, "proof of the head"), question.encode(), hashlib.sha256).hex()
+
+
+def reader_token(token: str) -> str:
+    """Return the token of those who may look at the run and do nothing else: every head of the run knows it."""
+    return f"r-{key_for(token, 'token for looking only').hex()}"
+
+
+def is_reader(token: str) -> bool:
+    """Return whether a token is one for looking only; none of a run looks like this."""
+    return _READER.fullmatch(token) is not None

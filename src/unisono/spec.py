@@ -46,6 +46,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Names of the recipe's entries that may differ from the checkpoint's."""
     copies: tuple[str, ...] = ()
     """Where checkpoints are copied to; wins over the script's `Checkpoints.copies`."""
+    sinks: tuple[str, ...] = ()
+    """Sinks of the worker that writes the journal, besides the script's own: NAME or NAME=ARGUMENT."""
+    profile: tuple[int, int] = (0, 0)
+    """Steps of the run that torch.profiler records on all workers: from the first, up to but without the second."""
     exchange: str = "auto"
     timeout_s: float = 300.0
     """Longest time of one exchange."""

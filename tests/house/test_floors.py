@@ -23,6 +23,7 @@ FLOORS = {
     "words": 0,
     "spec": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
+    "problems": 1,
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
@@ -39,6 +40,8 @@ FLOORS = {
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
     # 2, effects: one outside thing each.
+    "problems.witness": 2,
+    "problems.writing": 2,
     "faults": 2,
     "exchange.flat": 2,
     "exchange": 2,
@@ -69,6 +72,7 @@ FLOORS = {
     "training.life": 2,
     "process": 2,
     "state.packing": 2,
+    "page.client": 2,
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
@@ -79,6 +83,7 @@ FLOORS = {
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     "history": 3,
+    "page": 3,
     # 4, runtime: what runs a step, and what runs what runs it.
     "rounds": 4,
     "training.upcoming": 4,
@@ -128,16 +133,28 @@ NEIGHBOURS = {
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.checks": {"decisions.plan"},
-    "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout"},
+    "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
-    "member": {"beatpage", "invitation", "lifetime", "link", "progress", "stacks", "storecalls"},
+    "member": {
+        "beatpage",
+        "invitation",
+        "lifetime",
+        "link",
+        "problems.witness",
+        "progress",
+        "stacks",
+        "storecalls",
+    },
+    "problems.writing": {"rundir"},
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
+    "invitation": {"secret"},
     "capacity": {"seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
+    "page.client": {"invitation", "link"},
     "store": {"member"},
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},

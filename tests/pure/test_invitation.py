@@ -7,10 +7,14 @@ import ssl
 import sys
 
 import pytest
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.certificate import Untrusted, check, derived
+from unisono.cli.reach import may_act, tell
 from unisono.decisions.membership import Policy
 from unisono.errors import UsageError
 from unisono.interfaces import Interface, interfaces, is_local
@@ -18,6 +22,8 @@ from unisono.invitation import HeadUrl, Invitation, shown
 from unisono.machine import headprocess
 from unisono.machine.headprocess import Service
 from unisono.machine.inviting import welcome_words
+from unisono.messages import Stop
+from unisono.secret import is_reader, reader_token
 
 FINGERPRINT = "0123456789abcdef" * 4
 HOSTS = st.sampled_from(["lab", "node-7.cluster.example", "10.0.0.1", "fd00::2", "fe80::1%eth0"])
@@ -81,8 +87,65 @@ def test_what_is_printed_of_an_invitation_is_not_secret() -> None:
 def test_whoever_has_the_token_has_the_same_certificate() -> None:
     """Also with another version of the libraries that make it: machines of one run need not have the same."""
     assert derived("token") == derived("token")
-    assert derived("token").fingerprint == "fd1a4d3a05a702ea4a2984dd7b5e903860bbe74d81256a7715bd04aa267464fd"
+    assert derived("token").fingerprint == "0149d15f5c2ddf685fccf709d456f3a22bc24b0089e043ada62f17822019cc80"
     assert derived("another").fingerprint != derived("token").fingerprint
+
+
+def test_the_key_of_a_certificate_is_one_that_browsers_take_and_its_own_signature_is_right() -> None:
+    certificate = x509.load_der_x509_certificate(der_of("token"))
+    key = certificate.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    assert isinstance(key.curve, ec.SECP256R1)
+    certificate.verify_directly_issued_by(certificate)
+
+
+def test_where_no_certificate_can_be_made_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise UnsupportedAlgorithm("deterministic signing is not supported")
+
+    monkeypatch.setattr(x509.CertificateBuilder, "sign", refuse)
+    with pytest.raises(UsageError, match=r"OpenSSL before 3\.2.*--certificate and --private-key"):
+        derived("token")
+
+
+# -- those who look only -----------------------------------------------------------------------------
+
+
+def test_the_token_for_looking_is_the_same_on_every_machine_and_does_not_give_away_the_other_one() -> None:
+    assert reader_token("token") == "r-7fbfd6fcf1ab2b0b7354cad5b9cc3c8f7ba0ca58492554d5d042621a778cffdc"
+    assert reader_token("another") != reader_token("token")
+    assert is_reader(reader_token("token"))
+    assert not is_reader("token")
+    assert not is_reader("r-token")
+
+
+def test_an_invitation_says_for_whom_it_is() -> None:
+    invitation = Invitation(f"wss://lab:4000#{FINGERPRINT}", "token")
+    looking = invitation.for_looking
+    assert (invitation.is_for_looking, looking.is_for_looking) == (False, True)
+    assert (looking.url, looking.token) == (invitation.url, reader_token("token"))
+    assert looking.for_looking == looking == Invitation.parse(looking.line)
+    assert looking.command == f"unisono watch - <<< '{looking.line}'"
+    assert invitation.page == looking.page == f"https://lab:4000/?token={looking.token}"
+    assert Invitation("ws://127.0.0.1:4000", "token").page.startswith("http://127.0.0.1:4000/?token=r-")
+
+
+def test_with_a_line_for_looking_nobody_joins_or_ends_a_run() -> None:
+    looking = Invitation("ws://127.0.0.1:9", "token").for_looking
+    with pytest.raises(UsageError, match="this line is for watching the run only"):
+        may_act(looking)
+    with pytest.raises(UsageError, match="this line is for watching the run only"):
+        tell(looking, Stop(reason="enough"))
+    assert may_act(Invitation("ws://127.0.0.1:9", "token")).token == "token"
+
+
+def test_who_looks_goes_by_the_fingerprint_of_the_line_alone() -> None:
+    """All who look have the same token, and could make the certificate that would belong to it."""
+    reader = reader_token("token")
+    check(der_of("token"), HeadUrl("lab", 4000, True, derived("token").fingerprint), reader)
+    for certificate, fingerprint in ((der_of(reader), FINGERPRINT), (der_of(reader), ""), (der_of("token"), "")):
+        with pytest.raises(Untrusted):
+            check(certificate, HeadUrl("lab", 4000, True, fingerprint), reader)
 
 
 def test_a_certificate_is_that_of_the_invitation_or_that_of_the_token() -> None:

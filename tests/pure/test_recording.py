@@ -168,3 +168,52 @@ def test_a_writer_that_is_left_behind_writes_nothing_more(tmp_path: Path) -> Non
 def test_what_is_no_sink_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"sinks= takes objects with emit\(event\) and close\(\); got 'terminal'"):
         Recorder(Journal(None), ["terminal"], None)  # type: ignore[list-item]
+
+
+def test_a_sink_that_is_added_gets_the_start_of_the_run_and_what_follows(tmp_path: Path) -> None:
+    writer, other = Worker(tmp_path), Worker(tmp_path)
+    early = Kept()
+    writer.recorder.add_sink(early)
+    for rank, worker in enumerate((writer, other)):
+        worker.recorder.run_started(started(), role(rank), is_newcomer=False)
+        worker.finish(0, role(rank))
+    assert early.events == writer.sink.events
+    late, idle = Kept(), Kept()
+    writer.recorder.add_sink(late)
+    other.recorder.add_sink(idle)
+    for rank, worker in enumerate((writer, other)):
+        worker.finish(1, role(rank))
+    members = MembershipChanged(time=late.events[1].time, generation=1, worker_ids=("w0", "w1"))
+    assert late.events[:2] == [started(), members]
+    assert [event.step for event in late.events[2:] if isinstance(event, StepFinished)] == [1]
+    assert idle.events == []
+    other.finish(2, role(0, generation=2))
+    assert [event.step for event in idle.events if isinstance(event, StepFinished)] == [2]
+    for worker in (writer, other):
+        worker.recorder.close()
+    assert [sink.num_closed for sink in (early, late, idle)] == [1, 1, 1]
+
+
+def test_an_added_sink_that_raises_at_once_is_dropped(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.recorder.run_started(started(), role(0), is_newcomer=False)
+    broken = Kept(fails_at=started())
+    worker.recorder.add_sink(broken)
+    worker.finish(0, role(0))
+    assert broken.events == [started()]
+    assert worker.steps() == [0]
+
+
+def test_what_is_added_and_no_sink_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"run\.add_sink takes objects with emit\(event\) and close\(\); got 3"):
+        Worker(tmp_path).recorder.add_sink(3)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_becomes_the_writer_again_says_anew_that_the_run_started(tmp_path: Path) -> None:
+    """A tool that another writer has gone on with meanwhile looks again for what it lacks."""
+    worker = Worker(tmp_path)
+    worker.recorder.run_started(started(), role(0), is_newcomer=False)
+    for number, writes in enumerate([True, False, True]):
+        worker.finish(number, role(0, is_writer=writes))
+    assert worker.sink.events.count(started()) == 2
+    assert worker.steps() == [0, 1, 2]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.pure.test_journal import end, evaluation, step
+from unisono.errors import UsageError
 from unisono.events import Announcement, Event, RunStarted
-from unisono.watch import SINKS, Sink, Stream, make
+from unisono.watch import SINKS, Sink, Stream, make, named
 
 
 class Kept:
@@ -94,4 +97,31 @@ def test_a_run_that_begins_again_counts_its_lines_again() -> None:
 
 @pytest.mark.parametrize("name", SINKS)
 def test_a_row_of_the_table_makes_a_sink(name: str) -> None:
-    assert isinstance(make(name), Sink)
+    """Or says what to install."""
+    made, said = None, ""
+    try:
+        made = make(name)
+    except UsageError as error:
+        said = str(error)
+    assert isinstance(made, Sink) or re.search(r"needs the package \w+: pip install 'unisono\[\w+\]'$", said)
+
+
+def test_a_sink_of_the_command_line_is_found_by_its_name_or_its_place() -> None:
+    assert isinstance(named("logging=mine"), Sink)
+    assert isinstance(named("tests.pure.test_watch:Kept"), Kept)
+    assert named("no_such_module:Kept", is_here=False) is None, "its workers will know"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("loging", "there is no sink 'loging'; known are logging, mlflow, "),
+        ("terminal", "there is no sink 'terminal'"),
+        ("no_such_module:Kept", "the sink no_such_module:Kept of the command line cannot be made: No module named"),
+        ("tests.pure.test_watch:nothing", "cannot be made: module .* has no attribute 'nothing'"),
+        ("tests.pure.test_watch:started", r"has no emit\(event\) and close\(\): RunStarted"),
+    ],
+)
+def test_a_sink_that_is_not_there_is_named(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        named(text)

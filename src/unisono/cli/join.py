@@ -17,7 +17,7 @@ import msgspec
 
 from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import address_of, check_text, seconds
-from unisono.cli.reach import RUN, NotGoing, ask_status, find, read_token
+from unisono.cli.reach import RUN, NotGoing, ask_status, find, may_act, read_token
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation
@@ -105,7 +105,7 @@ def join(
     """
     from unisono.machine import agent
 
-    invitation = _from_token_file(run, token_file) if token_file else find(run)
+    invitation = may_act(_from_token_file(run, token_file) if token_file else find(run))
     spec = spec_of(status := _wait_for_head(invitation, wait_s))
     if ":" in workers:
         raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl, Invitation, is_invitation, shown
-from unisono.secret import KEY_BYTES, PROOF, proof_of
+from unisono.secret import KEY_BYTES, PROOF, READER_PROOF, proof_of
 
-__all__ = ["RUN", "NotGoing", "ask_status", "find", "read_token", "tell"]
+__all__ = ["RUN", "NotGoing", "ask_status", "check_head", "find", "may_act", "read_token", "tell"]
 
 TIMEOUT_S = 10.0
 TLS_ALERT = "\x15\x03"
@@ -107,7 +107,7 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
     from unisono.messages import is_refusal
 
     head = HeadUrl.parse(invitation.url)
-    _check_head(invitation)
+    check_head(invitation)
     status, body = _get(head, "/status", invitation.token, sends_token=True)
     if status == http.client.UNAUTHORIZED:
         raise UsageError(f"the head at {head.place} refuses the token; it is fresh for every run (RUN/token)")
@@ -119,7 +119,21 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
     return found
 
 
-def _check_head(invitation: Invitation) -> None:
+def may_act(invitation: Invitation) -> Invitation:
+    """Return the invitation.
+
+    Raises:
+        UsageError: it is one for watchers.
+    """
+    if invitation.is_for_looking:
+        raise UsageError(
+            "this line is for watching the run only: `unisono watch` and `unisono status` take it; who has started the "
+            "run sees with `unisono status RUN` the line that other machines join with"
+        )
+    return invitation
+
+
+def check_head(invitation: Invitation) -> None:
     """Have a head without TLS prove that it knows the token, before the token is sent to it.
 
     Raises:
@@ -129,7 +143,8 @@ def _check_head(invitation: Invitation) -> None:
     if head.is_secure:
         return
     question = secrets.token_hex(KEY_BYTES)
-    _, answer = _get(head, f"{PROOF}?{question}", invitation.token)
+    path = READER_PROOF if invitation.is_for_looking else PROOF
+    _, answer = _get(head, f"{path}?{question}", invitation.token)
     if not hmac.compare_digest(answer.strip(), proof_of(invitation.token, question).encode()):
         raise UsageError(
             f"the process at {head.place} is not the head of this run: it does not know the token, which was not sent "
@@ -173,13 +188,13 @@ def tell(invitation: Invitation, message: Any) -> str:
     """Send one message to the head, from outside the run; returns the head's answer.
 
     Raises:
-        NotGoing: no head answers. UsageError: what answers is not the head.
+        NotGoing: no head answers. UsageError: what answers is not the head, or the invitation is one for watchers.
     """
     from unisono.certificate import Untrusted
     from unisono.link import Link, Refused
     from unisono.messages import Announcement, decode, encode
 
-    _check_head(invitation)
+    check_head(may_act(invitation))
     try:
         with contextlib.closing(Link.dial(invitation.url, invitation.token, TIMEOUT_S)) as link:
             link.put(encode(message))

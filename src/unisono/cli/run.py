@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +20,7 @@ from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import UsageError
 from unisono.invitation import HeadUrl
+from unisono.secret import is_reader
 from unisono.spec import Partition, RunSpec, StartMethod
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ _OPTIONS: Final = (
            "checkpoint's, e.g. microbatches. It changes the bits."),
     option("--copies-to", multiple=True, metavar="URL", help="Copy each checkpoint to this place as well: a path, or a "
            "URL that fsspec knows (s3://bucket/run, sftp://host/path). Wins over the script's."),
+    option("--tensorboard", is_flag=True, help="Write event files for TensorBoard into the folder tensorboard of the "
+           "run's directory; elsewhere: --sink tensorboard=DIR."),
+    option("--sink", "sinks", multiple=True, metavar="NAME[=ARGUMENT]", help="Give the run's events to a tool: "
+           "tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of your own."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
     option("--hosts", default="", metavar="A,B:2,C", help="Machines to train on, by ssh: B with 2 workers, the others "
@@ -187,6 +192,8 @@ class Options:
     resume: str
     resume_anyway: tuple[str, ...]
     copies_to: tuple[str, ...]
+    tensorboard: bool
+    sinks: tuple[str, ...]
     exchange: str
     hosts: str
     hostfile: str
@@ -239,6 +246,12 @@ class Options:
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"a port is a number from 0 (any) to 65535, got --port {self.port}")
+        if self.interface and self.bind:
+            raise UsageError(
+                f"--interface {self.interface} and --bind {self.bind} both name an address; give one of them"
+            )
+        if self.ports and self.port:
+            raise UsageError(f"--port {self.port} and --ports {self.ports} both name the head's port; give one of them")
         if self.advertise and not HeadUrl.is_host(self.advertise):
             raise UsageError(f"--advertise is an address or the name of a host, without a port; got {self.advertise!r}")
         if bool(self.certificate) != bool(self.private_key):
@@ -266,10 +279,53 @@ class Options:
         if self.names_hosts:
             raise UsageError(f"--hosts and --hostfile are for `unisono run` by itself; {why}")
 
+    @cached_property
+    def address(self) -> str:
+        """The address of the interface that was named; "" where none was."""
+        return address_of(self.interface) if self.interface else ""
+
+    @property
+    def bound(self) -> str:
+        """The address at which the user wants the head to listen; "" where none was named."""
+        return self.address or self.bind or ""
+
+    @cached_property
+    def head_ports(self) -> tuple[int, int]:
+        """The first and the last port that the head may take; 0: any."""
+        return port_range(self.ports) if self.ports else (self.port, self.port)
+
+    @cached_property
+    def token(self) -> str:
+        """The token in the file that was named; "" where none was."""
+        from unisono.cli.reach import read_token
+
+        if not self.token_file:
+            return ""
+        try:
+            token = read_token(self.token_file)
+        except FileNotFoundError:
+            raise UsageError(f"there is no --token-file {self.token_file}") from None
+        if is_reader(token):
+            raise UsageError(
+                f"the token in --token-file {self.token_file} looks like one for watchers; use another one"
+            )
+        if len(token) < SHORTEST_TOKEN:
+            raise UsageError(
+                f"the token in --token-file {self.token_file} has {len(token)} characters; {SHORTEST_TOKEN} or more "
+                "cannot be guessed: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+        return token
+
+    def check_head(self) -> None:
+        """Raise a `UsageError` if the head's interface, ports or token are not there: before any machine is asked."""
+        _ = self.address, self.head_ports, self.token
+
     def _check_plain(self) -> None:
         given = {
             "--resume": self.resume,
             "--copies-to": self.copies_to,
+            "--tensorboard": self.tensorboard,
+            "--sink": self.sinks,
             "--overwrite": self.overwrite,
             "--strict": self.strict,
             "--efficiency": self.efficiency,
@@ -305,8 +361,8 @@ class Options:
             launcher=self.launcher,
             takes_all=self.workers == "auto",
             spec=spec,
-            bind=self.address or self.bind or "",
-            port=port_range(self.ports)[0] if self.ports else self.port,
+            bind=self.bound,
+            port=self.head_ports[0],
             allow_different_script=self.allow_different_script,
             remote=remote,
         )
@@ -320,8 +376,6 @@ class Options:
         from unisono.decisions.membership import Policy
         from unisono.machine.headprocess import Service
 
-        if self.efficiency and workers.grows:
-            raise UsageError("--efficiency decides between A and B workers: give --workers A:B as well")
         policy = Policy(
             start=workers.start,
             efficiency=self.efficiency,
@@ -341,41 +395,16 @@ class Options:
             away_s=self.head_away_s,
             partition=self.partition,
         )
-        if self.interface and self.bind:
-            raise UsageError(
-                f"--interface {self.interface} and --bind {self.bind} both name an address; give one of them"
-            )
-        if self.ports and self.port:
-            raise UsageError(f"--port {self.port} and --ports {self.ports} both name the head's port; give one of them")
         return Service(
             policy=policy,
-            bind=self.address or self.bind or bind or LOOPBACK,
-            ports=port_range(self.ports) if self.ports else (self.port, self.port),
+            bind=self.bound or bind or LOOPBACK,
+            ports=self.head_ports,
             advertise=self.advertise.strip("[]"),
             tls=self.tls,
             certificate=self.certificate,
             private_key=self.private_key,
-            token=self._token(),
+            token=self.token,
         )
-
-    @property
-    def address(self) -> str:
-        """The address of the interface that was named; "" where none was."""
-        return address_of(self.interface) if self.interface else ""
-
-    def _token(self) -> str:
-        from unisono.cli.reach import read_token
-
-        try:
-            token = read_token(self.token_file) if self.token_file else ""
-        except FileNotFoundError:
-            raise UsageError(f"there is no --token-file {self.token_file}") from None
-        if self.token_file and len(token) < SHORTEST_TOKEN:
-            raise UsageError(
-                f"the token in --token-file {self.token_file} has {len(token)} characters; {SHORTEST_TOKEN} or more "
-                "cannot be guessed: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-            )
-        return token
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:
@@ -398,10 +427,13 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     if run_dir:
         check_directory(Path(run_dir))
     copies = _places(options.copies_to)
+    options.check_head()
     arguments = _arguments(options, before)
     threads = options.threads or (_plain_threads() if options.plain else before.threads())
     takes_all = options.workers == "auto" and options.names_hosts  # so many as the machines will say
     workers = parse_workers("1" if takes_all else options.workers, threads)
+    if options.efficiency and workers.grows:
+        raise UsageError("--efficiency decides between A and B workers: give --workers A:B as well")
     spec = RunSpec(
         arguments=tuple(arguments),
         threads=threads,
@@ -410,11 +442,12 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         resume=before.path,
         resume_anyway=options.resume_anyway,
         copies=copies,
+        sinks=_sinks(options),
         exchange=options.exchange,
         timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,
         head_away_s=options.head_away_s,
-        ports=port_range(options.ports) if options.ports else (0, 0),
+        ports=options.head_ports if options.ports else (0, 0),
         plain=options.plain,
         partition=options.partition,
     )
@@ -437,6 +470,22 @@ def _places(urls: tuple[str, ...]) -> tuple[str, ...]:
     places = tuple(absolute(url) for url in urls)
     check(places)
     return places
+
+
+def _sinks(options: Options) -> tuple[str, ...]:
+    """Return the sinks that the workers make.
+
+    Raises:
+        UsageError: one of them is not known, or needs a package that is missing here.
+    """
+    texts = (*(("tensorboard",) if options.tensorboard else ()), *options.sinks)
+    if texts:
+        from unisono.watch import named
+
+        check_text("a sink", *texts)
+        for text in texts:
+            named(text, is_here=False)
+    return texts
 
 
 def _plain_threads() -> int:

@@ -24,13 +24,17 @@ __all__ = ["status"]
 def status(run: str, as_json: bool) -> int:
     """Show the state of a run, and the line with which other machines join it; or how the run has ended.
 
-    Keep the line to yourself: whoever has it can run programs as you.
+    Keep that line to yourself: whoever has it can run programs as you. The lines for watching are for those who look
+    only.
     """
     try:
         invitation = find(run)
         found = ask_status(invitation)
         # Where the head is now: the next one may be on another machine.
-        found["invitation"] = Invitation(found.get("url") or invitation.url, invitation.token).line
+        now = Invitation(found.get("url") or invitation.url, invitation.token)
+        if not now.is_for_looking:
+            found["invitation"] = now.line
+        found["watch"] = now.for_looking.line
     except NotGoing:
         if run == "-" or is_invitation(run):
             raise
@@ -74,4 +78,8 @@ def _words(found: dict[str, Any]) -> str:
             lines.append("other machines cannot join: the head listens on this machine only (unisono run --bind)")
         else:
             lines.append(f"other machines join with: {invitation.command}")
+    if line := found.get("watch"):
+        watching = Invitation.parse(line)
+        lines.append(f"watch it with: {watching.command}")
+        lines.append(f"or in a browser: {watching.page}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import json
 import math
 import shlex
 import signal
@@ -27,6 +28,7 @@ from unisono import events
 from unisono.decisions.following import Rank, Standpoint, merged, verdict
 from unisono.decisions.membership import (
     Action,
+    Alarm,
     Event,
     Hangup,
     Invite,
@@ -55,16 +57,19 @@ from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
 from unisono.head.status import respond, workers_status
+from unisono.head.troubles import Troubles
 from unisono.head.versions import Outgoing, Versions
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
     AgentHello,
+    Ailing,
     Announcement,
     Beat,
     Beats,
     Ended,
+    Evidence,
     Foreign,
     Happened,
     Heads,
@@ -82,6 +87,8 @@ from unisono.messages import (
     Stop,
     StoreCall,
     TalkCall,
+    Testify,
+    Testimony,
     Verdict,
     Welcome,
     WorkerExit,
@@ -90,6 +97,7 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
+from unisono.problems.kinds import Trouble, kind_or_error
 from unisono.rundir import holder
 from unisono.spec import RunSpec
 
@@ -182,6 +190,7 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._troubles = Troubles(self, run_id, [token])
         self._pen = Pen(run_id)
         self._may_write = True
         self._they_write = False  # the other head that this one has met last
@@ -212,6 +221,7 @@ class Head:
         finally:
             for task in tasks:
                 task.cancel()
+            await self._troubles.end()
             if self._moving is not None:  # else the other side would write while workers of this one still do
                 await self._moving
             self._pen.release()
@@ -314,6 +324,7 @@ class Head:
             line.put(None)
             if name and self._lines.get(name) is line:
                 del self._lines[name]
+                self._troubles.gone(name)
                 if not self.over.is_set():  # else this head closes all connections, and decides nothing more
                     self._happens(name, Lost(reason=why))
             if self._state.ended is not None and self._all_informed():
@@ -342,6 +353,10 @@ class Head:
                 self._pass_on(message)
             case Kept():
                 self._kept(name, message)
+            case Testimony():
+                self._troubles.heard(name, message)
+            case Ailing() if name in self._state.workers:
+                self._take_ailing(self._state.workers[name], message)
             case Beats() if name in self._state.agents:
                 self._take_beats(message)
             case _:
@@ -390,6 +405,8 @@ class Head:
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
                 self._tell_agents(Announcement(text=f"a worker is refused: {error}"))
+                host = first.info.host
+                self._troubles.take(Trouble(kind="failed-join", worker_id=name, host=host, error=str(error)))
             if before is None:
                 del self._lines[name]
             else:
@@ -519,6 +536,7 @@ class Head:
             self._here.pop(message.worker_id, None)
         if reason:
             self._reason = reason
+            self._troubles.note(events.Announcement(text=reason))
         # The first step is sent to the heirs at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
         is_new = bool(actions) and not self._is_repetition(actions, before)
@@ -624,6 +642,9 @@ class Head:
         if isinstance(message, Invite):
             self._tell_agents(Announcement(text=self._how_to_join()))
             return
+        if isinstance(message, Alarm):
+            self._troubles.take(message.trouble)
+            return
         line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
         if line is None:
             return
@@ -648,6 +669,7 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        self._troubles.note(event)
         # A worker that connects again repeats its last step.
         if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
             self._last = event
@@ -655,6 +677,61 @@ class Head:
 
     def _listeners(self) -> list[str]:
         return [agent_id for agent_id, agent in self._state.agents.items() if not agent.launched]
+
+    # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
+
+    def _take_ailing(self, worker: Worker, message: Ailing) -> None:
+        host = worker.info.host if worker.info is not None else ""
+        trouble = Trouble(
+            kind=kind_or_error(message.kind),
+            worker_id=worker.worker_id,
+            host=host,
+            step=message.step,
+            error=message.error,
+            detail=message.detail,
+        )
+        self._troubles.take(trouble)
+
+    def say(self, problem: events.Problem) -> None:
+        self._pass_on(Happened(event=problem))
+
+    def ask(self, names: Iterable[str], question: Testify) -> None:
+        self._tell(names, question)
+
+    def workers(self) -> Sequence[str]:
+        return [name for name in self._lines if name in self._state.workers]
+
+    def agents(self) -> dict[str, str]:
+        agents = self._state.agents
+        return {name: agents[name].host for name in self._lines if name in agents}
+
+    def directory(self) -> str:
+        return self._run_dir if self.sees_directory() or self._seers else ""
+
+    def sees_directory(self) -> bool:
+        return bool(self._run_dir) and self._may_write and self._pen.is_held
+
+    def hand_over(self, name: str, content: str) -> None:
+        seers = [agent_id for agent_id in self._seers if agent_id in self._lines]
+        self._tell(seers[:1], Evidence(directory=self._run_dir, name=name, text=content))
+
+    def facts(self) -> dict[str, str]:
+        state = self._state
+        return {
+            "run": self._run_id,
+            "directory": self._run_dir,
+            "when": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "last step": str(state.committed) if state.committed >= 0 else "none",
+            "generation": str(state.generation),
+            "members": ", ".join(state.members),
+            "hosts": ", ".join(sorted({agent.host for agent in state.agents.values()})),
+        }
+
+    def settings(self) -> str:
+        return json.dumps(msgspec.to_builtins(self._spec), indent=1)
+
+    def recipe(self) -> str:
+        return self._facts
 
     def _how_to_join(self) -> str:
         """Return the sentence that says how another machine joins."""

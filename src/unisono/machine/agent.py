@@ -19,6 +19,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
@@ -51,6 +52,7 @@ from unisono.messages import (
     Drain,
     Ended,
     Evict,
+    Evidence,
     Happened,
     MachinesGone,
     Meet,
@@ -60,8 +62,13 @@ from unisono.messages import (
     RunDirectory,
     Start,
     Stop,
+    Testify,
+    Testimony,
     WorkerExit,
 )
+from unisono.problems.evidence import redacted
+from unisono.problems.witness import about_machine
+from unisono.problems.writing import write
 from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
 from unisono.watch import Stream, make
@@ -305,6 +312,10 @@ class _Agent:
                     self._machines.resize(message.num_workers)
             case Evict():
                 self._workers.evict(message.worker_id, message.patience_s)
+            case Testify():
+                self._following.send(Testimony(number=message.number, text=self._about_machine()))
+            case Evidence():
+                self._write_evidence(message)
             case Ended():
                 self.end(self._with_own_exit_code(message))
             case RunDirectory():
@@ -316,6 +327,21 @@ class _Agent:
         if order.team is not None:
             told = variables(order.team, order.worker_ids, self._following.run_id)
         self._workers.start(order.worker_ids, order.delay_s, told)
+
+    def _about_machine(self) -> str:
+        """Return what the kernel knows of this machine and the workers on it, and the last that these have said."""
+        processes = [("the agent", os.getpid()), *self._workers.processes()]
+        said = [f"last lines of {name}:\n{lines}" for name, lines in self._workers.last_lines().items() if lines]
+        return redacted("\n".join([about_machine(processes), *said]))
+
+    def _write_evidence(self, message: Evidence) -> None:
+        """Write a file into the run's directory, which the head does not see."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                write(Path(message.directory), self._following.run_id, message.name, message.text)
+
+        threading.Thread(target=work, name="unisono-evidence", daemon=True).start()
 
     def announce(self, text: str) -> None:
         self._stream.emit(Announcement(text=text))

@@ -177,6 +177,15 @@ class Workers:
         """Return the ids of the workers whose process has not ended."""
         return [state.child.name for state in self._started() if state.is_running]
 
+    def processes(self) -> list[tuple[str, int]]:
+        """Return the running workers: (id, process id)."""
+        return [(state.child.name, state.child.pid) for state in self._started() if state.is_running]
+
+    def last_lines(self) -> dict[str, str]:
+        """Return the end of the standard error of each worker that runs, or that has not ended well."""
+        children = [state.child for state in self._started() if state.child.exit_code != 0]
+        return {child.name: "\n".join(child.output.last_lines) for child in children[-64:]}
+
     async def ended_within(self, seconds: float) -> bool:
         """Return whether all workers have ended by themselves within this time. From now on none starts."""
         self._is_closing = True

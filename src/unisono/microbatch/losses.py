@@ -80,7 +80,8 @@ class Microbatch:
         if not math.isfinite(value):
             raise LossError(
                 f"the loss of {self.where} is {value} (samples {self._samples()}); nothing was updated. "
-                "torch.autograd.set_detect_anomaly(True) names the operation"
+                "torch.autograd.set_detect_anomaly(True) names the operation",
+                microbatch=self.leaf,
             )
         self._look(loss)
         # The weight as the loss's own dtype can express it, so that sum and total agree.

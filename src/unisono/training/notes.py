@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono import member as members
-from unisono.errors import UnisonoError
+from unisono.errors import LossError, UnisonoError
 from unisono.training.step import Step
 
 __all__ = ["Beginning", "note_beginning", "note_idle", "note_microbatch"]
@@ -26,18 +26,25 @@ class Beginning:
 
 
 def note_microbatch(error: BaseException, step: Step | None) -> bool:
-    """Add to an error of the script the micro-batch that it comes from; returns False if it comes from none."""
-    if step is None or isinstance(error, UnisonoError) or not isinstance(error, Exception):
+    """Add to an error of the script the micro-batch that it comes from.
+
+    Returns:
+        Whether another worker tries that micro-batch: not if the error comes from none, nor if the loss is not finite,
+        which it would be there as well.
+    """
+    is_loss = isinstance(error, LossError) and error.microbatch >= 0
+    if step is None or not isinstance(error, Exception) or (isinstance(error, UnisonoError) and not is_loss):
         return False
     index = step.microbatch
     if index is None:
         return False
     samples = step.sample_indices(index)
     shown = ", ".join(map(str, samples[:NUM_SHOWN])) + (", ..." if len(samples) > NUM_SHOWN else "")
-    _add(error, f"(in step {step.number}, micro-batch {index}, samples {shown})")
+    if not is_loss:  # its message says so already
+        _add(error, f"(in step {step.number}, micro-batch {index}, samples {shown})")
     if (member := members.current()) is not None:
-        member.raised_in(error, step=step.place, microbatch=index, samples=samples)
-    return True
+        member.raised_in(error, step=step.place, microbatch=index, samples=samples, retry=not is_loss)
+    return not is_loss
 
 
 def note_beginning(error: BaseException, beginning: Beginning, num_done: int) -> None:

@@ -86,15 +86,34 @@ class Recorder:
     def __init__(
         self, journal: Journal, sinks: Sequence[Sink], head: Head | None, clock: Callable[[], float] = time.time
     ) -> None:
-        if wrong := [sink for sink in sinks if not isinstance(sink, Sink)]:
-            raise UsageError(f"sinks= takes objects with emit(event) and close(); got {wrong[0]!r}")
+        for sink in sinks:
+            _check(sink, "sinks=")
         self._journal = journal
         self._clock = clock
         self._stream = Stream(sinks)
         self._to_head = _ToHead(head) if head is not None else None
         self._is_writer = False
         self._generation = 0
-        self._started: RunStarted | None = None  # not given to the sinks yet
+        self._began: RunStarted | None = None
+        self._is_told = False  # the sinks have been given that event
+        self._members: MembershipChanged | None = None  # the newest
+
+    def add_sink(self, sink: Sink) -> None:
+        """Give the events from now on to one more sink, on this worker.
+
+        A sink that comes late begins with the start of the run and its members, and then gets what follows.
+
+        Raises:
+            UsageError: it is no sink.
+        """
+        _check(sink, "run.add_sink")
+        late = Stream([sink]) if self._is_writer and self._is_told else None
+        if late is not None and self._began is not None:
+            late.emit(self._began)
+            if self._members is not None:
+                late.emit(self._members)
+        if late is None or late.has_sinks:
+            self._stream.add(sink)
 
     def run_started(self, started: RunStarted, role: Role, *, is_newcomer: bool) -> None:
         """Record that this worker is in the run.
@@ -102,7 +121,7 @@ class Recorder:
         Args:
             is_newcomer: the run has begun before, and the other workers have reported so.
         """
-        self._started = started
+        self._began, self._is_told = started, False
         if self._to_head is not None and not is_newcomer:
             self._to_head.start(started, role)
         self._take(role)
@@ -183,17 +202,19 @@ class Recorder:
         missing: Sequence[Event] = ()
         if role.is_writer != self._is_writer:
             self._is_writer = role.is_writer
+            self._is_told = False  # of a writer that becomes it again: another one has gone on meanwhile
             missing = self._journal.start(writer=role.is_writer)
             self._generation = 0
         if self._is_writer:
-            first, self._started = self._started, None
-            for event in (first, *missing):
-                if event is not None:
-                    self._stream.emit(event)
+            if self._began is not None and not self._is_told:
+                self._is_told = True
+                self._stream.emit(self._began)
+            for event in missing:
+                self._stream.emit(event)
         if role.generation != self._generation and role is not OUTSIDE:
             self._generation = role.generation
-            change = MembershipChanged(time=self._now(), generation=role.generation, worker_ids=role.worker_ids)
-            self._pass_on(change, role)
+            self._members = MembershipChanged(time=self._now(), generation=role.generation, worker_ids=role.worker_ids)
+            self._pass_on(self._members, role)
 
     def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
         if self._is_writer:
@@ -229,6 +250,11 @@ class _ToHead:
         if isinstance(event := message.event, StepFinished):
             self._head.step_done(StepDone(step=event.step, seconds=event.seconds.total(), samples=event.samples))
         self._head.happened(message)
+
+
+def _check(sink: object, what: str) -> None:
+    if not isinstance(sink, Sink):
+        raise UsageError(f"{what} takes objects with emit(event) and close(); got {sink!r}")
 
 
 def _rounded(seconds: Mapping[str, float]) -> Seconds:

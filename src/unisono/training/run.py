@@ -53,7 +53,7 @@ from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
 from unisono.training.upcoming import Upcoming
-from unisono.watch import Sink
+from unisono.watch import Sink, named
 
 __all__ = ["Run"]
 
@@ -142,7 +142,7 @@ class Run(Calls):
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
-        self._recorder = Recorder(self._journal, sinks, members.current())
+        self._recorder = Recorder(self._journal, [*sinks, *_named(spec.sinks)], members.current())
         self._phases = 0
         self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
@@ -309,6 +309,19 @@ class Run(Calls):
                 "same wherever it is made)",
                 stacklevel=3,
             )
+
+    def add_sink(self, sink: Sink) -> None:
+        """Give the run's events to one more object with ``emit(event)`` and ``close()``, from now on; see ``sinks=``.
+
+        Every worker calls this, before its first training loop (a worker that comes later skips what is over), and the
+        worker that writes the journal gives its sink the events. A sink that is added while the training goes on gets
+        the start of the run first.
+
+        Raises:
+            UsageError: it is no sink, or the run has ended.
+        """
+        self._process.check("run.add_sink")
+        self._recorder.add_sink(sink)
 
     def steps(
         self,
@@ -629,3 +642,8 @@ class Run(Calls):
             worker_ids=team.worker_ids,
             is_writer=writes and not team.is_evicted(),
         )
+
+
+def _named(texts: Sequence[str]) -> list[Sink]:
+    """Return the sinks of the command line."""
+    return [sink for text in texts if (sink := named(text)) is not None]

@@ -11,15 +11,24 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, cast, runtime_checkable
 
+from unisono.errors import UsageError
 from unisono.events import Event, RunStarted
 
-__all__ = ["SINKS", "Sink", "Stream", "make"]
+__all__ = ["SINKS", "Sink", "Stream", "make", "named"]
 
 SINKS: Final = {
     "relay": "unisono.watch.relay:Relay",
     "terminal": "unisono.watch.terminal:terminal",
+    "logging": "unisono.watch.logging:Logging",
+    "mlflow": "unisono.watch.mlflow:MLflow",
+    "opentelemetry": "unisono.watch.opentelemetry:OpenTelemetry",
+    "tensorboard": "unisono.watch.tensorboard:TensorBoard",
+    "wandb": "unisono.watch.wandb:WandB",
 }
 """Name of a sink -> module and function that makes it, imported when it is asked for."""
+
+_OF_COMMANDS: Final = ("relay", "terminal")
+"""Sinks of ``unisono run`` and of agents; all others are for the worker that writes the journal."""
 
 
 @runtime_checkable
@@ -35,10 +44,46 @@ class Sink(Protocol):
         """No event follows. Called once."""
 
 
-def make(name: str) -> Sink:
+def make(name: str, *arguments: str) -> Sink:
     """Make the sink of that name in `SINKS`."""
-    module, _, function = SINKS[name].partition(":")
-    return cast("Sink", getattr(importlib.import_module(module), function)())
+    return cast("Sink", _load(SINKS[name])(*arguments))
+
+
+def named(text: str, *, is_here: bool = True) -> Sink | None:
+    """Make the sink that ``--sink NAME[=ARGUMENT]`` asks for; NAME is in `SINKS`, or is MODULE:FUNCTION.
+
+    Args:
+        is_here: this process has the modules of the script; else a function of such a module is not called.
+
+    Raises:
+        UsageError: there is no such sink, or a package that it needs is missing.
+    """
+    name, has_argument, argument = text.partition("=")
+    arguments = (argument,) if has_argument else ()
+    if name in SINKS and name not in _OF_COMMANDS:
+        return make(name, *arguments)
+    module, _, function = name.partition(":")
+    if not (module and function):
+        known = ", ".join(sorted(set(SINKS) - set(_OF_COMMANDS)))
+        raise UsageError(
+            f"there is no sink {name!r}; known are {known}, and MODULE:FUNCTION for one of your own (a function that "
+            "returns an object with emit(event) and close())"
+        )
+    if not is_here:
+        return None
+    try:
+        made = _load(name)(*arguments)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"the sink {name} of the command line cannot be made: {error}") from error
+    if not isinstance(made, Sink):
+        raise UsageError(f"the sink {name} of the command line has no emit(event) and close(): {made!r}")
+    return made
+
+
+def _load(place: str) -> Callable[..., object]:
+    module, _, function = place.partition(":")
+    found: Callable[..., object] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def _print_error(text: str) -> None:
@@ -58,6 +103,15 @@ class Stream:
         self._sinks = list(sinks)
         self._report = report
         self._number = -1
+
+    def add(self, sink: Sink) -> None:
+        """Give events to one more sink from now on."""
+        self._sinks.append(sink)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether a sink is left."""
+        return bool(self._sinks)
 
     def emit(self, event: Event, *, number: int = -1) -> None:
         """Give an event to all sinks.

@@ -41,7 +41,7 @@ from __future__ import annotations
 from unisono.decisions.membership import plain
 from unisono.decisions.membership.agents import agent_name
 from unisono.decisions.membership.dispatch import Event, Lags, Tick, TookOver, take
-from unisono.decisions.membership.draft import Action, Draft, Hangup, Invite, Send
+from unisono.decisions.membership.draft import Action, Alarm, Draft, Hangup, Invite, Send
 from unisono.decisions.membership.generations import follow_up
 from unisono.decisions.membership.heartbeat import routine, routine_of_many
 from unisono.decisions.membership.heirs import heirs, holders, keepers, machines, successor, without_lost_heir
@@ -52,6 +52,7 @@ from unisono.messages import Beat
 __all__ = [
     "TRANSITIONS",
     "Action",
+    "Alarm",
     "Event",
     "Hangup",
     "Invite",

@@ -10,6 +10,7 @@ from unisono.decisions.membership.restarts import note_failure
 from unisono.decisions.membership.roster import Worker, WorkerState
 from unisono.errors import ProtocolError
 from unisono.messages import PROTOCOL, Ended, Hello
+from unisono.problems.kinds import Trouble
 
 __all__ = ["MAX_UNREACHED", "check_protocol", "greet", "send_away"]
 
@@ -40,6 +41,7 @@ def greet(draft: Draft, worker: Worker, message: Hello) -> None:
         raise ProtocolError(f"worker {worker_id} gives itself the name {message.info.worker_id}")
     worker = draft.put_worker(worker_id, info=message.info)
     if text := refusal(draft.state, message):
+        draft.alarm(Trouble(kind="failed-join", worker_id=worker_id, error=f"it {text}", then="the others go on"))
         _refuse(draft, worker, f"{worker.name} on {message.info.host} {text}")
         return
     known = draft.state.fingerprint or dict(message.fingerprint)
@@ -96,6 +98,9 @@ def send_away(draft: Draft, worker: Worker) -> None:
         "Workers connect to each other directly, at ports that the system chooses: does a firewall between the "
         "machines keep that from them?"
     )
+    error = f"in {MAX_UNREACHED} attempts the others could not exchange with it{where}"
+    advice = "Does a firewall between the machines keep the workers from connecting to each other?"
+    draft.alarm(Trouble(kind="failed-join", worker_id=worker.worker_id, error=error, advice=advice))
     draft.dismiss(worker, why)
     note_failure(draft, worker, why)
     draft.reasons.append(why)

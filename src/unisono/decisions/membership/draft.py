@@ -11,8 +11,9 @@ from typing import Any
 
 from unisono.decisions.membership.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, number_of
 from unisono.messages import Announcement, Ended, Evict, Message
+from unisono.problems.kinds import Trouble
 
-__all__ = ["Action", "Draft", "Hangup", "Invite", "Send"]
+__all__ = ["Action", "Alarm", "Draft", "Hangup", "Invite", "Send"]
 
 _S = WorkerState
 _STATE = operator.attrgetter("state")
@@ -39,7 +40,14 @@ class Invite:
     """Say on all machines how another machine joins: the run waits for more workers."""
 
 
-Action = Send | Hangup | Invite
+@dataclass(frozen=True)
+class Alarm:
+    """Say what has gone wrong, and keep the evidence."""
+
+    trouble: Trouble
+
+
+Action = Send | Hangup | Invite | Alarm
 
 
 @dataclass
@@ -85,6 +93,13 @@ class Draft:
 
     def invite(self) -> None:
         self.actions.append(Invite())
+
+    def alarm(self, trouble: Trouble) -> None:
+        """Say what has gone wrong, before what follows from it."""
+        worker = self.state.workers.get(trouble.worker_id)
+        host = worker.info.host if worker is not None and worker.info is not None else trouble.host
+        step = trouble.step if trouble.step >= 0 or not self.state.held else self.state.committed + 1
+        self.actions.append(Alarm(dataclasses.replace(trouble, host=host, step=step)))
 
     def announce_to(self, agent_id: str, text: str) -> None:
         """Show this on the terminal of one machine."""

@@ -8,6 +8,7 @@ from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.restarts import lose
 from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
 from unisono.messages import Beat, Finished, Leaving
+from unisono.problems.kinds import Trouble
 
 __all__ = [
     "compare_leavings",
@@ -75,6 +76,17 @@ def compare_leavings(draft: Draft, worker: Worker, beat: Beat) -> None:
             lose_early_leavers(draft, worker, [worker_id])
         elif other.state is _S.HOLDING:
             begun = f"step {beat.step}" + ("" if beat.phase == left.phase else " of another run.steps")
+            draft.alarm(
+                Trouble(
+                    kind="divergence",
+                    worker_id=worker_id,
+                    error=f"{worker_id} has left the training loop before step {left.step}, and {worker.worker_id} has "
+                    f"begun {begun}",
+                    ends_run=True,
+                    advice="Decide by step.loss or the totals of run.evaluate, which are the same on all workers, and "
+                    "not by run.rank, the time, or a number that was summed within `for batch in step`",
+                )
+            )
             draft.end(
                 False,
                 f"{other.name} has left the training loop before step {left.step} (by a break or a return that "

@@ -12,6 +12,7 @@ from unisono.decisions.membership.restarts import lose
 from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
 from unisono.decisions.membership.suspicion import MAX_TRIES, Suspicions
 from unisono.messages import Beat, Suspect, WorkerLate
+from unisono.problems.kinds import Trouble
 from unisono.words import listed, position_words
 
 __all__ = ["lose_silent_workers", "retry_exchange_when_due", "take_suspect", "watch"]
@@ -31,6 +32,7 @@ def lose_silent_workers(draft: Draft) -> None:
             why = f"{worker.name} has closed its connection"
         else:
             why = f"{worker.name} has been silent for {seconds:.1f} s"
+            _say_silent(draft, worker, seconds)
         _end_process(draft, worker, why)
 
 
@@ -48,6 +50,22 @@ def _of_lost_machines(draft: Draft, due: list[Worker]) -> list[Worker]:
     known = {worker.worker_id for worker in due}
     alive = [worker for worker in workers if worker.state in ALIVE and worker.closed_at is not None]
     return [worker for worker in alive if worker.agent in gone and worker.worker_id not in known]
+
+
+def _say_silent(draft: Draft, worker: Worker, seconds: float) -> None:
+    beat = worker.beat
+    where = position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else ""
+    draft.alarm(
+        Trouble(
+            kind="hang",
+            worker_id=worker.worker_id,
+            error=f"has sent nothing for {seconds:.1f} s{f', last in {where}' if where else ''}: its process stands "
+            "still, native code holds its interpreter, or its machine cannot be reached",
+            then="it is ended",
+            advice="The evidence has the state of its process as the kernel sees it: T is stopped, D waits for a disk "
+            "or the network; where it computes (R), native code does not let Python go on",
+        )
+    )
 
 
 def _end_process(draft: Draft, worker: Worker, why: str) -> None:
@@ -85,6 +103,13 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
         case Verdict.HANGS_AGAIN:
             assert known is not None
             first = draft.state.workers[known.worker_id].name
+            _say_hang(
+                draft,
+                worker,
+                beat,
+                f"{known.worker_id} has hung there as well, so the script or its data is the cause, and the run ends",
+                ends_run=True,
+            )
             draft.end(
                 False,
                 f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}, where {first} has hung "
@@ -93,6 +118,15 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
                 worker.worker_id,
             )
         case Verdict.HANGS_AT_END:
+            draft.alarm(
+                Trouble(
+                    kind="hang",
+                    worker_id=worker.worker_id,
+                    error=f"has not reached the end of the run: no progress for {beat.seconds_at:.0f} s",
+                    then="the other workers wait there, and the run ends",
+                    ends_run=True,
+                )
+            )
             draft.end(
                 False,
                 f"{worker.name} has not reached the end of the run: no progress for {beat.seconds_at:.0f} s, and "
@@ -103,9 +137,11 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
             )
         case Verdict.HANGS:
             _note_hang(draft, worker, beat)
+            _say_hang(draft, worker, beat, "it is ended, and the others go on")
             _end_process(draft, worker, f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}")
         case Verdict.ASIDE:
             _note_hang(draft, worker, beat)
+            _say_hang(draft, worker, beat, "the others compute its micro-batches")
             draft.put_worker(worker.worker_id, state=_S.ASIDE)
             draft.broken.append(
                 f"{worker.name} makes no progress for {beat.seconds_at:.0f} s at {where} and is left aside: the others "
@@ -118,6 +154,19 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
                 worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
             )
             draft.send(worker.worker_id, late)
+
+
+def _say_hang(draft: Draft, worker: Worker, beat: Beat, then: str, *, ends_run: bool = False) -> None:
+    draft.alarm(
+        Trouble(
+            kind="hang",
+            worker_id=worker.worker_id,
+            where=position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates),
+            seconds=beat.seconds_at,
+            then=then,
+            ends_run=ends_run,
+        )
+    )
 
 
 def _hangs_of_others(draft: Draft, worker: Worker, limits: Limits) -> Iterator[Hang]:
@@ -206,6 +255,14 @@ def _retry_exchange(draft: Draft) -> None:
         draft.end(False, f"{MAX_TRIES} exchanges in a row broke, and no member is to blame: {state.suspicion}")
         return
     name = state.workers[worst].name
+    draft.alarm(
+        Trouble(
+            kind="unreachable",
+            worker_id=worst,
+            error=f"cannot be reached by the others: {MAX_TRIES} exchanges in a row broke ({state.suspicion})",
+            then="it is ended",
+        )
+    )
     why = f"{name} cannot be reached by the others ({MAX_TRIES} exchanges in a row broke): {state.suspicion}"
     draft.put(suspicions=Suspicions())
     _end_process(draft, state.workers[worst], why)

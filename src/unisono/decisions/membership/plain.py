@@ -42,6 +42,7 @@ from unisono.messages import (
     Team,
     WorkerExit,
 )
+from unisono.problems.kinds import Trouble
 from unisono.words import count
 
 __all__ = ["END_S", "SETTLE_S", "follow_up", "take"]
@@ -281,9 +282,27 @@ def _look(draft: Draft) -> None:
         draft.end(True, state.stopping)
 
 
+def _say_failure(draft: Draft, cause: Failure, *, ends_run: bool) -> None:
+    words = cause.words().removeprefix(f"{cause.name} on {cause.host} ")
+    last = cause.last_output.strip().rpartition("\n")[2]
+    draft.alarm(
+        Trouble(
+            kind="error",
+            worker_id=cause.name,
+            host=cause.host,
+            error=f"it {words}" + (f"; its last line: {last}" if last else ""),
+            traceback=cause.last_output,
+            then="the run ends" if ends_run else "all processes are started again",
+            ends_run=ends_run,
+        )
+    )
+
+
 def _go_on(draft: Draft, attempt: Attempt) -> None:
     """Begin the next attempt, or end the run if too many have failed. Now all failures are known."""
     cause, restarts, most = attempt.cause, attempt.restarts, draft.state.policy.max_restarts
+    if cause is not None and not draft.state.stopping:
+        _say_failure(draft, cause, ends_run=restarts >= most)
     if cause is None or draft.state.stopping:
         _form(draft, attempt.number + 1, restarts)
         return

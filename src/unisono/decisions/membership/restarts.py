@@ -8,6 +8,7 @@ from typing import Final
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
 from unisono.messages import Ended, Failed, Start, StepDone, WorkerExit
+from unisono.problems.kinds import Trouble, kind_or_error
 from unisono.words import exit_words, position_words
 
 __all__ = [
@@ -98,7 +99,9 @@ def take_exit(draft: Draft, message: WorkerExit) -> None:
     why = f"{worker.name} {exit_words(message.exit_code)}"
     killed = message.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
     is_guest = _is_guest(draft, worker)
-    if draft.state.notice is None and not killed and not is_guest:
+    ends_run = draft.state.notice is None and not killed and not is_guest
+    _say_exit(draft, worker, message, ends_run=ends_run)
+    if ends_run:
         # Nothing has been trained, and most likely another process would fail as well.
         draft.end(False, why, worker.worker_id, message.last_output, message.exit_code)
         return
@@ -108,25 +111,72 @@ def take_exit(draft: Draft, message: WorkerExit) -> None:
         draft.announce_to(worker.agent, f"the last output of {worker.name}:\n{message.last_output}")
 
 
+def _say_exit(draft: Draft, worker: Worker, message: WorkerExit, *, ends_run: bool) -> None:
+    beat = worker.beat
+    draft.alarm(
+        Trouble(
+            kind="out-of-memory" if message.killed_for else "crash",
+            worker_id=worker.worker_id,
+            where=position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else "",
+            exit_code=message.exit_code,
+            killed_for=message.killed_for,
+            peak_bytes=message.peak_bytes,
+            traceback=message.last_output,
+            then="the run ends" if ends_run else "",
+            ends_run=ends_run,
+        )
+    )
+
+
+def _say_failure(draft: Draft, worker: Worker, message: Failed, then: str, *, ends_run: bool = False) -> None:
+    draft.alarm(
+        Trouble(
+            kind=kind_or_error(message.kind),
+            worker_id=worker.worker_id,
+            step=message.step,
+            where=position_words(message.step, message.microbatch, message.samples),
+            error=message.error,
+            exit_code=message.exit_code,
+            traceback=message.traceback,
+            detail=message.detail,
+            advice=message.advice,
+            then=then,
+            ends_run=ends_run,
+        )
+    )
+
+
 def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
     """Record an error of a worker's script. Another worker tries a micro-batch once; an error there ends the run."""
     key = (message.step, message.microbatch)
     where = position_words(message.step, message.microbatch, message.samples)
     what = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
     others = [w for w in draft.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
+    before = ""
     if message.retry and worker.state is _S.HOLDING and others:
         first = draft.state.tried.get(key)
         if first is None or first[0] == worker.worker_id:
             draft.put(tried={**draft.state.tried, key: (worker.worker_id, message)})
+            _say_failure(draft, worker, message, "another worker tries it")
             lose(draft, worker.worker_id, f"{what}; another worker tries it", replace=False)
             return
         what += f" (as before on worker {first[0]})"
+        before = f"{first[0]} has failed there as well"
     is_new = not message.retry and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED)
     if is_new and ((draft.state.held and others) or _is_guest(draft, worker)):
         # This worker has never been a member: it may lack something (a package, a file) that the members have.
+        refused = Trouble(
+            kind="failed-join",
+            worker_id=worker.worker_id,
+            error=message.error,
+            traceback=message.traceback,
+            then="the others go on",
+        )
+        draft.alarm(refused)
         lose(draft, worker.worker_id, what, replace=draft.state.held and _has_served(draft, worker))
         draft.announce_to(worker.agent, message.traceback)
         return
+    _say_failure(draft, worker, message, before, ends_run=True)
     draft.end(False, what, worker.worker_id, message.traceback, message.exit_code)
 
 

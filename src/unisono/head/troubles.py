@@ -1,0 +1,251 @@
+"""What the head does when something goes wrong: says it once, asks everybody what they are doing, keeps the evidence.
+
+The sentence goes to all machines at once. The evidence follows when all have answered, or after a few seconds; nobody
+waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from unisono.errors import RunDirectoryError
+from unisono.events import Announcement, Event, Problem, StepFinished
+from unisono.messages import Testify, Testimony
+from unisono.problems import evidence as files
+from unisono.problems.evidence import Witness, redacted, shown_environment
+from unisono.problems.kinds import Trouble, file_name, text
+from unisono.problems.witness import versions
+from unisono.problems.writing import FOLDER, write
+
+__all__ = ["House", "Troubles"]
+
+ANSWER_S: Final = 3.0
+"""So long the head waits for answers; a worker whose interpreter is held by native code gives none."""
+AFTER_LOSS_S: Final = 0.25
+"""The others are asked so long after the loss of a process: by then they have taken the next generation."""
+MOST_FILES: Final = 20
+MOST_ASKED: Final = 64
+LAST_EVENTS: Final = 40
+LAST_STEPS: Final = 3
+END_S: Final = 2.0
+
+
+class House(Protocol):
+    """The head, as `Troubles` needs it."""
+
+    def say(self, problem: Problem) -> None:
+        """Give the event to the sinks of all machines."""
+
+    def ask(self, names: Iterable[str], question: Testify) -> None:
+        """Send a question to workers and agents."""
+
+    def workers(self) -> Sequence[str]:
+        """Return the workers that are connected."""
+
+    def agents(self) -> Mapping[str, str]:
+        """Return the agents that are connected, with their hosts."""
+
+    def directory(self) -> str:
+        """Return the run's directory; "": there is none that anybody sees."""
+
+    def sees_directory(self) -> bool:
+        """Return whether this process may write into it."""
+
+    def hand_over(self, name: str, content: str) -> None:
+        """Let a machine that sees the directory write a file of evidence."""
+
+    def facts(self) -> dict[str, str]:
+        """Return what is to be said about the run, in words, by name."""
+
+    def settings(self) -> str:
+        """Return the settings of the run."""
+
+    def recipe(self) -> str:
+        """Return the recipe of the run, as far as it is known."""
+
+
+@dataclass
+class _Inquiry:
+    """One file of evidence that is being put together."""
+
+    name: str
+    trouble: Trouble
+    number: int
+    asked: list[str]
+    facts: dict[str, str]
+    events: list[str]
+    heard: dict[str, Testimony] = field(default_factory=dict)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Troubles:
+    """The troubles of one head.
+
+    Args:
+        secrets: words that must not get into a file.
+    """
+
+    def __init__(self, house: House, run_id: str, secrets: Collection[str]) -> None:
+        self._house = house
+        self._run_id = run_id
+        self._secrets = tuple(secrets)
+        self._number = 0
+        self._names: list[str] = []
+        self._said: set[tuple[str, str, int]] = set()
+        self._inquiries: dict[int, _Inquiry] = {}
+        self._late: dict[str, Testimony] = {}  # what workers have said when they were late
+        self._recent: deque[tuple[float, Event]] = deque(maxlen=LAST_EVENTS)
+        self._steps: deque[tuple[float, Event]] = deque(maxlen=LAST_STEPS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ending = False
+
+    def note(self, event: Event) -> None:
+        """Remember an event, for the next file. Cheap."""
+        (self._steps if isinstance(event, StepFinished) else self._recent).append((time.time(), event))
+
+    def heard(self, name: str, message: Testimony) -> None:
+        """Receive an answer."""
+        if message.number < 0:
+            self._late[name] = message
+            return
+        inquiry = self._inquiries.get(message.number)
+        if inquiry is not None:
+            inquiry.heard[name] = message
+            self._look(inquiry)
+
+    def gone(self, name: str) -> None:
+        """Note that a worker or an agent has gone: it answers nothing any more."""
+        for inquiry in self._inquiries.values():
+            if name in inquiry.asked and name not in inquiry.heard:
+                inquiry.heard[name] = Testimony(number=-1, text="")
+                self._look(inquiry)
+
+    def take(self, trouble: Trouble) -> None:
+        """Say what has gone wrong, once, and put the evidence together."""
+        key = (trouble.kind, trouble.worker_id, -1 if trouble.kind == "nan" else trouble.step)
+        if key in self._said:
+            return
+        self._said.add(key)
+        late = self._late.get(trouble.worker_id)
+        if late is not None and trouble.kind == "hang":
+            trouble = dataclasses.replace(trouble, place=late.place)
+        name = ""
+        if self._house.directory() and len(self._names) < MOST_FILES:
+            name = file_name(trouble.kind, trouble.step, time.strftime("%Y%m%d-%H%M%S"), self._names)
+            self._names.append(name)
+        self._house.say(
+            Problem(
+                time=time.time(),
+                problem=trouble.kind,
+                text=redacted(text(trouble), self._secrets),
+                worker_id=trouble.worker_id,
+                step=trouble.step,
+                evidence=f"{FOLDER}/{name}" if name else "",
+                ends_run=trouble.ends_run,
+            )
+        )
+        if not name:
+            return
+        self._number += 1
+        inquiry = _Inquiry(name, trouble, self._number, [], self._house.facts(), self._last_events())
+        if trouble.ends_run or trouble.kind == "hang":
+            self._ask(inquiry)  # before what follows: the culprit may be ended at once
+            delay_s = 0.0
+        else:
+            delay_s = AFTER_LOSS_S
+        if trouble.ends_run and not self._house.sees_directory():  # whoever sees it ends with the run
+            self._house.hand_over(name, self._content(inquiry))
+            return
+        task = asyncio.create_task(self._follow(inquiry, delay_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def end(self) -> None:
+        """Write what is being put together, and wait for that."""
+        self._is_ending = True
+        for inquiry in self._inquiries.values():
+            inquiry.done.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=END_S)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _ask(self, inquiry: _Inquiry) -> None:
+        workers = sorted(self._house.workers(), key=lambda name: name != inquiry.trouble.worker_id)
+        inquiry.asked = [*workers[:MOST_ASKED], *list(self._house.agents())[:MOST_ASKED]]
+        self._inquiries[inquiry.number] = inquiry
+        self._house.ask(inquiry.asked, Testify(number=inquiry.number))
+
+    def _look(self, inquiry: _Inquiry) -> None:
+        if all(name in inquiry.heard for name in inquiry.asked):
+            inquiry.done.set()
+
+    async def _follow(self, inquiry: _Inquiry, delay_s: float) -> None:
+        if delay_s and not self._is_ending:
+            await asyncio.sleep(delay_s)
+        if not inquiry.asked:
+            self._ask(inquiry)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.0 if self._is_ending else ANSWER_S):
+                await inquiry.done.wait()
+        content = self._content(inquiry)
+        self._inquiries.pop(inquiry.number, None)
+        if not self._house.sees_directory():
+            self._house.hand_over(inquiry.name, content)
+            return
+        directory = Path(self._house.directory())
+        with contextlib.suppress(OSError, RunDirectoryError):
+            await asyncio.to_thread(write, directory, self._run_id, inquiry.name, content)
+
+    def _content(self, inquiry: _Inquiry) -> str:
+        hosts = self._house.agents()
+        silent = f"nothing within {ANSWER_S:.0f} s: its process has ended, or native code holds its interpreter"
+        workers: list[Witness] = []
+        machines: list[Witness] = []
+        for name in inquiry.asked:
+            answer = inquiry.heard.get(name)
+            missing = silent if answer is None else "it has ended meanwhile"
+            said = answer.text if answer is not None else ""
+            if not said and name in self._late:
+                said = f"(when it was late)\n{self._late[name].text}"
+            witness = Witness(name=hosts.get(name, name), text=said, missing=missing)
+            (machines if name in hosts or name.startswith("agent") else workers).append(witness)
+        environment = next((each.environment for each in inquiry.heard.values() if each.environment), None)
+        return files.shown(
+            files.Evidence(
+                trouble=inquiry.trouble,
+                facts=inquiry.facts,
+                workers=workers,
+                machines=machines,
+                events=inquiry.events,
+                versions=versions(),
+                environment=environment or shown_environment(os.environ),
+                settings=self._house.settings(),
+                recipe=self._house.recipe(),
+            ),
+            self._secrets,
+        )
+
+    def _last_events(self) -> list[str]:
+        known = sorted([*self._recent, *self._steps], key=lambda item: item[0])
+        return [f"{time.strftime('%H:%M:%S', time.localtime(when))}  {_line(event)}" for when, event in known]
+
+
+def _line(event: Event) -> str:
+    if isinstance(event, StepFinished):
+        return f"step {event.step} finished: loss {event.loss!r}, {event.seconds.total():.3f} s"
+    if isinstance(event, Announcement):
+        return event.text[:600]
+    known = {name: getattr(event, name) for name in event.__struct_fields__ if name != "time"}
+    kind = str(event.__struct_config__.tag)
+    words = ", ".join(f"{name}={value!r}" for name, value in known.items() if value not in ("", -1, 0.0))
+    return f"{kind}: {words}"[:600]

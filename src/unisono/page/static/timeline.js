@@ -1,0 +1,166 @@
+// The timeline of generations: which worker was there from when to when, and why it came and went.
+
+import { byId, el, icon, put, table, tableFold } from "./dom.js";
+import { clock, count, duration, moment, plain, whole } from "./format.js";
+
+const BAD = new Set(["lost", "failed", "evicted"]);
+const MOST_GENERATION_LABELS = 12;
+const TICK_PX = 110;
+
+export class Timeline {
+  constructor(app) {
+    this.app = app;
+    this.body = el("div", { class: "lanes", "aria-hidden": "true" });
+    this.say = el("p", { class: "say" });
+    this.fold = tableFold("Show as a table", () => this.table());
+    const box = el("div", { class: "scroll" }, this.body);
+    put(byId("timeline-card"), this.say, box, this.fold);
+    new ResizeObserver(() => this.draw()).observe(box);
+  }
+
+  draw() {
+    const run = this.app.primary();
+    if (!run?.overview) return;
+    const { spans, generations } = history(run);
+    this.spans = spans;
+    this.generations = generations;
+    this.say.textContent = sentence(run, spans, generations);
+    this.body.hidden = !spans.length;
+    this.fold.hidden = !spans.length;
+    if (!spans.length) return;
+    const [from, to] = this.domain(run, spans);
+    const place = (time) => `${(100 * Math.max(0, Math.min(1, (time - from) / (to - from)))).toFixed(3)}%`;
+    const isIn = (time) => time >= from && time <= to;
+    const hosts = lanes(spans);
+    const rows = hosts.reduce((sum, [, each]) => sum + each.length, 0);
+    const high = rows > 40 ? 9 : rows > 16 ? 14 : 20;
+    const width = this.body.clientWidth - 90;
+    const marks = generations.filter(({ time }) => isIn(time));
+    const every = Math.ceil(marks.length / Math.max(1, Math.min(MOST_GENERATION_LABELS, width / 40)));
+    put(this.body,
+      el("div"), el("div", { class: "ruler" }, ticks(from, to, width).map((time, index, all) =>
+        el("span", { class: index && index === all.length - 1 && time > to - (to - from) * 0.06 ? "last" : "", text: clock(time, to), style: { left: place(time) } }))),
+      el("div", { class: "label", text: "generation" }),
+      el("div", { class: "generations" }, marks.map((mark, index) => el("span", {
+        text: index % every ? "" : whole(mark.generation), title: `generation ${mark.generation}, ${clock(mark.time)}${mark.reason ? `: ${plain(mark.reason, 300)}` : ""}`,
+        style: { left: place(mark.time) } }))),
+      hosts.flatMap(([host, each]) => [
+        el("div", { class: "label" }, el("b", { class: "name", text: plain(host || "machine unknown", 60), title: plain(host, 200) }), count(each.length, "place")),
+        el("div", { class: "rows" },
+          marks.length <= 200 ? marks.map((mark) => el("i", { class: "generation", style: { left: place(mark.time) } })) : [],
+          each.map((lane) => el("div", { class: "row", style: { height: `${high}px` } }, lane
+            .filter((span) => span.to >= from && span.from <= to)
+            .map((span) => bar(span, place, high, ((span.to - span.from) / (to - from)) * width))))),
+      ]));
+    this.fold.refresh();
+  }
+
+  /** From when to when: the steps that are shown, where their times are known; else the whole run. */
+  domain(run, spans) {
+    const times = this.app.range ? (run.times?.time ?? []).filter((time) => time > 0) : [];
+    if (times.length > 1 && times.at(-1) > times[0]) return [times[0], times.at(-1)];
+    const from = Math.min(...spans.map((span) => span.from));
+    const to = Math.max(...spans.map((span) => span.to));
+    return [from, to > from ? to : from + 1];
+  }
+
+  table() {
+    return el("div", {},
+      table("Workers", ["Worker", "Machine", "Came", "Why", "Went", "How", "Why", "Was there"], this.spans.map((span) => [
+        plain(span.id, 60), plain(span.host, 80), moment(span.from), plain(span.cameFor || "–", 300),
+        span.isOpen ? "still there" : moment(span.to), span.how || "–", plain(span.wentFor || "–", 500), duration(span.to - span.from)])),
+      table("Generations", ["Generation", "Began", "Workers", "Why"], this.generations.map((each) => [
+        whole(each.generation), moment(each.time), whole(each.workers), plain(each.reason || "–", 500)])));
+  }
+}
+
+/** Read who was there when from a run's events. */
+function history(run) {
+  const { overview, events } = run;
+  const now = overview.ended || overview.time;
+  const open = new Map();
+  const spans = [];
+  const generations = [];
+  const isTold = events.some((event) => event.kind === "joined");
+  const begin = (id, event, host, why) => {
+    const span = { id, host, from: event.time, to: now, cameFor: why, wentFor: "", how: "", isOpen: true };
+    open.set(id, span);
+    spans.push(span);
+  };
+  const end = (id, time, how, why) => {
+    const span = open.get(id);
+    if (!span) return;
+    Object.assign(span, { to: time, how, wentFor: why, isOpen: false });
+    open.delete(id);
+  };
+  for (const event of events) {
+    if (!event.time) continue;
+    if (event.kind === "joined") {
+      if (!open.has(event.worker_id)) begin(event.worker_id, event, event.host ?? "", event.reason ?? "");
+    } else if (event.kind === "gone") {
+      if (!open.has(event.worker_id)) begin(event.worker_id, event, event.host ?? "", "");
+      end(event.worker_id, event.time, event.how ?? "", event.reason ?? "");
+    } else if (event.kind === "membership") {
+      const members = event.worker_ids ?? [];
+      if (event.generation !== generations.at(-1)?.generation) {
+        generations.push({ generation: event.generation, time: event.time, workers: members.length, reason: event.reason ?? "" });
+      }
+      if (!isTold) {
+        for (const id of [...open.keys()]) if (!members.includes(id)) end(id, event.time, "left", "");
+        for (const id of members) if (!open.has(id)) begin(id, event, "", event.reason ?? "");
+      }
+    } else if (event.kind === "end") {
+      for (const id of [...open.keys()]) end(id, event.time, event.ok ? "finished" : "left", event.reason ?? "");
+    } else if (event.kind === "start") {
+      for (const id of [...open.keys()]) end(id, event.time, "left", "the run was started again");
+    }
+  }
+  return { spans, generations };
+}
+
+/** Put the spans of each machine into as few rows as hold them: [[host, [row, ...]], ...]. */
+function lanes(spans) {
+  const hosts = new Map();
+  for (const span of [...spans].sort((a, b) => a.from - b.from)) {
+    if (!hosts.has(span.host)) hosts.set(span.host, []);
+    const rows = hosts.get(span.host);
+    const free = rows.find((row) => row.at(-1).to <= span.from && !row.at(-1).isOpen);
+    if (free) free.push(span);
+    else rows.push([span]);
+  }
+  return [...hosts].sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true }));
+}
+
+function bar(span, place, high, width) {
+  const left = place(span.from);
+  const right = place(span.to);
+  const text = high >= 14 && width > 26 ? plain(span.id, 30) : "";
+  const about = `${plain(span.id, 60)}: ${clock(span.from)}${span.cameFor ? ` (${plain(span.cameFor, 200)})` : ""} to ${
+    span.isOpen ? "now" : `${clock(span.to)}, ${span.how}${span.wentFor ? ` (${plain(span.wentFor, 300)})` : ""}`}`;
+  const node = el("span", { class: "span", title: about, "data-how": span.isOpen ? "" : span.how },
+    BAD.has(span.how) && high >= 14 && width > 40 ? [icon("failed"), text] : text);
+  node.style.left = left;
+  node.style.width = `calc(${right} - ${left})`;
+  return node;
+}
+
+function ticks(from, to, width) {
+  const steps = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800];
+  const wanted = ((to - from) * TICK_PX) / Math.max(TICK_PX, width);
+  const step = steps.find((each) => each >= wanted) ?? 2592000;
+  const zone = new Date(from * 1000).getTimezoneOffset() * 60;
+  const found = [];
+  for (let time = Math.ceil((from - zone) / step) * step + zone; time <= to; time += step) found.push(time);
+  return found.length ? found : [from];
+}
+
+function sentence(run, spans, generations) {
+  if (!spans.length) return "Who was there is not known: the run's events are missing.";
+  const lost = spans.filter((span) => BAD.has(span.how));
+  const there = spans.filter((span) => span.isOpen).length;
+  const parts = [`${count(spans.length, "worker")} in all, on ${count(new Set(spans.map((span) => span.host)).size, "machine")}`];
+  if (there) parts.push(`${whole(there)} there now`);
+  if (generations.length) parts.push(count(generations.length, "generation"));
+  parts.push(lost.length ? `${whole(lost.length)} lost or failed` : "none lost");
+  return `${parts.join(", ")}.${run.isCut ? " The oldest events are not shown." : ""}`;
+}

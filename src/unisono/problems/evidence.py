@@ -1,0 +1,142 @@
+"""The text of a file of evidence, without secrets. Values in, text out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from unisono.problems.kinds import Trouble, sentence, what_to_do
+
+__all__ = ["MAX_CHARACTERS", "Evidence", "Witness", "redacted", "shown", "shown_environment"]
+
+MAX_CHARACTERS: Final = 400_000
+"""Of a file. What is longer is cut in the middle of its longest parts."""
+MAX_PART: Final = 16_000
+MAX_PARTS: Final = 64
+HIDDEN: Final = "(hidden)"
+
+_NAMES: Final = (
+    r"[\w.-]*(?:token(?!iz|s)|passw(?:or)?d|passphrase|secret|credential|api[-_]?key|access[-_]?key|private[-_]?key"
+    r"|authorization)[\w.-]*"
+)
+_VALUE: Final = r"""(?:"[^"\n]*"|'[^'\n]*'|(?:bearer |basic )?[^\s,;"'&)\]}]+)"""
+_PATTERNS: Final = (
+    # A user and a password in an address, and whatever follows a "#" of an invitation.
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@\"']+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
+    (re.compile(r"(\b(?:wss?|https?|unisono)://[^\s\"'#]+#)[^\s\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    # --token X, --api-key=X, password: X, "secret": "X", API_KEY=X; also as two elements of a list.
+    (re.compile(rf"(--?{_NAMES}[\"']?(?:\s*=\s*|\s*,\s*|\s+))(?!-){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(rf"(\b{_NAMES}[\"']?\s*[=:]\s*){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    # What is a key by its form.
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|glpat-|AKIA)[A-Za-z0-9_-]{10,}"), HIDDEN),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
+)
+SHOWN: Final = re.compile(
+    r"UNISONO_(?!.*TOKEN)\w+|OMP_\w+|MKL_\w+|KMP_\w+|OPENBLAS_\w+|CUDA_\w+|CUBLAS_\w+|NCCL_\w+|GLOO_\w+"
+    r"|TORCH_\w+|PYTORCH_\w+|NVIDIA_(?:TF32_OVERRIDE|VISIBLE_DEVICES)|ATEN_CPU_CAPABILITY|ONEDNN_\w+|DNNL_\w+|MALLOC_\w+|LD_PRELOAD"
+    r"|PYTHON(?:HASHSEED|FAULTHANDLER|MALLOC|UNBUFFERED|OPTIMIZE)|LANG|LC_ALL|TZ"
+)
+"""The environment variables that a file of evidence may name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness:
+    """What a worker or the agent of a machine says about itself at the moment of a problem."""
+
+    name: str
+    """``w2``, or the host of an agent."""
+    text: str = ""
+    """Stacks, memory; "": it has not answered."""
+    missing: str = ""
+    """Why it has not answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that goes into a file."""
+
+    trouble: Trouble
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """The run, in words, by name."""
+    workers: Sequence[Witness] = ()
+    machines: Sequence[Witness] = ()
+    events: Sequence[str] = ()
+    """The last ones, a line each."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: str = ""
+    recipe: str = ""
+
+
+def shown(evidence: Evidence, secrets: Collection[str] = ()) -> str:
+    """Return the text of the file.
+
+    Args:
+        secrets: words that must not stand in it, whatever they look like: the run's token.
+    """
+    trouble = evidence.trouble
+    culprit = trouble.worker_id
+    first = sorted(evidence.workers, key=lambda witness: witness.name != culprit)[:MAX_PARTS]
+    parts = [
+        _title(f"Unisono: {trouble.kind}", "="),
+        f"{sentence(trouble)}.\n\nWhat to do: {what_to_do(trouble)}.\n",
+        _table(evidence.facts),
+        "Nothing that looked like a password, a token or a key was written here. Look through the output and the "
+        "settings all the same before you give this file to others.",
+    ]
+    parts += _part("What the culprit says", _cut(trouble.detail))
+    parts += _part("Traceback, or last output of the culprit", _cut(trouble.traceback))
+    parts += _part("Stacks of all workers, at the moment of the problem", _witnesses(first))
+    parts += _part("Machines, and the memory of their processes", _witnesses(list(evidence.machines)[:MAX_PARTS]))
+    parts += _part("Last events", "\n".join(evidence.events))
+    parts += _part("Versions", _table(evidence.versions))
+    parts += _part("Environment variables that matter here", _table(evidence.environment))
+    parts += _part("Settings of the run", _cut(evidence.settings))
+    parts += _part("Recipe", _cut(evidence.recipe))
+    whole = redacted("\n\n".join(filter(None, (part.rstrip("\n") for part in parts))), secrets) + "\n"
+    return whole if len(whole) <= MAX_CHARACTERS else whole[:MAX_CHARACTERS] + "\n(cut here)\n"
+
+
+def redacted(text: str, secrets: Collection[str] = ()) -> str:
+    """Return a text without what looks like a password, a token or a key."""
+    for secret in secrets:
+        if secret:
+            text = text.replace(secret, HIDDEN)
+    for pattern, instead in _PATTERNS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those environment variables that a file of evidence may name."""
+    return {name: value[:500] for name, value in sorted(environment.items()) if SHOWN.fullmatch(name)}
+
+
+def _witnesses(witnesses: Sequence[Witness]) -> str:
+    """Return what each has said; those that have said the same stand together."""
+    said: dict[str, list[str]] = {}
+    for witness in witnesses:
+        said.setdefault(_cut(witness.text) or f"(no answer: {witness.missing})", []).append(witness.name)
+    return "\n\n".join(f"[{', '.join(names)}]\n{text}".rstrip() for text, names in said.items())
+
+
+def _part(title: str, text: str) -> list[str]:
+    return [f"{_title(title)}\n{text}"] if text.strip() else []
+
+
+def _title(title: str, line: str = "-") -> str:
+    return f"{title}\n{line * len(title)}"
+
+
+def _table(values: Mapping[str, str]) -> str:
+    width = max(map(len, values), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items() if value)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_PART:
+        return text
+    half = MAX_PART // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters are left out) ...\n{text[-half:]}"

@@ -1,0 +1,194 @@
+"""Sentences about what went wrong: who, where, since when, and what to do. Values in, text out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, cast, get_args
+
+from unisono.errors import DivergenceError, LossError
+from unisono.words import exit_words
+
+__all__ = ["Kind", "Trouble", "file_name", "kind_of", "kind_or_error", "sentence", "shown_bytes", "text", "what_to_do"]
+
+Kind = Literal["hang", "crash", "error", "nan", "divergence", "out-of-memory", "failed-join", "unreachable"]
+"""What can go wrong. crash: a process has ended without a report; error: the script has raised an exception."""
+
+OUT_OF_MEMORY: Final = re.compile(
+    r"can't allocate memory|not enough memory: you tried to allocate|out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Cannot allocate memory",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """What is known of something that went wrong, at the moment at which it is noticed."""
+
+    kind: Kind
+    worker_id: str = ""
+    """The culprit; "": none is known."""
+    host: str = ""
+    step: int = -1
+    """The step of the run that was under way; -1: none was."""
+    where: str = ""
+    """The position within the training in words, `unisono.words.position_words`."""
+    seconds: float = 0.0
+    """How long it has lasted already."""
+    place: str = ""
+    """The line of the script at which the culprit's main thread stands: ``dataset.py:33 __getitem__``."""
+    error: str = ""
+    """Class and message of an exception, in one line; or what is wrong, as a predicate of the culprit."""
+    exit_code: int = 0
+    killed_for: str = ""
+    """Why the kernel has killed the process, where that is known."""
+    peak_bytes: int = 0
+    """The most memory that the process has had; 0: unknown."""
+    then: str = ""
+    """What the run does about it."""
+    ends_run: bool = False
+    traceback: str = ""
+    """Of the exception; or the last output of the culprit."""
+    detail: str = ""
+    """What the culprit has written about itself: what held its memory, which values were not finite."""
+    advice: str = ""
+    """What to do, where more is known than what the kind says."""
+
+
+def kind_of(error: BaseException) -> Kind:
+    """Return what an exception of a script shows."""
+    if isinstance(error, DivergenceError):
+        return "divergence"
+    if isinstance(error, LossError) and error.microbatch >= 0:
+        return "nan"
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"MemoryError", "OutOfMemoryError"}:
+        return "out-of-memory"
+    if isinstance(error, (RuntimeError, OSError)) and OUT_OF_MEMORY.search(str(error)):
+        return "out-of-memory"
+    return "error"
+
+
+def kind_or_error(name: str) -> Kind:
+    """Return the kind of that name; "error" for a name that is none."""
+    return cast("Kind", name) if name in get_args(Kind) else "error"
+
+
+def sentence(trouble: Trouble) -> str:
+    """Return what has happened, in one sentence that names the culprit."""
+    then = f"; {trouble.then}" if trouble.then else ""
+    return _sentence(trouble).rstrip(".") + then
+
+
+def text(trouble: Trouble) -> str:
+    """Return what has happened and what to do."""
+    return ". ".join(filter(None, (sentence(trouble), what_to_do(trouble))))
+
+
+def _sentence(trouble: Trouble) -> str:
+    who, where = _who(trouble), f" in {trouble.where}" if trouble.where else ""
+    match trouble.kind:
+        case "hang" | "unreachable" if trouble.error:
+            return f"{who} {trouble.error}"
+        case "hang":
+            since = f"for {trouble.seconds:.0f} s"
+            if trouble.place:
+                return f"{who} hung{where}: its main thread has been in {trouble.place} {since}"
+            return f"{who} hung{where}: it has made no progress {since}"
+        case "crash":
+            return f"{who} {exit_words(trouble.exit_code)}{where}"
+        case "nan":
+            return f"{trouble.error} ({who} has computed it)" if trouble.worker_id else trouble.error
+        case "out-of-memory":
+            return f"{who} ran out of memory{where}" + _for_memory(trouble)
+        case "failed-join":
+            return f"{who} could not join the run: {trouble.error}"
+        case "divergence":
+            return trouble.error
+        case _:
+            return f"{who} failed{where}: {trouble.error}"
+
+
+def _for_memory(trouble: Trouble) -> str:
+    if trouble.killed_for:
+        had = f" when it had {shown_bytes(trouble.peak_bytes)}" if trouble.peak_bytes else ""
+        return f": {trouble.killed_for}{had}"
+    return f": {trouble.error}" if trouble.error else ""
+
+
+def _who(trouble: Trouble) -> str:
+    where = f" on host {trouble.host}" if trouble.host else ""
+    if not trouble.worker_id:
+        return f"a worker{where}" if where else "a worker"
+    return f"{trouble.worker_id}{where}"
+
+
+def what_to_do(trouble: Trouble) -> str:
+    """Return what to do about it, in one or two sentences without the last full stop."""
+    if trouble.advice:
+        return trouble.advice.rstrip(".")
+    who = trouble.worker_id or "the worker"
+    match trouble.kind:
+        case "hang":
+            return (
+                f"The stack of {who} in the evidence shows the line to look at; if the script may take so long there, "
+                "raise --hang-s"
+            )
+        case "unreachable":
+            return "Look at the network between the machines: `unisono doctor` measures it"
+        case "crash" if trouble.exit_code in (-9, -15):
+            return (
+                "Nothing on the machine says that it was for memory: somebody, or what schedules jobs there, has sent "
+                "the signal"
+            )
+        case "crash" if trouble.exit_code < 0:
+            return (
+                f"Native code has failed: the last output of {who} in the evidence has the Python stack, if one could "
+                "be written"
+            )
+        case "crash":
+            return f"The script has left by os._exit, or native code has ended it: see the last output of {who}"
+        case "nan":
+            return (
+                "Look at these samples and at the operation: torch.autograd.set_detect_anomaly(True) names it; a lower "
+                "learning rate, a warm-up or clipped gradients help if the values have grown before"
+            )
+        case "divergence":
+            return "docs/guarantees.md has what a micro-batch may depend on"
+        case "out-of-memory":
+            return (
+                "More micro-batches of the same batch need less memory (microbatches=, which is part of the bits), and "
+                "so do fewer workers on this machine"
+            )
+        case "failed-join":
+            return "Mend that on the machine, and start `unisono join` there again"
+        case _:
+            return "The traceback in the evidence ends with the line that raised it"
+
+
+def shown_bytes(number: float) -> str:
+    """Return ``1.5 GB``, ``310 MB``, ``12 kB``."""
+    if not math.isfinite(number):
+        return "an unknown amount"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if abs(number) >= size:
+            value = number / size
+            return f"{value:.1f} {unit}" if abs(value) < 10 else f"{value:.0f} {unit}"
+    return f"{number / 1e3:.0f} kB"
+
+
+def file_name(kind: str, step: int, when: str, taken: Sequence[str] = ()) -> str:
+    """Return the name of a file of evidence that no other one has.
+
+    Args:
+        when: ``20261122-130405``: so that names are in the order of time.
+        taken: names that are given already.
+    """
+    stem = f"{when}-{kind}" + (f"-step{step}" if step >= 0 else "")
+    name, number = f"{stem}.txt", 1
+    while name in taken:
+        number += 1
+        name = f"{stem}-{number}.txt"
+    return name

@@ -1,0 +1,19 @@
+"""The terminal: a live view, or plain lines where standard output is a file or a pipe."""
+
+from __future__ import annotations
+
+import sys
+
+from unisono.watch.terminal.base import BALANCE_EVERY_S, Terminal, summary
+from unisono.watch.terminal.plain import PLAIN_EVERY_S, Plain
+
+__all__ = ["BALANCE_EVERY_S", "PLAIN_EVERY_S", "Plain", "Terminal", "summary", "terminal"]
+
+
+def terminal() -> Terminal:
+    """Make the sink that suits standard output: a live view for a terminal, else `Plain`."""
+    if not sys.stdout.isatty():
+        return Plain()
+    from unisono.watch.terminal.live import Rich
+
+    return Rich()

@@ -1,0 +1,146 @@
+"""What the two views of a terminal have in common: what they tell apart, and the speed of the run."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Final
+
+from unisono.events import Announcement, Event, Problem, RunEnded, StepFinished, WorkerOutput
+from unisono.words import count, progress
+
+__all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "duration", "summary"]
+
+BALANCE_EVERY_S: Final = 5.0
+"""Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen."""
+
+
+class Pace:
+    """Speed of the run, from the reported steps."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = self._samples = 0.0  # of a step; smoothed alike, so that a short last batch shows no slump
+        self.started = clock()
+        self.last: StepFinished | None = None
+        self._first = 0
+
+    def add(self, step: StepFinished) -> bool:
+        """Count a step. Return False if it was counted before: after a loss, a step may be reported twice."""
+        if self.last is None:
+            self._first = step.step
+        elif step.step <= self.last.step:
+            return False
+        weight = 1.0 if self.last is None else 0.1
+        self._seconds += weight * (step.seconds.total() - self._seconds)
+        self._samples += weight * (step.samples - self._samples)
+        self.last = step
+        return True
+
+    def num_steps(self, last: int) -> int:
+        """Return how many steps were finished, by their numbers: some may not have been reported here.
+
+        Args:
+            last: the number of the last one, where that is known; else -1.
+        """
+        return 0 if self.last is None else max(self.last.step, last) + 1 - self._first
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self.started
+
+    @property
+    def samples_per_second(self) -> float:
+        return self._samples / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def left_s(self) -> float:
+        if self.last is None or not self.last.num_steps:
+            return 0.0
+        return max(0.0, (self.last.num_steps - self.last.step - 1) * self._seconds)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def summary(pace: Pace, ended: RunEnded) -> str:
+    """Return the run in one line."""
+    if not ended.ok:
+        return f"failed: {ended.reason}"
+    last = pace.last
+    if last is None:
+        without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`
+        return f"{ended.reason} after {pace.elapsed_s:.1f} s{without}"
+    ended_as = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
+    steps = count(pace.num_steps(ended.step), "step")
+    return f"{ended_as}: {steps} in {pace.elapsed_s:.1f} s on {count(len(last.workers), 'worker')}"
+
+
+class Terminal(ABC):
+    """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._balance_at = -math.inf
+
+    def emit(self, event: Event) -> None:
+        match event:
+            case WorkerOutput():
+                self._output(event)
+            case Announcement():
+                self._say(event.text)
+            case Problem():
+                self._say(problem_words(event))
+            case StepFinished():
+                if self._pace.add(event):
+                    self._say_balance(event.balance)
+                    self._step(event)
+            case RunEnded():
+                self._end(event)
+
+    def _say_balance(self, text: str) -> None:
+        now = self._clock()
+        if text and now - self._balance_at > BALANCE_EVERY_S:
+            self._balance_at = now
+            self._say(text)
+
+    def _left(self, last: StepFinished) -> str:
+        return "" if last.first_step else f"{duration(self._pace.left_s)} left"
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def _output(self, line: WorkerOutput) -> None: ...
+
+    @abstractmethod
+    def _say(self, text: str) -> None: ...
+
+    @abstractmethod
+    def _step(self, step: StepFinished) -> None: ...
+
+    @abstractmethod
+    def _end(self, ended: RunEnded) -> None: ...
+
+
+def problem_words(event: Problem) -> str:
+    """Return what to show of a problem. Where the run ends with it, the end says what has happened."""
+    where = f"evidence, for a bug report: {event.evidence} in the run's directory" if event.evidence else ""
+    if event.ends_run:
+        return where or event.text
+    return f"{event.text}. {where[:1].upper()}{where[1:]}" if where else event.text
+
+
+def done(step: StepFinished) -> str:
+    """Return how far the run is. A script that has called ``run.steps`` before may do so for each of its epochs, so
+    nobody knows how many steps there will be.
+    """
+    if not step.first_step:
+        return progress(step.step + 1, step.num_steps)
+    within = progress(step.step + 1 - step.first_step, step.num_steps - step.first_step)
+    return f"epoch {step.epoch}: {within}"
