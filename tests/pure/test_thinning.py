@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import threading
@@ -128,7 +129,7 @@ def test_what_is_read_is_what_was_added_and_not_taken_back(data: st.DataObject) 
                 os.truncate(torn, max(0, torn.stat().st_size - data.draw(st.integers(1, 60))))
         points = data.draw(st.sampled_from([1, 3, 10, 1000]))
         rows = read(directory, points=points).rows
-        for row, after in zip(rows, rows[1:], strict=False):
+        for row, after in itertools.pairwise(rows):
             assert row.last < after.first
         for row in rows:
             known = [value for each, value in there.items() if row.first <= each <= row.last]

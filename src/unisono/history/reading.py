@@ -260,6 +260,10 @@ class History:
             found.append(
                 f"{lines.path} is empty: no step is finished" if lines.path.exists() else f"there is no {lines.path}"
             )
+        elif lines.head:
+            is_begun = lines.head.startswith(b'{"line"')
+            what = "has no whole line yet" if is_begun else "is not a journal"
+            found.append(f"{lines.path} {what}: it begins with {lines.head.decode(errors='replace')!r}")
         num_lines = sum(block.lines for block in lines.blocks)
         if lines.num_broken and lines.num_broken == num_lines:
             found.append(f"{lines.path} is not a journal: it begins with {lines.first_broken!r}")
