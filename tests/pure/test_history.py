@@ -266,7 +266,7 @@ def test_without_an_index_a_journal_is_read_by_and_by(tmp_path: Path, monkeypatc
     history = History(tmp_path)
     history._lines.refresh(budget_s=0.0)
     assert history.span()[1] == 10 * STEPS - 1
-    assert any("has no index, or only a part of one; 9" in note for note in history.notes)
+    assert any("has no index, or only a part of one; 100%" in note for note in history.notes)
     history.complete()
     assert not any("no index" in note for note in history.notes)
     check(tmp_path, history)
