@@ -51,13 +51,14 @@ from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
-from unisono.training.recording import OUTSIDE, Recorder, Role
+from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
 from unisono.training.troubles import OwnTroubles
 from unisono.training.upcoming import Upcoming
+from unisono.unwatched import IS_WATCHED
 from unisono.watch import Sink, named
 
 __all__ = ["Run"]
@@ -150,7 +151,9 @@ class Run(Calls):
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
-        self._recorder = Recorder(self._journal, [*sinks, *_named(spec.sinks)], members.current())
+        self._recorder = (Recorder if IS_WATCHED else Unwatched)(
+            self._journal, [*sinks, *_named(spec.sinks)], members.current()
+        )
         steps = range(*spec.profile) if spec.profile[1] else profile
         self._profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._phases = 0
