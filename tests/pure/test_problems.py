@@ -242,8 +242,10 @@ def test_the_number_of_micro_batches_that_is_advised_fits(microbatches: int, ask
 
 
 def test_fewer_workers_are_advised_where_they_share_the_memory() -> None:
-    said = advice(replace(HELD, is_shared=True), Setting(batch_size=256, microbatches=8, num_workers=4))
+    said = advice(replace(HELD, shared=21 * GB), Setting(batch_size=256, microbatches=8, num_workers=4))
     assert "1 worker on this machine instead of 4 (the bits stay the same)" in said
+    said = advice(replace(HELD, shared=34 * GB), Setting(batch_size=256, microbatches=8, num_workers=4))
+    assert "3 workers on this machine" in said
     assert "on this machine" not in advice(HELD, Setting(batch_size=256, microbatches=8, num_workers=4))
 
 
@@ -300,7 +302,7 @@ def test_a_kill_for_memory_is_known_by_the_counter_of_the_control_group(tmp_path
     machine(tmp_path, version=version, kills=3)
     said = kills.new()
     assert "memory of its control group was used up" in said
-    assert "1 kB of 1 kB" in said
+    assert "(1 kB of its control group's memory)" in said
     assert kills.new() == "", "that was the one before"
 
 

@@ -65,7 +65,7 @@ class Trouble:
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
     limit_bytes: int = 0
-    """The most that it could have had; 0: unknown."""
+    """What all processes together could have; 0: unknown."""
     then: str = ""
     """What the run does about it."""
     ends_run: bool = False

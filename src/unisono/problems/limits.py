@@ -80,12 +80,12 @@ class Kills:
         if not group and not machine and not self._is_full():
             return ""
         limit = memory_limit(self._root)
-        used = f": {limit.words} were used" if limit is not None else ""
+        size = f" ({shown_bytes(limit.limit)} of {limit.of})" if limit is not None else ""
         if group > 0:
-            return f"the kernel has killed it because the memory of its control group was used up{used}"
+            return f"the kernel has killed it because the memory of its control group was used up{size}"
         if machine > 0:
-            return f"the kernel has killed a process of this machine for memory at that moment{used}"
-        return f"it was killed when its control group was at its limit{used}"
+            return f"the kernel has killed a process of this machine for memory at that moment{size}"
+        return f"it was killed when its control group was at its limit{size}"
 
     def _read(self) -> tuple[int, int]:
         """Return the numbers of this control group and of the machine."""
