@@ -24,6 +24,7 @@ import msgspec
 
 from unisono.decisions.following import learn_term
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
+from unisono.events import StepFinished
 from unisono.invitation import shown
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
@@ -44,6 +45,7 @@ from unisono.messages import (
     Ready,
     Statement,
     StepDone,
+    Steps,
     StoreAnswer,
     Suspect,
     TalkAnswer,
@@ -73,6 +75,10 @@ FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 LATE_S = 1.0  # when a heartbeat goes out so much too late, this whole process stood still
 MAX_EVENT_BYTES = 1 << 20
+STEPS_S = 0.25
+"""Events of steps that come faster than this are sent together, after this time."""
+MOST_STEPS = 32
+"""Or when there are so many."""
 
 _current: Member | None = None
 
@@ -138,6 +144,9 @@ class Member:
         self._ended: Ended | None = None
         self._callbacks: list[Callable[[Notice | None], None]] = []
         self._outbox: deque[bytes] = deque()
+        self._steps: list[Happened] = []  # that wait to be sent together
+        self._steps_sent_at = -STEPS_S
+        self._steps_lock = threading.Lock()
         self._repeated: dict[str, Message] = {}  # the last one of each kind that a new connection repeats
         self._store_calls = StoreCalls(self.send)
         self._talk_answer: TalkAnswer | None = None
@@ -302,13 +311,39 @@ class Member:
         self._send_repeatedly(done)
 
     def happened(self, message: Happened) -> None:
-        """Send an event to the head, for the sinks of all machines; an event that is too large for that is not sent."""
+        """Send an event to the head, for the sinks of all machines; an event that is too large for that is not sent.
+
+        Steps that come fast are sent together, a moment later.
+        """
+        if isinstance(message.event, StepFinished) and message.number >= 0:
+            with self._steps_lock:
+                self._steps.append(message)
+                is_due = len(self._steps) >= MOST_STEPS or time.monotonic() - self._steps_sent_at >= STEPS_S
+            if is_due:
+                self._send_steps()
+            return
+        self._send_steps()  # they come before it
         if len(encode(message)) > MAX_EVENT_BYTES:
             return
         if message.number < 0:  # without a number a receiver cannot recognize a repetition
             self.send(message)
         else:
             self._send_repeatedly(message, type(message.event).__name__)
+
+    def _send_steps(self) -> None:
+        """Send the events of steps that wait. Called by the training loop, or by the connection's thread."""
+        with self._steps_lock:
+            steps, self._steps = self._steps, []
+            if not steps:
+                return
+            self._steps_sent_at = time.monotonic()
+            message: Message = Steps(steps=steps) if len(steps) > 1 else steps[0]
+            if len(encode(message)) <= MAX_EVENT_BYTES:
+                self._send_repeatedly(message, StepFinished.__name__)
+                return
+            for step in steps:
+                if len(encode(step)) <= MAX_EVENT_BYTES:
+                    self._send_repeatedly(step, StepFinished.__name__)
 
     def finished(self) -> None:
         """Report that the script has returned."""
@@ -446,6 +481,7 @@ class Member:
 
     def _flush(self) -> None:
         """Wait until all messages are handed to the operating system."""
+        self._send_steps()
         deadline = time.monotonic() + FLUSH_TIMEOUT_S
         with self._changed:
             while self._thread.is_alive() and not self._closing and (left := deadline - time.monotonic()) > 0:
@@ -551,6 +587,7 @@ class Member:
                         link.put(beat)
                     # With the other workers of this machine, so that their agent can report all of them just then.
                     next_beat = now + self._welcome.heartbeat_s - now % self._welcome.heartbeat_s
+                    self._send_steps()
                 while self._outbox and not link.wants_to_write:
                     link.put(self._outbox[0])
                     self._outbox.popleft()

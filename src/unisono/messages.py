@@ -16,7 +16,7 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
                                           <-------------------  Beats, every heartbeat_s, with the workers' progress
       Beat    ------------------->  the same, of a worker whose agent does not report
       StepDone (rank 0) --------->
-      Happened (rank 0) --------->  Happened  ------------------>  terminal and other sinks
+      Happened, Steps (rank 0) -->  Happened, Steps ------------>  terminal and other sinks
                                     Told  -------------------->  who came, who has gone, what was decided, and why
                                           <-------------------  Used: what the machine uses
       Failed / Finished --------->          <-------------------  WorkerExit
@@ -79,6 +79,7 @@ __all__ = [
     "Start",
     "Statement",
     "StepDone",
+    "Steps",
     "Stop",
     "StoreAnswer",
     "StoreCall",
@@ -224,6 +225,15 @@ class Happened(Message):
     event: Event
     number: int = -1
     """Of the event's line in the journal; -1: it has none. Equal for the same event from any worker."""
+
+
+class Steps(Message):
+    """Events of steps, from rank 0 or the head, on their way to the sinks of every machine: those of a moment together,
+    because a message costs each that takes it more than what is in it.
+    """
+
+    steps: list[Happened]
+    """In their order."""
 
 
 class Told(Message):
@@ -700,7 +710,7 @@ _ALL = (
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
-    | Ailing | Holds | Inquire | Statement | Evidence | Told | Used
+    | Ailing | Holds | Inquire | Statement | Evidence | Steps | Told | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)
