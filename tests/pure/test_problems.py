@@ -82,14 +82,27 @@ HANG = Trouble(
             "w5 on host c could not join the run: FileNotFoundError: no file 'data.npy'",
         ),
         (
-            Trouble(kind="divergence", worker_id="w1", error="DivergenceError: the workers have drifted apart"),
-            "DivergenceError: the workers have drifted apart",
+            Trouble(kind="divergence", error="DivergenceError: w1 has drifted apart from w0. Look for a counter."),
+            "w1 has drifted apart from w0",
         ),
     ],
 )
 def test_one_sentence_names_the_culprit(trouble: Trouble, expected: str) -> None:
     assert sentence(trouble) == expected
     assert text(trouble).startswith(f"{expected}. ")
+
+
+def test_what_an_error_says_besides_its_first_sentence_is_what_to_do() -> None:
+    error = "DivergenceError: w1 has drifted apart from w0. Look for a counter. Or a clock."
+    assert text(Trouble(kind="divergence", error=error)) == (
+        "w1 has drifted apart from w0. Look for a counter. Or a clock"
+    )
+
+
+def test_a_long_error_is_quoted_in_part() -> None:
+    said = sentence(Trouble(kind="out-of-memory", worker_id="w0", error="CUDA out of memory. " + "See " * 1000))
+    assert said.startswith("w0 ran out of memory: CUDA out of memory. See See ")
+    assert len(said) < 400
 
 
 class OutOfMemoryError(RuntimeError):
