@@ -36,12 +36,14 @@ from unisono.messages import (
     Heads,
     Hello,
     Holding,
+    Inquire,
     Leaving,
     Left,
     MemberInfo,
     Message,
     Notice,
     Ready,
+    Statement,
     StepDone,
     Steps,
     StoreAnswer,
@@ -49,8 +51,6 @@ from unisono.messages import (
     TalkAnswer,
     TalkCall,
     TalkDone,
-    Testify,
-    Testimony,
     Welcome,
     WorkerLate,
     decode,
@@ -625,23 +625,27 @@ class Member:
                 self._stop(RunStopped(message.reason))
             case WorkerLate():
                 show_stacks(self.worker_id)
-                self._testify(-1)
-            case Testify():
-                self._testify(message.number)
+                self._make_statement(-1)
+            case Inquire():
+                self._make_statement(message.number)
             case Announcement():
                 if self._welcome is None:
                     self._stop(RunStopped(message.text))
             case _:
                 raise ProtocolError(f"the head sent {type(message).__name__}, which workers do not understand")
 
-    def _testify(self, number: int) -> None:
+    def _make_statement(self, number: int) -> None:
         """Say what this process is doing. The head asks when something has gone wrong."""
         now = self._progress.beat(self._generation, time.monotonic())
         at = position_words(now.step, now.microbatch, now.samples, evaluates=now.evaluates) or "before its training"
         doing = "waits for others" if now.waiting else "computes"
-        text = f"at {at}: {doing}, for {now.seconds_at:.1f} s\n{about_process()}\n{own_stacks()}"
-        known = shown_environment(os.environ)
-        self.send(Testimony(number=number, text=text, place=main_place(), environment=known))
+        text, place, known = f"at {at}: {doing}, for {now.seconds_at:.1f} s", "", {}
+        try:
+            text, place = f"{text}\n{about_process()}\n{own_stacks()}", main_place()
+            known = shown_environment(os.environ)
+        except Exception as error:  # evidence never ends a worker
+            text += f"\n(nothing more could be found out: {in_one_line(error)})"
+        self.send(Statement(number=number, text=text, place=place, environment=known))
 
     def _notify(self, notice: Notice) -> None:
         with self._changed:

@@ -20,8 +20,8 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
                                     Told  -------------------->  who came, who has gone, what was decided, and why
                                           <-------------------  Used: what the machine uses
       Failed / Finished --------->          <-------------------  WorkerExit
-              <-------------------  Testify  ------------------>  something has gone wrong
-      Testimony ----------------->          <-------------------  Testimony
+              <-------------------  Inquire  ------------------>  something has gone wrong
+      Statement ----------------->          <-------------------  Statement
                                  Announcement ----------------->  "what was decided, and why"
               <-------------------  Ended    ------------------->
 
@@ -57,6 +57,7 @@ __all__ = [
     "Hello",
     "Holding",
     "Holds",
+    "Inquire",
     "Kept",
     "Leaving",
     "Left",
@@ -76,6 +77,7 @@ __all__ = [
     "Scale",
     "Snapshot",
     "Start",
+    "Statement",
     "StepDone",
     "Steps",
     "Stop",
@@ -86,8 +88,6 @@ __all__ = [
     "TalkCall",
     "TalkDone",
     "Team",
-    "Testify",
-    "Testimony",
     "Told",
     "Used",
     "Verdict",
@@ -293,8 +293,8 @@ class Holds(Message):
     microbatches: int
 
 
-class Testimony(Message):
-    """The answer to a `Testify`, of a worker or an agent; or what a worker says when it is told that it is late."""
+class Statement(Message):
+    """The answer to a `Inquire`, of a worker or an agent; or what a worker says when it is told that it is late."""
 
     number: int
     """Of the question; -1: the worker is late."""
@@ -505,6 +505,8 @@ class WorkerExit(Message):
     """Negative: killed by that signal."""
     last_output: str = ""
     """The end of its standard error."""
+    place: str = ""
+    """The line of the script at which native code has failed, where that is known."""
     killed_for: str = ""
     """Why the kernel has killed the process, where that is known: for its memory."""
     peak_bytes: int = 0
@@ -634,10 +636,12 @@ class Verdict(Message):
     """See `Proposal`."""
 
 
-class Testify(Message):
+class Inquire(Message):
     """Question to workers and agents when something has gone wrong: what are you, and your processes, doing?"""
 
     number: int
+    about: str = ""
+    """The worker of whose output the most is wanted."""
 
 
 class Evidence(Message):
@@ -706,7 +710,7 @@ _ALL = (
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
-    | Ailing | Holds | Testify | Testimony | Evidence | Steps | Told | Used
+    | Ailing | Holds | Inquire | Statement | Evidence | Steps | Told | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

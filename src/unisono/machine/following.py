@@ -141,6 +141,7 @@ class Following:
         self._is_answered.set()
         self.agent_id = ""
         self.run_id = ""
+        self.num_machines = 1
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -430,11 +431,13 @@ class Following:
                 self.agent_id, self.run_id = message.agent_id, message.run_id
                 self._url, self._branch, self._is_fresh, self._absence = self._found, message.branch, False, None
                 self._learn_machines(message.machines)
+                self.num_machines = message.num_machines
                 self._owner.follow(self._url)
                 self._is_welcome = True
                 self._outbox = deque(self._reports.values())
             case Heads():
                 self._branch = message.branch
+                self.num_machines = message.num_machines
                 self._learn_machines(message.machines)
             case Foreign():
                 self._avoided[self._found] = time.monotonic() + AVOID_S

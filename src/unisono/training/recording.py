@@ -26,6 +26,7 @@ import msgspec
 
 from unisono.chronicle import Chronicle
 from unisono.decisions.asides import Asides
+from unisono.decisions.links import Slowness
 from unisono.errors import UsageError
 from unisono.events import (
     EvaluationFinished,
@@ -62,6 +63,8 @@ class Role:
     """By rank."""
     is_writer: bool
     """The worker writes for all members."""
+    hosts: tuple[str, ...] = ()
+    """By rank, the host of each worker; empty: there is only one."""
     reason: str = ""
     """Why there is this generation."""
 
@@ -107,6 +110,7 @@ class Recorder:
         self._generation = 0
         self._began: RunStarted | None = None
         self._is_told = False  # the sinks have been given that event
+        self._slowness = Slowness()
         self._members: MembershipChanged | None = None  # the newest
 
     def add_sink(self, sink: Sink) -> None:
@@ -183,6 +187,14 @@ class Recorder:
             warnings=warnings,
         )
         self._record(event, role)
+        if self._is_writer or role.rank == 0:
+            self._say_slow(event, role)
+
+    def _say_slow(self, step: StepFinished, role: Role) -> None:
+        """Say which link or worker makes steps longer, or does not any more."""
+        hosts = dict(zip(role.worker_ids, role.hosts, strict=False))
+        for event in self._slowness.observe(step.workers, hosts):
+            self._pass_on(msgspec.structs.replace(event, time=self._now()), role)
 
     def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
         """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
@@ -194,8 +206,10 @@ class Recorder:
         self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
 
     def problem(self, event: Problem) -> None:
-        """Give the sinks of a script that runs alone what went wrong."""
+        """Tell what went wrong in a script that runs alone."""
         self._stream.emit(event)
+        if self._story is not None:
+            self._story.tell(event)
 
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""

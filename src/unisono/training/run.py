@@ -10,7 +10,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -510,7 +510,8 @@ class Run(Calls):
             number=self._num_evaluations,
         )
         # With the number of lines after it, which a worker that skips this part of the run does not know.
-        totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
+        with self._loop.apart() if self._loop is not None else nullcontext():
+            totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
         self._num_evaluations += 1
         if not place.is_skipped:
             self._recorder.evaluation_finished(self._num_steps, plain(totals), self._role())
@@ -677,6 +678,7 @@ class Run(Calls):
             rank=team.rank,
             generation=team.generation,
             worker_ids=team.worker_ids,
+            hosts=team.hosts,
             is_writer=writes and not team.is_evicted(),
             reason=team.reason,
         )
