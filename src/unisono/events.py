@@ -13,15 +13,18 @@ import msgspec
 
 __all__ = [
     "Announcement",
+    "CheckpointWritten",
     "EvaluationFinished",
     "Event",
     "GpuUse",
+    "Interruption",
     "LinesLost",
     "LinkSlow",
     "MachineGone",
     "MachineJoined",
     "MachineUsed",
     "MembershipChanged",
+    "Note",
     "Problem",
     "RunEnded",
     "RunStarted",
@@ -212,6 +215,34 @@ class MachineUsed(_Event, tag="use"):
     """By worker id."""
 
 
+class Interruption(_Event, tag="interruption"):
+    """The first step of another generation is finished: how much longer it took than steps usually do."""
+
+    generation: int
+    step: int
+    seconds: float
+    reason: str
+    """Why there is another generation."""
+
+
+class CheckpointWritten(_Event, tag="checkpoint"):
+    """A checkpoint is on the disk, and complete."""
+
+    step: int
+    """Steps of the run that it has."""
+    bytes: int = 0
+    seconds: float = 0.0
+    """From the copy of the state to the end of writing; the training goes on meanwhile."""
+
+
+class Note(_Event, tag="note"):
+    """A sentence of a step, told besides the step."""
+
+    about: Literal["balance", "warning"]
+    step: int
+    text: str
+
+
 class Problem(_Event, tag="problem"):
     """Something went wrong: one sentence with the culprit, and where the evidence lies."""
 
@@ -338,6 +369,9 @@ Event = (
     | MachineGone
     | LinkSlow
     | MachineUsed
+    | Interruption
+    | CheckpointWritten
+    | Note
     | Problem
     | RunEnded
     | StepFinished

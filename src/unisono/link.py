@@ -33,6 +33,7 @@ __all__ = ["Link", "Refused", "host_and_port"]
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_BYTES = 262144  # received at once
+MAX_WHY = 200
 
 
 def _silent() -> logging.Logger:
@@ -121,7 +122,7 @@ class Link:
         self.push()
         if (failure := self._protocol.handshake_exc) is not None:
             if isinstance(failure, InvalidStatus) and is_refusal(status := failure.response.status_code):
-                raise Refused(f"HTTP {status}")
+                raise Refused(f"HTTP {status}{_why(failure.response)}")
             raise ConnectionError(str(failure)) from failure
         events = self._protocol.events_received()
         if events and isinstance(events[0], Response):
@@ -202,6 +203,12 @@ class Link:
             self._protocol.send_close()
             self.push()
         self.sock.close()
+
+
+def _why(response: Response) -> str:
+    """Return the first line of a refusal, for a sentence."""
+    text = (response.body or b"")[:MAX_WHY].decode(errors="replace").partition("\n")[0]
+    return f" ({text})" if text and text.isprintable() else ""
 
 
 def host_and_port(url: str) -> tuple[str, int]:

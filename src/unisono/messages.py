@@ -17,6 +17,8 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
       Beat    ------------------->  the same, of a worker whose agent does not report
       StepDone (rank 0) --------->
       Happened (rank 0) --------->  Happened  ------------------>  terminal and other sinks
+                                    Told  -------------------->  who came, who has gone, what was decided, and why
+                                          <-------------------  Used: what the machine uses
       Failed / Finished --------->          <-------------------  WorkerExit
               <-------------------  Testify  ------------------>  something has gone wrong
       Testimony ----------------->          <-------------------  Testimony
@@ -34,7 +36,7 @@ from typing import Any
 import msgspec
 
 from unisono.errors import ProtocolError
-from unisono.events import Event
+from unisono.events import Event, MachineUsed
 
 __all__ = [
     "AgentHello",
@@ -54,6 +56,7 @@ __all__ = [
     "Heads",
     "Hello",
     "Holding",
+    "Holds",
     "Kept",
     "Leaving",
     "Left",
@@ -84,6 +87,8 @@ __all__ = [
     "Team",
     "Testify",
     "Testimony",
+    "Told",
+    "Used",
     "Verdict",
     "Wanted",
     "Welcome",
@@ -94,7 +99,7 @@ __all__ = [
     "is_refusal",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 def is_refusal(status: int) -> bool:
@@ -221,6 +226,20 @@ class Happened(Message):
     """Of the event's line in the journal; -1: it has none. Equal for the same event from any worker."""
 
 
+class Told(Message):
+    """Head to agents: events of the story of the run, in their order. An event that has been told already may come
+    again, after a head has taken over or a connection broke: it is the same value.
+    """
+
+    events: list[Event]
+
+
+class Used(Message):
+    """Agent to head: what its machine uses."""
+
+    use: MachineUsed
+
+
 class Failed(Message):
     """The script raised an error, of its own or because it used the library wrongly."""
 
@@ -245,14 +264,23 @@ class Failed(Message):
 
 
 class Ailing(Message):
-    """Something is wrong that does not end the script: the gradient of a step is not finite."""
+    """The gradient of a step is not finite, though the loss of each of its micro-batches is."""
 
-    kind: str
-    error: str
-    """What is wrong, in one sentence."""
-    step: int = -1
+    step: int
     """Counted over the whole run."""
+    microbatch: int
+    """The first of this worker's micro-batches whose gradient is not finite; -1: there is none."""
+    samples: list[int] = []
     detail: str = ""
+
+
+class Holds(Message):
+    """What holds the memory of this worker, once: if the kernel kills it for its memory, it cannot say so then."""
+
+    kinds: dict[str, int]
+    """Bytes of what does not depend on the size of a micro-batch, by name."""
+    batch_size: int
+    microbatches: int
 
 
 class Testimony(Message):
@@ -353,6 +381,7 @@ class Welcome(Message):
     """The branch of the run's history that the head goes on with."""
     may_write: bool = True
     """False: another side of the run writes into the run's directory."""
+    num_machines: int = 0
     machines: list[MachineInfo] = []
     """To an agent: see `Heads`."""
 
@@ -361,6 +390,8 @@ class Heads(Message):
     """Where the next head will be found; sent before every decision that one of the earlier heirs does not know."""
 
     branch: str
+    num_machines: int = 0
+    """To agents: how many there are."""
     machines: list[MachineInfo] = []
     """To agents: the machines of the run. The first of them may start the next head."""
     may_write: bool = True
@@ -468,6 +499,8 @@ class WorkerExit(Message):
     """Why the kernel has killed the process, where that is known: for its memory."""
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
+    limit_bytes: int = 0
+    """The most that it could have had, where the kernel has killed it for its memory; 0: unknown."""
     failed_at: float = 0.0
     """Seconds since 1970: when it began to show an error, or ended by itself; 0: it has done neither, but was ended."""
 
@@ -663,7 +696,7 @@ _ALL = (
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
-    | Ailing | Testify | Testimony | Evidence
+    | Ailing | Holds | Testify | Testimony | Evidence | Told | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -21,8 +21,11 @@ from unisono.journal.times import TIMES
 
 __all__ = [
     "ADDRESS_FILE",
+    "EVENTS_FILE",
+    "PRIVATE",
     "RUN_FILE",
     "TOKEN_FILE",
+    "USE_FOLDER",
     "Lock",
     "RunDirectory",
     "claim",
@@ -37,15 +40,22 @@ __all__ = [
 ]
 
 RUN_FILE = "run.json"
+PRIVATE = ("command",)
+"""What is not told of a run's description to those who only look: the script's arguments may be secret."""
 ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
+EVENTS_FILE = "events.jsonl"
+USE_FOLDER = "use"
 LOCK_FILE = ".lock"
 LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05
 LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CHECKPOINTS = "checkpoints"
-_OURS = (RUN_FILE, JOURNAL, INDEX, TIMES, "use", CHECKPOINTS, "tensorboard", "tools", "profile")
+PROBLEMS = "problems"
+_OURS = (
+    RUN_FILE, JOURNAL, INDEX, TIMES, CHECKPOINTS, EVENTS_FILE, USE_FOLDER, PROBLEMS, "tensorboard", "tools", "profile"
+)  # fmt: skip
 
 
 class Lock:

@@ -13,13 +13,35 @@ import msgspec
 from unisono.decisions.cadence import CheckpointReport
 from unisono.events import Seconds
 
-__all__ = ["NOT_COMPARED", "PARTS", "TELEMETRY_BYTES", "StepTelemetry"]
+__all__ = ["NOBODY", "NOT_COMPARED", "PARTS", "TELEMETRY_BYTES", "UNKNOWN", "StepTelemetry", "StepTimes"]
 
 NOT_COMPARED: Final = -1
-
+NOBODY: Final = -1
+"""A rank of no member."""
 
 PARTS: Final = Seconds.__struct_fields__
 """Names of the parts of a step's wall time."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member has measured in a step, besides the seconds of its parts. The names are those of `WorkerTimes`."""
+
+    waits_for: int = NOBODY
+    """Rank."""
+    waits_s: float = 0.0
+    link_to: int = NOBODY
+    """Rank."""
+    link_s: float = 0.0
+    link_bytes: int = 0
+    overlap_s: float = 0.0
+    page_faults: int = 0
+
+    def of_workers(self) -> StepTimes:
+        """Return this for members that may have other ranks meanwhile: without what has to do with others."""
+        return StepTimes(page_faults=self.page_faults)
+
+
+UNKNOWN: Final = StepTimes()
 
 
 class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +54,8 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float = 0.0
     last: Seconds = Seconds()
     """All seconds of the step before: those of an exchange are known only after it."""
+    times: StepTimes = UNKNOWN
+    """What else is known of the step before. Its ranks are those of this combine."""
     newest_generation: int = 0
     """The newest planned generation that this member has a notice of; 0: none."""
     first_of_host: int = 0
@@ -55,26 +79,24 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     def pack(self) -> bytes:
         """Return `TELEMETRY_BYTES` bytes."""
-        leaves, data_s, compute_s, last, *numbers, report = msgspec.structs.astuple(self)
-        return _FORMAT.pack(leaves, data_s, compute_s, *msgspec.structs.astuple(last), *numbers, *report)
+        leaves, data_s, compute_s, last, times, *numbers, report = msgspec.structs.astuple(self)
+        seconds, measured = msgspec.structs.astuple(last), msgspec.structs.astuple(times)
+        return _FORMAT.pack(leaves, data_s, compute_s, *seconds, *measured, *numbers, *report)
 
     @classmethod
     def unpack(cls, packed: bytes) -> StepTelemetry:
         """Return the telemetry that ``packed`` was made from."""
         leaves, data_s, compute_s, *rest = _FORMAT.unpack(packed)
         last = Seconds(**dict(zip(PARTS, rest[: len(PARTS)], strict=True)))
-        values: tuple[Any, ...] = (
-            leaves,
-            data_s,
-            compute_s,
-            last,
-            *rest[len(PARTS) : -5],
-            CheckpointReport(*rest[-5:]),
-        )
+        rest = rest[len(PARTS) :]
+        times = StepTimes(**dict(zip(_TIMES, rest[: len(_TIMES)], strict=True)))
+        rest = rest[len(_TIMES) :]
+        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, times, *rest[:-5], CheckpointReport(*rest[-5:]))
         return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
 
 
-_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}d3qqQqQqQ??qb?q")
-"""The fields in their order: counts and seconds, generations, comparisons, the checkpoint report."""
+_TIMES: Final = StepTimes.__struct_fields__
+_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}dqdqdqdq3qqQqQqQ??qb?q")
+"""The fields in their order: counts and seconds, times, generations, comparisons, the checkpoint report."""
 
 TELEMETRY_BYTES: Final = _FORMAT.size

@@ -24,6 +24,7 @@ __all__ = ["Lab", "Machine", "laid"]
 
 NETWORK = "10.213.58"
 NAMESPACES = Path("/run/netns")
+BURST_BYTES = 32 << 10
 
 
 def do(*command: object) -> None:
@@ -104,16 +105,28 @@ class Lab:
                     continue
                 do(*machine.inside(), "iptables", "-A", "INPUT", "-s", other.address, "-j", "DROP")
 
+    def limit(self, number: int, mbit_per_s: float) -> None:
+        """Let a machine send no more than so much from now on."""
+        device = f"un{os.getpid()}m{number}"
+        rate = ("rate", f"{mbit_per_s}mbit", "burst", BURST_BYTES, "latency", "50ms")
+        do(*self.machines[number].inside(), "tc", "qdisc", "replace", "dev", device, "root", "tbf", *rate)
+
     def mend(self) -> None:
-        """Let all machines reach each other again."""
-        for machine in self.machines:
+        """Let all machines reach each other again, as fast as they can."""
+        for number, machine in enumerate(self.machines):
             do(*machine.inside(), "iptables", "-F")
+            device = f"un{os.getpid()}m{number}"
+            subprocess.run(
+                [*machine.inside(), "tc", "qdisc", "delete", "dev", device, "root"], capture_output=True, check=False
+            )
 
 
 @contextmanager
 def laid(num_machines: int) -> Iterator[Lab]:
     """A lab. Skipped where namespaces are not permitted."""
-    missing = [tool for tool in ("ip", "iptables", "unshare", "setpriv", "hostname") if shutil.which(tool) is None]
+    missing = [
+        tool for tool in ("ip", "tc", "iptables", "unshare", "setpriv", "hostname") if shutil.which(tool) is None
+    ]
     if missing:
         pytest.skip(f"hosts on one machine need {', '.join(missing)} (Debian: iproute2, iptables)")
     lab = Lab(num_machines)

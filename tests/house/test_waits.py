@@ -15,7 +15,7 @@ TESTS = ROOT / "tests"
 DEADLINES = {"timeout", "deadline_s", "limit_s"}
 """Arguments that say how long to wait for what must come."""
 CLOCKS = {"monotonic", "perf_counter", "time"}
-MAY_SLEEP = {"uneven_training.py"}
+MAY_SLEEP = {"linked_training.py", "uneven_training.py"}
 """Whose time it takes is what is tested."""
 LONG_S = 1.0
 """A shorter deadline is one that shall pass."""

@@ -176,7 +176,7 @@ class World:
 
     def happens(self, head: Head, source: str, message: object, at: float | None = None) -> None:
         before = head.state
-        head.state, actions, _ = step(before, Event(source, message), self.now if at is None else at)  # type: ignore[arg-type]
+        head.state, actions, *_ = step(before, Event(source, message), self.now if at is None else at)  # type: ignore[arg-type]
         head.number += 1
         head.versions[head.number] = head.state
         for agent_id in heirs(head.state):

@@ -32,6 +32,7 @@ from unisono.decisions.membership import (
 from unisono.decisions.membership.likeness import differences
 from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, noted, resumed
 from unisono.errors import ProtocolError, UsageError
+from unisono.events import Event as Happening
 from unisono.head.memory import Memory
 from unisono.messages import (
     AgentHello,
@@ -88,9 +89,10 @@ class Story:
         self.now = 0.0
         self.actions: list[Action] = []
         self.reason = ""
+        self.happened: Sequence[Happening] = ()
 
     def says(self, source: str, message: Message | Tick) -> list[Action]:
-        self.state, actions, self.reason = step(self.state, Event(source, message), self.now)
+        self.state, actions, self.reason, self.happened = step(self.state, Event(source, message), self.now)
         self.actions = list(actions)
         return self.actions
 
@@ -2306,7 +2308,7 @@ def test_a_heartbeat_costs_the_same_however_many_workers_there_are(kind: WorkerS
         story.now = 0.4
         story.state = dataclasses.replace(story.state, workers=Unvisited(story.state.workers))
         with counting() as calls:
-            story.state, _, _ = step(story.state, Event("w7", beat()), story.now)
+            story.state, *_ = step(story.state, Event("w7", beat()), story.now)
             next_deadline(story.state)
         assert story.worker("w7").beat == beat()
         counts.append(len(calls))
@@ -2784,7 +2786,7 @@ def test_another_version_is_refused(hello: Message) -> None:
     story = Story(1)
     story.agent(1)
     before = story.state
-    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 4; install the same version"):
+    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 5; install the same version"):
         story.says("agent1" if isinstance(hello, AgentHello) else "w0", hello)
     assert story.state is before
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unisono import messages
 from unisono.errors import ProtocolError
-from unisono.events import Announcement, Event
+from unisono.events import Announcement, Event, MachineUsed, WorkerUse
 from unisono.messages import (
     Beat,
     Hello,
@@ -28,13 +28,32 @@ from unisono.messages import (
 )
 
 INFO = MemberInfo(worker_id="w0", host="lab", pid=7, device="cpu", page="/proc/7/fd/3", address="10.0.0.1")
+USE = MachineUsed(
+    host="lab",
+    cores=1.5,
+    num_cores=4,
+    memory_bytes=1,
+    memory_total_bytes=2,
+    sent_bytes_per_s=3.0,
+    received_bytes_per_s=4.0,
+    workers={"w0": WorkerUse(cores=0.5, memory_bytes=1)},
+)
 EVERY = [cls for cls in Message.__subclasses__() if cls not in (MachineInfo, MemberInfo, Team, Lost)]
 
 
 def example(cls: type[Message]) -> Message:
     """A message of this class with its optional fields left out."""
     said = Announcement(text="a sentence")
-    samples = {int: 3, str: "text", bytes: b"bits", float: 1.5, bool: True, MemberInfo: INFO, Event: said}
+    samples = {
+        int: 3,
+        str: "text",
+        bytes: b"bits",
+        float: 1.5,
+        bool: True,
+        MemberInfo: INFO,
+        Event: said,
+        MachineUsed: USE,
+    }
     hints = typing.get_type_hints(cls)
     fields = {
         field.name: samples.get(hints[field.name], {} if "dict" in str(hints[field.name]) else [])
@@ -64,7 +83,7 @@ def test_members_travel_with_their_addresses() -> None:
 
 @pytest.mark.parametrize("message", [Lost(reason="x"), INFO], ids=["Lost", "MemberInfo"])
 def test_what_is_no_message_of_the_wire_is_refused(message: Message) -> None:
-    with pytest.raises(ProtocolError, match="not a message of protocol 4"):
+    with pytest.raises(ProtocolError, match="not a message of protocol 5"):
         decode(encode(message))
 
 

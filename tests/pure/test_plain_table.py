@@ -63,7 +63,7 @@ class Story:
         self.reason = ""
 
     def says(self, source: str, message: Message | Tick) -> None:
-        self.state, actions, self.reason = step(self.state, Event(source, message), self.now)
+        self.state, actions, self.reason, self.happened = step(self.state, Event(source, message), self.now)
         self.sent = [(action.to, action.message) for action in actions if isinstance(action, Send)]
 
     def joins(self, agent_id: str, num_workers: int, *, primary: bool = False) -> None:

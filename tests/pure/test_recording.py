@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.pure.test_watch import Kept, started
 from unisono.errors import UsageError
@@ -74,7 +75,11 @@ class Worker:
 def role(rank: int, generation: int = 1, *, is_writer: bool | None = None) -> Role:
     ids = ("w0", "w1") if generation == 1 else ("w1", "w2")
     return Role(
-        rank=rank, generation=generation, worker_ids=ids, is_writer=rank == 0 if is_writer is None else is_writer
+        rank=rank,
+        generation=generation,
+        worker_ids=ids,
+        is_writer=rank == 0 if is_writer is None else is_writer,
+        reason="all are ready",
     )
 
 
@@ -92,13 +97,14 @@ def test_a_step_is_one_value_for_the_journal_the_sinks_and_the_head(tmp_path: Pa
     )  # fmt: skip
     said = [
         started(),
-        MembershipChanged(time=NOW, generation=1, worker_ids=("w0", "w1")),
+        MembershipChanged(time=NOW, generation=1, worker_ids=("w0", "w1"), reason="all are ready"),
         found,
         EvaluationFinished(time=NOW, step=1, totals={"right": 3}),
         RunEnded(time=NOW, ok=True, reason="", digests={"model": "5f3a"}),
     ]
     assert worker.sink.events == said
-    assert [each.event for each in worker.head.happened_] == said
+    told = [event for event in said if not isinstance(event, MembershipChanged)]
+    assert [each.event for each in worker.head.happened_] == told, "the head knows by itself who is in the run"
     assert [each.number for each in worker.head.happened_ if each.number >= 0] == [0, 1, 2]
     assert worker.head.done == [0]
     assert [line["kind"] for line in read(tmp_path)] == ["step", "evaluation", "end"]
@@ -121,7 +127,8 @@ def test_the_next_writer_gives_its_sinks_what_the_lost_one_has_not(written: int,
     assert first.steps() + second.steps() == list(range(6))
     assert [line["step"] for line in read(tmp_path)] == list(range(6))
     assert isinstance(second.sink.events[0], RunStarted)
-    assert MembershipChanged(time=NOW, generation=2, worker_ids=("w1", "w2")) in second.sink.events
+    changed = MembershipChanged(time=NOW, generation=2, worker_ids=("w1", "w2"), reason="all are ready")
+    assert changed in second.sink.events
 
 
 def test_the_next_rank_0_tells_its_last_events_again(tmp_path: Path) -> None:
@@ -183,8 +190,8 @@ def test_a_sink_that_is_added_gets_the_start_of_the_run_and_what_follows(tmp_pat
     other.recorder.add_sink(idle)
     for rank, worker in enumerate((writer, other)):
         worker.finish(1, role(rank))
-    members = MembershipChanged(time=late.events[1].time, generation=1, worker_ids=("w0", "w1"))
-    assert late.events[:2] == [started(), members]
+    members = MembershipChanged(generation=1, worker_ids=("w0", "w1"), reason="all are ready")
+    assert [replace(event, time=0.0) for event in late.events[:2]] == [started(), members]
     assert [event.step for event in late.events[2:] if isinstance(event, StepFinished)] == [1]
     assert idle.events == []
     other.finish(2, role(0, generation=2))

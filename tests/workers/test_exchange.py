@@ -86,7 +86,7 @@ def _all_steps(seat: Seat, kind: str, path: str) -> dict[str, Any]:
             exchange.offer(share, made[layout].tail_row // 2)
         combined = combine(exchange, share, telemetry_of(seat.rank, step))
         assert list(combined.telemetry) == [telemetry_of(rank, step) for rank in range(seat.size)]
-        assert combined.waiting_s >= 0
+        assert combined.spent.waiting_s >= 0
         steps.append(Outcome.of(combined))
         exchange.release(combined.slot)
     exchange.all_gather(b"")

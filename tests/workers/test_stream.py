@@ -20,7 +20,7 @@ from unisono.exchange.network import Network
 from unisono.exchange.pump import Job, Pump
 from unisono.exchange.reduce import Reduction
 from unisono.exchange.stream import Stream, cut
-from unisono.exchange.wire import DIGEST_BYTES
+from unisono.exchange.wire import HEADER_BYTES
 from unisono.testing import run_workers
 
 LAYOUT = 2  # of several pieces
@@ -31,7 +31,7 @@ def bytes_of_lane(rows: range, plan: Sequence[Sequence[Node]], rank: int, told: 
     others = len(plan) - 1
     own = sum(len(split_rows(piece, len(plan))[rank]) for piece in cut(rows))
     there, back = len(plan[rank]) * (len(rows) - own), others * own
-    return ROW_BYTES * (there + back) + others * (DIGEST_BYTES + told)
+    return ROW_BYTES * (there + back) + others * (HEADER_BYTES + told)
 
 
 def _sent(seat: Seat, kind: str, path: str, num_leaves: int) -> tuple[int, list[list[Node]]]:

@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "join": ("unisono.cli.join:join", "Add this machine's workers to a run that is going."),
     "agent": ("unisono.cli.agent:agent", "Be one task of a run that srun or mpiexec starts."),
     "slurm": ("unisono.cli.slurm:slurm", "Train in a job of Slurm: submit it, and follow it."),
+    "watch": ("unisono.cli.watch:watch", "Look at a run, live or finished, in this terminal or a browser."),
     "status": ("unisono.cli.status:status", "Show how a run is, or how it went."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
     "stop": ("unisono.cli.control:stop", "End a run at the end of the step."),

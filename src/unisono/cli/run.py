@@ -61,6 +61,8 @@ _OPTIONS: Final = (
            "run's directory; elsewhere: --sink tensorboard=DIR."),
     option("--sink", "sinks", multiple=True, metavar="NAME[=ARGUMENT]", help="Give the run's events to a tool: "
            "tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of your own."),
+    option("--profile", default="", metavar="A:B", help="Record the steps from A up to but without B with "
+           "torch.profiler on all workers: one trace for Perfetto, in the folder profile of the run's directory."),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
     option("--hosts", default="", metavar="A,B:2,C", help="Machines to train on, by ssh: B with 2 workers, the others "
@@ -194,6 +196,7 @@ class Options:
     copies_to: tuple[str, ...]
     tensorboard: bool
     sinks: tuple[str, ...]
+    profile: str
     exchange: str
     hosts: str
     hostfile: str
@@ -326,6 +329,7 @@ class Options:
             "--copies-to": self.copies_to,
             "--tensorboard": self.tensorboard,
             "--sink": self.sinks,
+            "--profile": self.profile,
             "--overwrite": self.overwrite,
             "--strict": self.strict,
             "--efficiency": self.efficiency,
@@ -443,6 +447,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         resume_anyway=options.resume_anyway,
         copies=copies,
         sinks=_sinks(options),
+        profile=_profile(options.profile),
         exchange=options.exchange,
         timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,
@@ -486,6 +491,20 @@ def _sinks(options: Options) -> tuple[str, ...]:
         for text in texts:
             named(text, is_here=False)
     return texts
+
+
+def _profile(text: str) -> tuple[int, int]:
+    """Return the steps of ``--profile``; (0, 0) where there are none.
+
+    Raises:
+        UsageError: they are not A:B.
+    """
+    if not text:
+        return 0, 0
+    first, _, stop = text.partition(":")
+    if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+        raise UsageError(f"steps to profile are A:B, e.g. 100:105 for the steps 100 to 104; got --profile {text}")
+    return int(first), int(stop)
 
 
 def _plain_threads() -> int:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from unisono.decisions.tree import Node
 from unisono.exchange.flat import FlatLayout, Slot
+from unisono.exchange.spent import NOTHING, Spent
 from unisono.faults import point
 from unisono.telemetry import TELEMETRY_BYTES
 
@@ -73,14 +74,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Committed:
-    """Result of a commit; equal on all members, but for ``waiting_s`` and ``sent_bytes``."""
+    """Result of a commit; equal on all members, but for ``spent`` and ``sent_bytes``."""
 
     digest: int
     telemetry: tuple[bytes, ...]
     """By rank: the bytes that each member gave to `Combine.commit`."""
     total_weight: float
-    waiting_s: float
-    """Seconds that this member has waited for others since the combine began."""
+    spent: Spent = NOTHING
+    """Where this member's time has gone since the combine began."""
     sent_bytes: int = 0
     """Data that this member has sent to other hosts for the combine; no headers, and nothing that is sent again."""
 
@@ -94,8 +95,8 @@ class Combined:
     digest: int
     telemetry: tuple[bytes, ...]
     """By rank: the bytes that each member gave to `combine`."""
-    waiting_s: float
-    """How long this member waited for others."""
+    spent: Spent = NOTHING
+    """Where this member's time has gone."""
     sent_bytes: int = 0
     """Data that this member has sent to other hosts."""
 
@@ -297,4 +298,4 @@ def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:
     for other in share.slots.values():
         if other is not slot:
             exchange.release(other)
-    return Combined(slot, committed.digest, committed.telemetry, committed.waiting_s, committed.sent_bytes)
+    return Combined(slot, committed.digest, committed.telemetry, committed.spent, committed.sent_bytes)

@@ -60,7 +60,7 @@ class _AloneCombine:
         for first, end in blocks(0, layout.num_rows, slot.memory.device):
             digest += digest_rows(rows, self._slots.multipliers, first, end)
             divide_rows(layout, rows, total, first, end, slot)
-        return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,), total, waiting_s=0.0)
+        return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,), total)
 
     def result(self) -> Slot:
         return self._share.slots[root(self._share.num_leaves)]

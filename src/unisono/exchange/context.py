@@ -36,6 +36,8 @@ class Context:
     """The ids of the members' workers, by rank, for errors; empty: they have none."""
     address: str = "127.0.0.1"
     """The network address at which others reach this member."""
+    addresses: Sequence[str] = ()
+    """Those of all members, by rank; empty: unknown."""
     secret: bytes = field(default=b"", repr=False)
     """What the members of a group that crosses the network prove to each other that they have."""
     page: WorkerPage | None = None
@@ -70,6 +72,8 @@ class Context:
             timeout_s=self.timeout_s,
             names=[self.names[rank] for rank in ranks if self.names],
             secret=self.secret,
+            addresses=[self.addresses[rank] for rank in ranks if self.addresses],
+            ranks=ranks,
         )
 
 

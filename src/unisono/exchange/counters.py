@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,17 @@ from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange.memory import Segment, fence, futex_wait, futex_wake
 from unisono.exchange.pages import GenerationPage, OpenedWorkerPage, WorkerPage
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "Wait"]
 
 SLICE_S = 0.05  # a wait checks its counter this often even if a wake-up was missed
+
+
+class Wait(NamedTuple):
+    """A wait that is over."""
+
+    rank: int
+    """The member that came last, by its local rank; -1: all were there."""
+    seconds: float
 
 
 class Counters:
@@ -46,7 +55,6 @@ class Counters:
     ) -> None:
         self.rank = rank
         self.size = len(addresses)
-        self.waiting_s = 0.0
         self.timeout_s = timeout_s
         self.error: Exception | None = None
         """The error that interrupted this member."""
@@ -84,20 +92,23 @@ class Counters:
         futex_wake(counter)
         return counter.value
 
-    def wait(self, name: str, value: int) -> None:
+    def wait(self, name: str, value: int) -> Wait:
         """Wait until that counter of every member has reached ``value``; a member that cannot wait leaves."""
         started = time.perf_counter()
         deadline = started + self.timeout_s
+        last = -1
         try:
             with self.or_leave():
                 if not self.pages:
                     self.pages = self._meet(deadline)
                 for rank, page in enumerate(self.pages):
-                    self._watch(rank, page.counters[name], value, page.left, deadline, name)
+                    # Members are waited for in turn, so the last one that was not there yet has come last of all.
+                    if self._watch(rank, page.counters[name], value, page.left, deadline, name):
+                        last = rank
         finally:
             self._watched = None
-            self.waiting_s += time.perf_counter() - started
         fence()
+        return Wait(last, time.perf_counter() - started if last >= 0 else 0.0)
 
     def map(self, rank: int, address: bytes) -> Tensor:
         """Return memory of a member by an address on its page; an empty tensor for no address.
@@ -185,16 +196,19 @@ class Counters:
 
     def _watch(
         self, rank: int, counter: ctypes.c_uint32, value: int, left: ctypes.c_uint32 | None, deadline: float, what: str
-    ) -> None:
+    ) -> bool:
+        """Wait until a counter has reached ``value``; return whether it had not yet."""
         self._watched = counter
+        has_waited = False
         while _is_behind(seen := counter.value, value):
+            has_waited = True
             if self.error is not None:
                 raise self.error
             if left is not None and left.value:
                 fence()
                 if _is_behind(counter.value, value):  # the member did not advance the counter before it left
                     raise self.gone(rank)
-                return
+                return has_waited
             remaining = deadline - time.perf_counter()
             if remaining <= 0:
                 raise DeadlineExceeded(
@@ -203,6 +217,7 @@ class Counters:
                     self._names[rank : rank + 1],
                 )
             futex_wait(counter, seen, min(remaining, SLICE_S))
+        return has_waited
 
 
 def _is_behind(seen: int, value: int) -> bool:

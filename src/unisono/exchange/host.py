@@ -66,7 +66,7 @@ from torch import Tensor
 from unisono.decisions.tree import Node, outermost
 from unisono.errors import RecipeError
 from unisono.exchange import Deferred, Share, check_reduced
-from unisono.exchange.counters import Counters
+from unisono.exchange.counters import Counters, Wait
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 from unisono.exchange.gathering import Gathering
 from unisono.exchange.helping import HostWork
@@ -235,7 +235,12 @@ class HostCombine:
         self._digest = 0
         self._results: list[Tensor] = []
         self._total = 0.0
-        self._counters.waiting_s = 0.0
+        self.latest = host.rank
+        """The member that was the last to publish, by its local rank."""
+        self.waits: dict[int, float] = {}
+        """By local rank, how long this member has waited for each."""
+        self.last_wait = Wait(-1, 0.0)
+        """The one before the commit."""
         with self._counters.or_leave():
             host.make_room(self.chunks)
 
@@ -264,7 +269,8 @@ class HostCombine:
         counters = self._counters
         if part in self._met:
             return
-        counters.wait("published", self._turns[part])
+        waited = self.note(counters.wait("published", self._turns[part]))
+        self.latest = waited.rank if waited.rank >= 0 else self.host.rank
         self._met.add(part)
         if self._results:
             return
@@ -319,9 +325,15 @@ class HostCombine:
             return Deferred(partial(self._await_commit, self._counters.advance("reduced")))
 
     def _await_commit(self, reduced: int) -> int:
-        self._counters.wait("reduced", reduced)
+        self.last_wait = self.note(self._counters.wait("reduced", reduced))
         digest: int = sum(page.fields.digest for page in self._counters.pages)
         return digest & 0xFFFFFFFFFFFFFFFF
+
+    def note(self, waited: Wait) -> Wait:
+        """Count a wait for members of this host; returns it."""
+        if waited.rank >= 0:
+            self.waits[waited.rank] = self.waits.get(waited.rank, 0.0) + waited.seconds
+        return waited
 
     def total_weight(self) -> float:
         """Return the total weight, from the chunk that holds it. After the commit, and before `collect`."""

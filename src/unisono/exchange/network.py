@@ -46,12 +46,13 @@ class Network(PrivateSlots):
         self._offered.send(0, rows_ready)
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
-        self._wire.waiting_s = 0.0
         chosen = parts_of(self.layout, parts)
         offered, self._offered = self._offered, None
         if offered is not None and len(chosen) > 1:
             raise ValueError(f"rows were offered for a combine in one part, and it begins with {len(chosen)}")
-        return _NetworkCombine(self._wire, self, chosen, offered or _Sums(self._kind, self._wire, self, share, chosen))
+        sums = offered or _Sums(self._kind, self._wire, self, share, chosen)
+        self._wire.meter.arrive(self.rank)
+        return _NetworkCombine(self._wire, self, chosen, sums)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._wire.all_gather_bytes(data)
@@ -88,6 +89,7 @@ class _Sums:
         self._by_part: dict[int, Reduction | Stream] = {}
         self.slot = slots.slot()
         wire.sent_bytes = 0
+        wire.meter.open()
 
     def send(self, part: int, rows_ready: int) -> None:
         """Send what is complete within the first ``rows_ready`` rows of a part."""
@@ -152,7 +154,7 @@ class _NetworkCombine:
     def _commit(self, telemetry: bytes) -> Committed:
         digest, everyones = self._sums.vote(self._digest & 0xFFFFFFFFFFFFFFFF, telemetry)
         self._total = float(self._sums.slot.scalars[0])
-        return Committed(digest, tuple(everyones), self._total, self._wire.waiting_s, self._wire.sent_bytes)
+        return Committed(digest, tuple(everyones), self._total, self._wire.spent, self._wire.sent_bytes)
 
     def result(self) -> Slot:
         self._is_taken = True

@@ -11,6 +11,7 @@ from unisono.exchange import Combine, Committed, Deferred, Share, Work
 from unisono.exchange.context import Context
 from unisono.exchange.flat import fold_rows, parts_of, split_rows
 from unisono.exchange.host import Host, HostCombine, HostSlots
+from unisono.exchange.spent import Spent
 
 __all__ = ["SharedMemory", "build"]
 
@@ -68,4 +69,4 @@ class _SharedCombine(HostCombine):
 
     def _commit(self, committed: Deferred[int]) -> Committed:
         digest = committed.wait()
-        return Committed(digest, tuple(self.telemetry()), self.total_weight(), self.host.counters.waiting_s)
+        return Committed(digest, tuple(self.telemetry()), self.total_weight(), Spent(self.waits))

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from unisono.decisions.tree import Node
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
+from unisono.exchange.meter import WORD_BYTES
 from unisono.exchange.pump import Job
-from unisono.exchange.wire import DIGEST_BYTES, Wire, count_votes
+from unisono.exchange.wire import DIGEST_BYTES, HEADER_BYTES, Wire
 
 __all__ = ["PIECE_BYTES", "Ballot", "Stream", "cut"]
 
@@ -202,7 +203,7 @@ class Ballot:
         self._wire = wire
         self._tag = wire.reserve_tags(1)
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
-        self._words = [torch.empty(DIGEST_BYTES + nbytes, dtype=torch.uint8) for _ in range(wire.size)]
+        self._words = [torch.empty(HEADER_BYTES + nbytes, dtype=torch.uint8) for _ in range(wire.size)]
         self._receives: list[Any] = []
         wire.in_background(self._post)
 
@@ -212,7 +213,7 @@ class Ballot:
         Args:
             digest: of the sums of this member.
         """
-        own = digest.to_bytes(DIGEST_BYTES, "little") + data
+        own = digest.to_bytes(DIGEST_BYTES, "little") + bytes(WORD_BYTES) + data
         self._words[self._wire.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         return self._wire.in_background(self._run)
 
@@ -223,7 +224,7 @@ class Ballot:
             The digest of all sums, and the ``data`` of all members, by rank.
         """
         self._wire.await_job(job, job.is_completed)
-        return count_votes([ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words])
+        return self._wire.count_votes([ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words])
 
     def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
         """Cast and count."""
@@ -234,6 +235,8 @@ class Ballot:
 
     def _run(self) -> None:
         wire = self._wire
-        sending = [wire.send(self._words[wire.rank], rank, self._tag) for rank in self._others]
+        own, word = self._words[wire.rank], wire.meter.word()
+        ctypes.memmove(own.data_ptr() + DIGEST_BYTES, word, WORD_BYTES)  # what is true now, and not at the cast
+        sending = [wire.send(own, rank, self._tag) for rank in self._others]
         for each in (*self._receives, *sending):
             wire.finish_in_background(each)

@@ -24,6 +24,7 @@ from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, parts_
 from unisono.exchange.host import Host, HostCombine, HostSlots
 from unisono.exchange.network import broadcast_over
 from unisono.exchange.pages import MAX_TEAM
+from unisono.exchange.spent import Spent
 from unisono.exchange.stream import Ballot, Stream, cut
 from unisono.exchange.wire import Wire
 
@@ -69,9 +70,9 @@ class TwoLevel(HostSlots):
 
     def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
         if self._wire is not None:
-            self._wire.waiting_s, self._wire.sent_bytes = 0.0, 0
+            self._wire.sent_bytes = 0
         lanes = [split_rows(part, self._num_lanes) for part in parts_of(self._layout, parts)]
-        return _TwoLevelCombine(self._host, self._wire, self._hosts, self._layout, share, lanes)
+        return _TwoLevelCombine(self._host, self._wire, self._hosts, self._ranks, self._layout, share, lanes)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         with self._host.counters.or_leave():
@@ -112,6 +113,7 @@ class TwoLevel(HostSlots):
 class _TwoLevelCombine(HostCombine):
     """
     Args:
+        ranks: of the members of this host.
         lanes: by part, by lane, the rows.
     """
 
@@ -120,6 +122,7 @@ class _TwoLevelCombine(HostCombine):
         host: Host,
         wire: Wire | None,
         hosts: Sequence[range],
+        ranks: range,
         layout: FlatLayout,
         share: Share,
         lanes: Sequence[Sequence[range]],
@@ -128,6 +131,7 @@ class _TwoLevelCombine(HostCombine):
         self._wire = wire
         self._hosts = hosts
         self._num_members = sum(map(len, hosts))
+        self._ranks = ranks
         self._ballot: Ballot | None = None
 
     def sum_chunk(self, part: int) -> int:
@@ -140,6 +144,8 @@ class _TwoLevelCombine(HostCombine):
         plan = [schedule([n for r in ranks for n in self.share.plan[r]], num_leaves)[1] for ranks in self._hosts]
         if self._ballot is None:
             self._ballot = Ballot(wire, max(self._telemetry_sizes()))
+            wire.meter.open()
+        wire.meter.arrive(self._ranks[self.latest])
         stream = Stream(wire, self.layout, lane, plan, num_leaves, self.own_sum(part), self.layout.multipliers)
         own = {
             node: Rows(torch.zeros(len(lane) * ROW_BYTES, dtype=torch.uint8), lane.start) for node in plan[wire.rank]
@@ -163,16 +169,37 @@ class _TwoLevelCombine(HostCombine):
             return Deferred(partial(self._commit, digest, counters.advance("shown")))
 
     def _commit(self, digest: int, shown: int) -> Committed:
-        counters, waiting_s, sent_bytes = self.host.counters, 0.0, 0
+        counters, spent, sent_bytes = self.host.counters, Spent(), 0
         with counters.or_leave():
             if self._wire is not None:
                 digest = self._vote(digest, shown)
-                waiting_s, sent_bytes = self._wire.waiting_s, self._wire.sent_bytes
+                spent, sent_bytes = self._wire.spent, self._wire.sent_bytes
+            self._show(spent)
             digest = self.count_reduced(digest).wait()
         fields = counters.pages[0].fields
         team = ctypes.string_at(fields.team_telemetry, self._num_members * TELEMETRY_BYTES)
         telemetry = tuple(team[i : i + TELEMETRY_BYTES] for i in range(0, len(team), TELEMETRY_BYTES))
-        return Committed(digest, telemetry, self.total_weight(), counters.waiting_s + waiting_s, sent_bytes)
+        return Committed(digest, telemetry, self.total_weight(), spent.plus(self._spent_on_host()), sent_bytes)
+
+    def _show(self, spent: Spent) -> None:
+        """Write to this member's page where the time of its lane has gone; like the digest."""
+        self._fields.waits_for, self._fields.waiting_s = spent.longest_wait()
+        self._fields.network_s = spent.network_s
+
+    def _spent_on_host(self) -> Spent:
+        """Return where the time of the waits for members of this host has gone.
+
+        Whoever was waited for before the commit may have waited itself, on its lane: for the network, or another host.
+        """
+        last, network_s, waits = self.last_wait, 0.0, dict(self.waits)
+        elsewhere = Spent()
+        if last.rank >= 0:
+            fields = self.host.counters.pages[last.rank].fields
+            network_s = min(last.seconds, fields.network_s)
+            waiting_s = min(last.seconds - network_s, fields.waiting_s)
+            waits[last.rank] -= network_s + waiting_s
+            elsewhere = Spent({fields.waits_for: waiting_s} if waiting_s > 0.0 else {}, network_s)
+        return elsewhere.plus(Spent({self._ranks[rank]: seconds for rank, seconds in waits.items() if seconds > 0.0}))
 
     def _vote(self, digest: int, shown: int) -> int:
         """Make sure that all hosts hold the sums of this lane; return its digest over all hosts.
@@ -182,7 +209,7 @@ class _TwoLevelCombine(HostCombine):
         """
         counters, own, sizes = self.host.counters, b"", self._telemetry_sizes()
         if self.host.rank == 0:
-            counters.wait("shown", shown)
+            self.note(counters.wait("shown", shown))
             own = b"".join(self.telemetry())
         assert self._ballot is not None  # made with the first of the streams
         total, everyones = self._ballot.vote(digest, own.ljust(max(sizes), b"\0"))

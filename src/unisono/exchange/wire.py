@@ -25,18 +25,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from unisono.errors import DeadlineExceeded, PeerLost
+from unisono.exchange.connections import connections_since, established
 from unisono.exchange.groups import ScriptGroup
 from unisono.exchange.listening import Port
+from unisono.exchange.meter import WORD_BYTES, Meter
 from unisono.exchange.proof import prove
 from unisono.exchange.pump import Job, Pump
 from unisono.exchange.rendezvous import Rendezvous
+from unisono.exchange.spent import Spent
 from unisono.exchange.window import Window
 from unisono.words import listed
 
-__all__ = ["DIGEST_BYTES", "Collective", "Wire", "count_votes", "release_abandoned", "wire_of_one"]
+__all__ = ["DIGEST_BYTES", "HEADER_BYTES", "Collective", "Wire", "release_abandoned", "wire_of_one"]
 
 SLICE_S = 0.2  # a wait checks its condition this often even if a notification was missed
 DIGEST_BYTES = 8
+HEADER_BYTES = DIGEST_BYTES + WORD_BYTES
+"""Of a vote: a digest, and a word of the meter."""
 POLL_S = 1e-4  # NCCL sends no notification
 CONNECT_S = 20.0
 """Longest time from the arrival of all members until they are connected. A member behind a firewall, which the others
@@ -59,6 +64,8 @@ class Wire:
         timeout_s: how long any one wait may take.
         names: the ids of the members' workers, by rank, for errors; empty: they have none.
         secret: every member must prove that it has the same one (`unisono.exchange.proof`). gloo only.
+        addresses: of the members, by rank, to tell their connections apart; empty: nobody asks how busy these are.
+        ranks: of the members in the generation, by rank; default: the same.
     """
 
     def __init__(
@@ -73,19 +80,24 @@ class Wire:
         timeout_s: float,
         names: Sequence[str] = (),
         secret: bytes = b"",
+        addresses: Sequence[str] = (),
+        ranks: Sequence[int] = (),
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
         self.rank = rank
         self.size = size
         self.device = device
-        self.waiting_s = 0.0
+        self.meter = Meter(rank)
+        self.spent = Spent()
+        """Where this member's time has gone in the last combine, after its vote."""
         self.sent_bytes = 0
         """Data that this member has sent to others, but for broadcasts."""
         self.window = Window(size)
         self.changed = threading.Condition()
         """Is notified whenever something has happened that a wait may wait for."""
         self._timeout_s = timeout_s
+        self._ranks = ranks or range(size)
         self._error: Exception | None = None
         self._pump = Pump(self.changed)
         self._num_tags = 0
@@ -107,10 +119,13 @@ class Wire:
                 store.set(f"here-{rank}", "")
                 store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
                 self._all_here_at = time.perf_counter()
+                before = established()
                 formed = _make_group(store, rank, size, backend, address, timeout_s, port)
                 if backend == "gloo" and size > 1:
                     prove(formed, rank, size, secret, names)
                 port.close()
+                if addresses and backend == "gloo":
+                    self.meter.connections = connections_since(before, addresses, rank)
                 group = formed
             except Exception as error:  # of many kinds; `_connected` raises it as PeerLost
                 failure = error
@@ -161,7 +176,15 @@ class Wire:
         Returns:
             The digest of all sums, and the ``data`` of all members, by rank.
         """
-        return count_votes(self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data))
+        return self.count_votes(
+            self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + self.meter.word() + data)
+        )
+
+    def count_votes(self, votes: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Return the sum of the digests that the votes begin with, and the data of each; sets `spent`."""
+        total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
+        self.spent = self.meter.close([each[DIGEST_BYTES:HEADER_BYTES] for each in votes], self._ranks)
+        return total & 0xFFFFFFFFFFFFFFFF, [each[HEADER_BYTES:] for each in votes]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the wire's device) with that of rank ``source``. Blocks."""
@@ -202,7 +225,9 @@ class Wire:
 
     def finish_in_background(self, message: Any) -> None:
         """Wait, in a job, until a message has arrived, or has left."""
+        started = time.perf_counter()
         message.wait(timedelta(seconds=self._timeout_s))
+        self.meter.block(started)
 
     def await_job(self, job: Job, done: Callable[[], bool]) -> None:
         """Wait until a job has published something, or is over.
@@ -304,6 +329,7 @@ class Wire:
         return Collective(self, work, tensors)
 
     def _finish(self, work: Any) -> None:
+        started = time.perf_counter()
         if self.device.type == "cpu":
             future = work.get_future()
             future.then(self._notify)
@@ -315,6 +341,7 @@ class Wire:
             work.wait()
         except RuntimeError as failure:
             raise self._lost(failure) from failure
+        self.meter.block(started)
         self._pending.remove(work)
 
     def _await(self, done: Callable[[], bool], what: str, slice_s: float = SLICE_S, grace_s: float = SLICE_S) -> None:
@@ -330,7 +357,6 @@ class Wire:
                 if time.perf_counter() > deadline:
                     raise DeadlineExceeded(f"waited {self._timeout_s:.0f} s for {what} of {self.size} members")
                 self.changed.wait(slice_s)
-        self.waiting_s += time.perf_counter() - started
 
     def _notify(self, _: Any) -> None:
         with self.changed:
@@ -353,12 +379,6 @@ class Collective:
         """
         self._wire._finish(self._work)
         self._tensors = ()
-
-
-def count_votes(votes: Sequence[bytes]) -> tuple[int, list[bytes]]:
-    """Return the sum of the digests that the votes begin with, and what follows in each."""
-    total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
-    return total & 0xFFFFFFFFFFFFFFFF, [each[DIGEST_BYTES:] for each in votes]
 
 
 def wire_of_one(device: torch.device) -> Wire:

@@ -18,11 +18,12 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.frames import Frame
 from websockets.http11 import Request, Response
 
 from unisono.head.refusals import Refusals
 
-__all__ = ["MAX_MESSAGE_BYTES", "Caller", "Door", "most_strangers", "open_door"]
+__all__ = ["MAX_MESSAGE_BYTES", "Allowance", "Caller", "Door", "most_strangers", "open_door"]
 
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
 OPEN_S: Final = 10.0  # for the TLS handshake, and as long again for the request
@@ -31,6 +32,9 @@ FEWEST_STRANGERS, MOST_STRANGERS = 64, 4096
 WITHOUT_TOKEN: Final = "without the run's token"
 NO_REQUEST: Final = "that spoke another protocol"
 TOO_SLOW: Final = f"that had not said what it wants after {OPEN_S:.0f} s"
+TOO_MUCH: Final = "that was for looking, and sent too much"
+PIECE_BYTES: Final = 512
+FRAME_BYTES: Final = 64  # what reading a frame costs, in bytes of a long one
 NO_ROOM: Final = "that was silent while others waited"
 
 
@@ -76,12 +80,53 @@ class Door(socket.socket):
                 oldest.shutdown(socket.SHUT_RDWR)
 
 
+class Allowance:
+    """How much somebody may send: so many bytes a second in the mean, and so many at once.
+
+    Args:
+        bytes_per_s: may change while it is used.
+    """
+
+    def __init__(self, most_bytes: int, bytes_per_s: Callable[[], float], clock: Callable[[], float]) -> None:
+        self._most = most_bytes
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._used, self._at = 0.0, clock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Count what has come; return whether it was not too much."""
+        now = self._clock()
+        self._used = max(0.0, self._used - (now - self._at) * self._bytes_per_s()) + num_bytes
+        self._at = now
+        return self._used <= self._most
+
+
 class Caller(ServerConnection):
     """A connection that may be a stranger's."""
 
     refusals: Refusals
     where = ""
     """The address that it comes from."""
+    allowance: Allowance | None = None
+    """What may come over it; None: anything, because it is a member's."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.allowance is None:
+            super().data_received(data)
+            return
+        # In small pieces, because it takes a moment to read each of the frames that a flood consists of.
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            if not self.allowance.take(len(piece)):
+                self.refusals.note(TOO_MUCH, self.where)
+                self.transport.abort()
+                return
+            super().data_received(piece)
+
+    def process_event(self, event: Any) -> None:
+        if self.allowance is not None and isinstance(event, Frame):
+            self.allowance.take(FRAME_BYTES)
+        super().process_event(event)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -141,6 +186,7 @@ async def open_door(
         open_timeout=OPEN_S,
         max_size=MAX_MESSAGE_BYTES,
         close_timeout=1.0,
+        server_header=None,
         logger=_SILENT,
     )
 

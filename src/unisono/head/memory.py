@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from unisono.decisions.membership import Policy, State
+from unisono.head.story import NOTHING, Kept
 from unisono.messages import Failed
 
 __all__ = ["Memory"]
@@ -27,6 +28,8 @@ class Memory:
     """The run's description (`unisono.rundir.describe`), as JSON."""
     seers: tuple[str, ...] = ()
     """The agents on whose machines a worker has seen the run directory."""
+    story: Kept = NOTHING
+    """What was told last."""
     clock: float | None = None
     """The time of this machine's clock (`time.monotonic`), of which times in ``state`` are."""
     tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = dataclasses.field(default_factory=list)

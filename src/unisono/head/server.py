@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import math
 import shlex
@@ -20,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
-from websockets.http11 import Request, Response
 
 from unisono import events
-from unisono.decisions.following import Rank, Standpoint, merged, verdict
+from unisono.decisions.following import MAX_HEIRS, Rank, Standpoint, merged, verdict
 from unisono.decisions.membership import (
     Action,
     Alarm,
@@ -46,7 +45,7 @@ from unisono.decisions.membership import (
 from unisono.decisions.membership.likeness import differences
 from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, resumed
 from unisono.errors import ProtocolError
-from unisono.events import StepFinished
+from unisono.events import MachineUsed, StepFinished
 from unisono.head.address import AddressFiles
 from unisono.head.copying import go_on_in
 from unisono.head.door import Caller, open_door
@@ -56,9 +55,12 @@ from unisono.head.memory import Memory
 from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
-from unisono.head.status import respond, workers_status
+from unisono.head.status import workers_status
+from unisono.head.story import Story, Uses
 from unisono.head.troubles import Troubles
 from unisono.head.versions import Outgoing, Versions
+from unisono.head.viewing import Viewing
+from unisono.head.visitors import Visitors
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
 from unisono.lifetime import end_group, end_when_silent, start_time
@@ -75,6 +77,7 @@ from unisono.messages import (
     Heads,
     Hello,
     Holding,
+    Holds,
     Kept,
     Lost,
     Message,
@@ -89,6 +92,8 @@ from unisono.messages import (
     TalkCall,
     Testify,
     Testimony,
+    Told,
+    Used,
     Verdict,
     Welcome,
     WorkerExit,
@@ -97,9 +102,11 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import pack
-from unisono.problems.kinds import Trouble, kind_or_error
+from unisono.page.site import WATCH
+from unisono.problems.kinds import Trouble
 from unisono.rundir import holder
 from unisono.spec import RunSpec
+from unisono.watch.prometheus import CONTENT_TYPE, exposition
 
 __all__ = ["Head"]
 
@@ -168,6 +175,9 @@ class Head:
         self._reason = memory.reason
         self._started = memory.started
         self._last: StepFinished | None = None
+        self._story = Story(memory.story)
+        self._uses = Uses()
+        self._telling: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None
         self._remembering: asyncio.TimerHandle | None = None
@@ -175,7 +185,7 @@ class Head:
         self._listens_until = 0.0
         self._full_at = -math.inf
         self._refusals = Refusals(
-            lambda text: self._tell_agents(Announcement(text=text)),
+            self._tell_refusal,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
         self._address = AddressFiles(run_id, local_url or url, token, made=self._run_dir if snapshot else "")
@@ -190,6 +200,10 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
+        self._viewing = Viewing(
+            run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
+        )
+        self._viewing.reads_from(self._run_dir, self._facts)
         self._troubles = Troubles(self, run_id, [token])
         self._pen = Pen(run_id)
         self._may_write = True
@@ -207,7 +221,16 @@ class Head:
             tls: settings of TLS (`unisono.certificate.server_context`); None: connections are in the clear.
         """
         asyncio.get_running_loop().set_exception_handler(self._trouble)
-        server = await open_door(listener, tls, self._refusals, request=self._request, handler=self._serve)
+        visitors = Visitors(
+            self._token,
+            self._url,
+            is_secure=tls is not None,
+            status=self.status,
+            metrics=lambda: (CONTENT_TYPE, exposition(self._viewing.overview())),
+            may_watch=self._viewing.why_not,
+            refused=lambda why, connection: self._refusals.note(why, connection.where),
+        )
+        server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
         tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
         try:
             self._take_pen()
@@ -228,6 +251,7 @@ class Head:
             if not self.superseded_by:
                 self._address.remove()
                 self._versions.change_heirs(())
+            await self._viewing.end()
             for line in list(self._lines.values()):
                 line.put(None)
             with contextlib.suppress(TimeoutError):
@@ -244,9 +268,6 @@ class Head:
                 end_group(pid, signal.SIGKILL)
 
     # -- http ----------------------------------------------------------------------------------------
-
-    def _request(self, connection: ServerConnection, request: Request) -> Response | None:
-        return respond(connection, request, self._token, self.status)
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono status`` shows."""
@@ -275,15 +296,15 @@ class Head:
             loop.default_exception_handler(context)
         elif time.monotonic() - self._full_at > FULL_EVERY_S:
             self._full_at = time.monotonic()
-            self._tell_agents(
-                Announcement(
-                    text=f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of "
-                    "workers and machines. Does a program flood its port? The limit of open files is that of `ulimit "
-                    "-n`"
-                )
+            self._announce(
+                f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of workers and "
+                "machines. Does a program flood its port? The limit of open files is that of `ulimit -n`"
             )
 
     async def _serve(self, connection: Caller) -> None:
+        if connection.request is not None and connection.request.path.partition("?")[0] == WATCH:
+            await self._viewing.serve(connection)
+            return
         line = Line(connection)
         name = ""
         why = "its connection closed"
@@ -341,6 +362,7 @@ class Head:
             case RunDirectory():
                 self._tell_agents(message)
                 self._facts = message.facts or self._facts
+                self._viewing.reads_from(self._run_dir or message.path, self._facts)
                 worker = self._state.workers.get(name)
                 if worker is not None and worker.agent not in self._seers:
                     self._seers[worker.agent] = None
@@ -351,12 +373,16 @@ class Head:
                     self._remember()
             case Happened():
                 self._pass_on(message)
+            case Used() if name in self._state.agents:
+                self._take_use(message.use)
             case Kept():
                 self._kept(name, message)
             case Testimony():
                 self._troubles.heard(name, message)
-            case Ailing() if name in self._state.workers:
-                self._take_ailing(self._state.workers[name], message)
+            case Ailing():
+                self._troubles.ails(name, message)
+            case Holds():
+                self._troubles.holds(name, message)
             case Beats() if name in self._state.agents:
                 self._take_beats(message)
             case _:
@@ -392,9 +418,12 @@ class Head:
             agent_id=name if isinstance(first, AgentHello) else "",
             branch=self._state.branch_name,
             may_write=self._may_write,
+            num_machines=len(self._state.agents) + 1 if isinstance(first, AgentHello) else 0,
             machines=machines(self._state) if isinstance(first, AgentHello) else [],
         )
         line.put(encode(welcome))
+        if isinstance(first, AgentHello) and first.agent_id == name:  # it may have missed some, also of the head before
+            line.put(encode(Told(events=self._story.recent)))
         if self._state.ended is not None:
             self._versions.when_held([Send(name, self._state.ended)])
             return name
@@ -404,9 +433,10 @@ class Head:
             # Refused, now and later. The name may belong to another connection, which keeps it.
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
-                self._tell_agents(Announcement(text=f"a worker is refused: {error}"))
-                host = first.info.host
-                self._troubles.take(Trouble(kind="failed-join", worker_id=name, host=host, error=str(error)))
+                self._announce(f"a worker is refused: {error}")
+            if isinstance(first, Hello | AgentHello):
+                who, host = (name, first.info.host) if isinstance(first, Hello) else ("", first.host)
+                self._troubles.take(Trouble(kind="failed-join", worker_id=who, host=host, error=str(error)))
             if before is None:
                 del self._lines[name]
             else:
@@ -496,7 +526,7 @@ class Head:
             f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
             f"has done {stand.rank.step + 1}: all machines of this side join the other one"
         )
-        self._tell_agents(Announcement(text=text))
+        self._announce(text)
         self._tell_agents(Moved(url=stand.gives_way_to))
         self._address.remove()
         self._moving = asyncio.create_task(self._end_when_workers_have())
@@ -528,7 +558,8 @@ class Head:
             self._set_timer()
             return
         before = self._state
-        self._state, actions, reason = step(before, Event(source, message), now)
+        self._state, actions, reason, happened = step(before, Event(source, message), now)
+        self._story.add(happened, reason if self._state.ended is None else "")
         self._change_branch(before)
         if isinstance(message, Hello):
             self._note_process(self._state.workers[source])
@@ -536,7 +567,6 @@ class Head:
             self._here.pop(message.worker_id, None)
         if reason:
             self._reason = reason
-            self._troubles.note(events.Announcement(text=reason))
         # The first step is sent to the heirs at once: from then on there is something to lose.
         is_first_step = before.committed < 0 <= self._state.committed
         is_new = bool(actions) and not self._is_repetition(actions, before)
@@ -546,14 +576,14 @@ class Head:
         )
         if is_new or is_first_step or not is_reported_again:
             self._remember()
-        elif not isinstance(message, Beat | StepDone):
+        elif self._story.has_news or not isinstance(message, Beat | StepDone):
             self._remember_soon()
         if self._state.generation > before.generation:
             # Two generations live at any time: this one, and the one before, which some members have not left.
             self._keys.end_generations(self._state.generation - 1)
+        if self._state.ended is not None:
+            self._troubles.hurry()
         following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
-        if reason and self._state.ended is None:
-            following += [Send(agent_id, Announcement(text=reason)) for agent_id in self._listeners()]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
         self._set_timer()
@@ -588,15 +618,17 @@ class Head:
         """Tell all of a new branch, or of other machines that may start the next head, before the next decision."""
         state = self._state
         known = machines(state)
-        heads = Heads(branch=state.branch_name, machines=known, may_write=self._may_write)
+        heads = Heads(
+            branch=state.branch_name, num_machines=len(state.agents), machines=known, may_write=self._may_write
+        )
         if state.branch != before.branch:
             self._remember()
             told: list[Action] = [Send(agent_id, heads) for agent_id in state.agents]
-            to_worker = msgspec.structs.replace(heads, machines=[])
+            to_worker = msgspec.structs.replace(heads, machines=[], num_machines=0)
             told += [Send(worker_id, to_worker) for worker_id in state.workers]
             self._versions.change_branch(state.heirs, told)
             return
-        if known != machines(before):
+        if known != machines(before) or _tens(state) != _tens(before):
             self._tell_agents(heads)
         self._versions.change_heirs(state.heirs)
 
@@ -621,9 +653,12 @@ class Head:
             self._run_dir,
             facts=self._facts,
             seers=tuple(self._seers),
+            story=self._story.kept(),
             clock=time.monotonic(),
         )
         self._versions.make(memory)
+        if told := self._story.take():
+            self._versions.when_held([Told(events=told)])
 
     def _kept(self, agent_id: str, message: Kept) -> None:
         """Note that an agent holds a version of the state."""
@@ -639,8 +674,11 @@ class Head:
             if not message.done():
                 message.set_result(None)
             return
+        if isinstance(message, Told):
+            self._tell_story(message.events)
+            return
         if isinstance(message, Invite):
-            self._tell_agents(Announcement(text=self._how_to_join()))
+            self._announce(self._how_to_join())
             return
         if isinstance(message, Alarm):
             self._troubles.take(message.trouble)
@@ -669,30 +707,63 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        self._viewing.take(event)
         self._troubles.note(event)
+        if not isinstance(event, StepFinished):
+            self._story.take_other(event)
+            self._tell(self._audience(), message)
+            return
         # A worker that connects again repeats its last step.
-        if isinstance(event, StepFinished) and (self._last is None or event.step >= self._last.step):
+        if self._last is None or event.step >= self._last.step:
+            is_new = self._last is None or event.step > self._last.step
             self._last = event
+            if is_new and (told := self._story.take_step(event)):
+                self._tell_story(told)
         self._tell(self._listeners(), message)
 
     def _listeners(self) -> list[str]:
         return [agent_id for agent_id, agent in self._state.agents.items() if not agent.launched]
 
+    def _audience(self) -> list[str]:
+        """Return who hears the story: who shows it, and who may write it."""
+        writers = [*self._state.heirs, *itertools.islice(self._seers, MAX_HEIRS)]
+        return list(dict.fromkeys([*self._listeners(), *writers]))
+
+    def _announce(self, text: str) -> None:
+        """Tell a sentence that follows from no decision of the table."""
+        self._tell_story(self._story.announce(text))
+
+    def _tell_story(self, happened: list[events.Event]) -> None:
+        for event in happened:
+            self._viewing.take(event)
+            self._troubles.note(event)
+        self._tell(self._audience(), Told(events=happened))
+
+    # -- what machines use -----------------------------------------------------------------------------
+
+    def _take_use(self, use: MachineUsed) -> None:
+        self._uses.add(use)
+        if self._telling is None:
+            wait_s = self._uses.wait_s(len(self._audience()))
+            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell_uses)
+
+    def _tell_uses(self) -> None:
+        self._telling = None
+        agents = self._state.agents.values()
+        self._uses.forget(agent.host for agent in agents)
+        if self._uses.has_news:
+            used = self._uses.take()
+            for event in used:
+                self._viewing.take(event)
+            self._tell(self._audience(), Told(events=used))
+
+    def _tell_refusal(self, text: str) -> None:
+        self._announce(text)
+        self._troubles.say(Trouble(kind="failed-join", error=text))
+
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
-    def _take_ailing(self, worker: Worker, message: Ailing) -> None:
-        host = worker.info.host if worker.info is not None else ""
-        trouble = Trouble(
-            kind=kind_or_error(message.kind),
-            worker_id=worker.worker_id,
-            host=host,
-            step=message.step,
-            error=message.error,
-            detail=message.detail,
-        )
-        self._troubles.take(trouble)
-
-    def say(self, problem: events.Problem) -> None:
+    def tell(self, problem: events.Problem) -> None:
         self._pass_on(Happened(event=problem))
 
     def ask(self, names: Iterable[str], question: Testify) -> None:
@@ -700,6 +771,13 @@ class Head:
 
     def workers(self) -> Sequence[str]:
         return [name for name in self._lines if name in self._state.workers]
+
+    def host_of(self, worker_id: str) -> str:
+        worker = self._state.workers.get(worker_id)
+        return worker.info.host if worker is not None and worker.info is not None else ""
+
+    def num_workers_on(self, host: str) -> int:
+        return sum(self.host_of(w.worker_id) == host for w in self._state.workers.values() if w.state in ALIVE)
 
     def agents(self) -> dict[str, str]:
         agents = self._state.agents
@@ -793,7 +871,7 @@ class Head:
             text = f"this side of the run writes into {self._run_dir} now"
         else:
             text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
-        self._tell_agents(Announcement(text=text))
+        self._announce(text)
 
     def _go_on_in_copy(self) -> None:
         """Make the run's directory here, if the lost machine alone has seen it."""
@@ -812,7 +890,11 @@ class Head:
             if self._address.write(run_dir):
                 self._run_dir = run_dir
         except OSError as error:
-            self._tell_agents(Announcement(text=f"cannot write the head's address to {run_dir}: {error}"))
+            self._announce(f"cannot write the head's address to {run_dir}: {error}")
+
+
+def _tens(state: State) -> int:
+    return len(state.agents) // 10
 
 
 def _binary(data: str | bytes) -> bytes:

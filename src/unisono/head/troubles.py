@@ -19,9 +19,10 @@ from typing import Final, Protocol
 
 from unisono.errors import RunDirectoryError
 from unisono.events import Announcement, Event, Problem, StepFinished
-from unisono.messages import Testify, Testimony
+from unisono.messages import Ailing, Holds, Testify, Testimony
 from unisono.problems import evidence as files
 from unisono.problems.evidence import Witness, redacted, shown_environment
+from unisono.problems.fit import Held, Setting, advice, table
 from unisono.problems.kinds import Trouble, file_name, text
 from unisono.problems.witness import versions
 from unisono.problems.writing import FOLDER, write
@@ -32,6 +33,7 @@ ANSWER_S: Final = 3.0
 """So long the head waits for answers; a worker whose interpreter is held by native code gives none."""
 AFTER_LOSS_S: Final = 0.25
 """The others are asked so long after the loss of a process: by then they have taken the next generation."""
+AILING_S: Final = 0.5
 MOST_FILES: Final = 20
 MOST_ASKED: Final = 64
 LAST_EVENTS: Final = 40
@@ -42,7 +44,7 @@ END_S: Final = 2.0
 class House(Protocol):
     """The head, as `Troubles` needs it."""
 
-    def say(self, problem: Problem) -> None:
+    def tell(self, problem: Problem) -> None:
         """Give the event to the sinks of all machines."""
 
     def ask(self, names: Iterable[str], question: Testify) -> None:
@@ -50,6 +52,12 @@ class House(Protocol):
 
     def workers(self) -> Sequence[str]:
         """Return the workers that are connected."""
+
+    def host_of(self, worker_id: str) -> str:
+        """Return the host of a worker; "": it is not known."""
+
+    def num_workers_on(self, host: str) -> int:
+        """Return how many workers live on a host."""
 
     def agents(self) -> Mapping[str, str]:
         """Return the agents that are connected, with their hosts."""
@@ -102,6 +110,8 @@ class Troubles:
         self._names: list[str] = []
         self._said: set[tuple[str, str, int]] = set()
         self._inquiries: dict[int, _Inquiry] = {}
+        self._ailing: dict[str, Ailing] = {}
+        self._held: dict[str, Holds] = {}
         self._late: dict[str, Testimony] = {}  # what workers have said when they were late
         self._recent: deque[tuple[float, Event]] = deque(maxlen=LAST_EVENTS)
         self._steps: deque[tuple[float, Event]] = deque(maxlen=LAST_STEPS)
@@ -122,6 +132,43 @@ class Troubles:
             inquiry.heard[name] = message
             self._look(inquiry)
 
+    def ails(self, worker_id: str, message: Ailing) -> None:
+        """Receive what a worker has found in a gradient that is not finite; all that have, find it at about a time."""
+        if not self._ailing:
+            asyncio.get_running_loop().call_later(AILING_S, self._say_ailing)
+        self._ailing[worker_id] = message
+
+    def _say_ailing(self) -> None:
+        found, self._ailing = self._ailing, {}
+        if not found:
+            return
+        first_step = min(each.step for each in found.values())
+        known = {name: each for name, each in found.items() if each.step == first_step}
+        guilty = {name: each for name, each in known.items() if each.microbatch >= 0}
+        name, first = min(guilty.items() or known.items(), key=lambda item: item[1].microbatch)
+        host = self._house.host_of(name)
+        name = name if guilty else ""
+        self.take(Trouble.of_gradient(first.step, first.microbatch, first.samples, first.detail, name, host))
+
+    def holds(self, worker_id: str, message: Holds) -> None:
+        """Keep what a worker says about its memory."""
+        self._held[worker_id] = message
+
+    def _with_memory(self, trouble: Trouble) -> Trouble:
+        """Add what a worker that the kernel has killed for its memory has said before."""
+        known = self._held.get(trouble.worker_id)
+        if known is None or not trouble.killed_for or not trouble.peak_bytes:
+            return trouble
+        others = self._house.num_workers_on(trouble.host)
+        held = Held(
+            kinds=known.kinds,
+            used=trouble.peak_bytes,
+            limit=max(trouble.limit_bytes, trouble.peak_bytes),
+            is_shared=True,
+        )
+        setting = Setting(batch_size=known.batch_size, microbatches=known.microbatches, num_workers=others + 1)
+        return dataclasses.replace(trouble, detail=table(held), advice=advice(held, setting))
+
     def gone(self, name: str) -> None:
         """Note that a worker or an agent has gone: it answers nothing any more."""
         for inquiry in self._inquiries.values():
@@ -138,21 +185,12 @@ class Troubles:
         late = self._late.get(trouble.worker_id)
         if late is not None and trouble.kind == "hang":
             trouble = dataclasses.replace(trouble, place=late.place)
+        trouble = self._with_memory(trouble)
         name = ""
         if self._house.directory() and len(self._names) < MOST_FILES:
             name = file_name(trouble.kind, trouble.step, time.strftime("%Y%m%d-%H%M%S"), self._names)
             self._names.append(name)
-        self._house.say(
-            Problem(
-                time=time.time(),
-                problem=trouble.kind,
-                text=redacted(text(trouble), self._secrets),
-                worker_id=trouble.worker_id,
-                step=trouble.step,
-                evidence=f"{FOLDER}/{name}" if name else "",
-                ends_run=trouble.ends_run,
-            )
-        )
+        self.say(trouble, f"{FOLDER}/{name}" if name else "")
         if not name:
             return
         self._number += 1
@@ -168,6 +206,24 @@ class Troubles:
         task = asyncio.create_task(self._follow(inquiry, delay_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def say(self, trouble: Trouble, evidence: str = "") -> None:
+        """Say what has gone wrong, without a file of evidence, or with one that will be there in a moment."""
+        problem = Problem(
+            time=time.time(),
+            problem=trouble.kind,
+            text=redacted(text(trouble), self._secrets),
+            worker_id=trouble.worker_id,
+            step=trouble.step,
+            evidence=evidence,
+            ends_run=trouble.ends_run,
+        )
+        self._house.tell(problem)
+
+    def hurry(self) -> None:
+        """Say all that was put off: the run is over."""
+        if self._ailing:
+            self._say_ailing()
 
     async def end(self) -> None:
         """Write what is being put together, and wait for that."""

@@ -10,13 +10,13 @@ from unisono.decisions.following import HEIR_ANSWERS_S, Undelivered
 from unisono.decisions.membership import Action, holders, keepers, successor
 from unisono.head.line import Line
 from unisono.head.memory import Memory
-from unisono.messages import Snapshot, encode
+from unisono.messages import Snapshot, Told, encode
 from unisono.packed import pack
 
 __all__ = ["Outgoing", "Versions"]
 
-Outgoing = Action | asyncio.Future[None]
-"""A message, or a function that waits to send an answer."""
+Outgoing = Action | Told | asyncio.Future[None]
+"""A message to one, or to all that listen; or a function that waits to send an answer."""
 
 
 class Versions:

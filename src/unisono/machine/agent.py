@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
@@ -29,11 +30,12 @@ import msgspec
 from unisono import messages
 from unisono.certificate import derived
 from unisono.checkpoint import files
+from unisono.chronicle import Chronicle
 from unisono.decisions.idleness import Limits
 from unisono.decisions.membership import Policy
 from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import UsageError
-from unisono.events import Announcement, RunEnded, WorkerOutput
+from unisono.events import Announcement, Event, MachineUsed, RunEnded, StepFinished, WorkerOutput
 from unisono.invitation import HeadUrl, Invitation
 from unisono.journal import conclude, summary
 from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
@@ -64,6 +66,7 @@ from unisono.messages import (
     Stop,
     Testify,
     Testimony,
+    Told,
     WorkerExit,
 )
 from unisono.problems.evidence import redacted
@@ -144,7 +147,7 @@ async def _run(
     head = HeadProcess(settings, listener, secret, url, certificate)
     agent = _Agent(spec, own_url, token, secret, Stream([make("terminal")]), head, machines, is_primary=True)
     for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
-        agent.announce(text)
+        agent.say(text)
     try:
         return await agent.run()
     finally:
@@ -228,6 +231,8 @@ class _Agent:
             url, token, hello, self, away_s=spec.run.head_away_s, head=head, partition=spec.run.partition
         )
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
+        self._chronicle = Chronicle(lambda: self._following.has_seat)
+        self._is_run_over = False
         self._forgets = False
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._url = url
@@ -285,6 +290,7 @@ class _Agent:
             await machines
         self._conclude(ended)
         self._show(ended)
+        self._chronicle.close()
         return ended.exit_code
 
     def _start_helpers(self) -> None:
@@ -304,9 +310,14 @@ class _Agent:
                 self._digests = event.digests  # the run ends for this machine when the head says so
             case Happened():
                 self._stream.emit(message.event, number=message.number)
+                if not isinstance(message.event, StepFinished):
+                    self._chronicle.tell(message.event, message.number)
+            case Told():
+                for told in message.events:
+                    self._take_told(told)
             case messages.Announcement():
                 if not self._spec.launched:  # the command that has started the run shows it
-                    self.announce(message.text)
+                    self.say(message.text)
             case messages.Wanted():
                 if self._machines is not None:
                     self._machines.resize(message.num_workers)
@@ -316,11 +327,19 @@ class _Agent:
                 self._following.send(Testimony(number=message.number, text=self._about_machine()))
             case Evidence():
                 self._write_evidence(message)
-            case Ended():
-                self.end(self._with_own_exit_code(message))
+            case Ended():  # of the run (which is told before), or for this machine alone
+                self._end(self._with_own_exit_code(message), is_run_over=False)
             case RunDirectory():
                 self._checkpoint_code = message.on_signal
                 self.run_dir = message.path
+                self._chronicle.write_to(Path(message.path), self._following.run_id)
+
+    def _take_told(self, event: Event) -> None:
+        """Show an event of the run's story, and keep it for its file."""
+        is_new = isinstance(event, MachineUsed) or self._chronicle.tell(event)
+        # The command that has started this machine's agent shows it; this agent itself shows how the run has ended.
+        if is_new and not (self._spec.launched or isinstance(event, RunEnded)):
+            self._stream.emit(event)
 
     def _start_workers(self, order: Start) -> None:
         told = {}
@@ -344,13 +363,24 @@ class _Agent:
         threading.Thread(target=work, name="unisono-evidence", daemon=True).start()
 
     def announce(self, text: str) -> None:
-        self._stream.emit(Announcement(text=text))
+        """Show a sentence, as a part of the run's story."""
+        event = Announcement(time=time.time(), text=text)
+        self._chronicle.tell(event)
+        self._stream.emit(event)
+
+    def say(self, text: str) -> None:
+        """Show a sentence on this machine only."""
+        self._stream.emit(Announcement(time=time.time(), text=text))
 
     def show_head_line(self, text: str, is_error: bool) -> None:
         self.on_line("head", text, is_error)
 
     def end(self, ended: Ended) -> None:
-        """End the run for this machine."""
+        """End the run for this machine: there is no head any more, or this command ends the run."""
+        self._end(ended, is_run_over=True)
+
+    def _end(self, ended: Ended, *, is_run_over: bool) -> None:
+        self._is_run_over = is_run_over
         self._following.leave()
         if not self._over.done():
             self._over.set_result(ended)
@@ -371,6 +401,7 @@ class _Agent:
     async def forget_workers(self) -> None:
         """End the workers of this machine, and report nothing about them."""
         self._forgets = True
+        self._chronicle.leave()
         try:
             await self._workers.forget()
         finally:
@@ -401,7 +432,7 @@ class _Agent:
     def _leave_when_alone(self) -> None:
         """End this agent after a signal to ``unisono join``, when its workers have left. The run goes on."""
         if not self._is_primary and not self._workers.running():
-            self.end(Ended(ok=True, reason="all workers of this machine have left"))
+            self._end(Ended(ok=True, reason="all workers of this machine have left"), is_run_over=False)
 
     def _on_idle(self, is_idle: bool, why: str) -> None:
         """Offer this machine's workers, or take them back at the end of the step."""
@@ -426,16 +457,16 @@ class _Agent:
                     if self._machines is not None:
                         self._machines.hurry()
             case LeaveRun():
-                self.announce("the workers of this machine leave at the end of the step (again: end them now)")
+                self.say("the workers of this machine leave at the end of the step (again: end them now)")
                 self._following.send(Drain(reason=f"{self._host} leaves"))
                 self._leave_when_alone()
             case AwaitEnd(words):
                 if words:
-                    self.announce(words)
+                    self.say(words)
             case StopRun(word, reason):
                 self._stop = found
                 again = "" if self._spec.engine else " (again: end it now)"
-                self.announce(f"{word}: the run ends at the end of the step, with a checkpoint{again}")
+                self.say(f"{word}: the run ends at the end of the step, with a checkpoint{again}")
                 self._following.send(Stop(reason=reason))
 
     def _watch_engine(self) -> None:
@@ -528,7 +559,7 @@ class _Agent:
             Path(self._spec.outcome).write_text(json.dumps(known))
         else:
             for hint in filter(None, (self._where_it_lies(), self._how_to_go_on(ended))):
-                self.announce(hint)
+                self.say(hint)
         traceback = "" if self._spec.outcome else ended.traceback
         digests = self._digests if ended.ok else {}
         self._stream.emit(
@@ -537,7 +568,10 @@ class _Agent:
         self._stream.close()
 
     def _conclude(self, ended: Ended) -> None:
-        """Write into the journal why the run failed, where no worker is left to do so."""
+        """Write why the run has ended, where nobody else does so: no head, and for the journal no worker."""
+        if self._is_run_over and not self._chronicle.has_end:
+            ok, reason, step = ended.ok, ended.reason, ended.step
+            self._chronicle.tell(RunEnded(time=time.time(), ok=ok, reason=reason, digests={}, step=step))
         if not ended.ok and self._holds_run_dir():
             with contextlib.suppress(OSError):  # a directory that this machine may not write to
                 conclude(Path(self.run_dir), ended.reason)

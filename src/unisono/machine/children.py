@@ -135,6 +135,10 @@ class Child:
         self.output = output
         self.exit_code: int | None = None
         """None while it runs; negative: killed by that signal."""
+        self.peak_bytes = 0
+        """The most memory that it had, once it has ended; 0: unknown."""
+        self.is_killed = False
+        """This process has killed it."""
         self._on_end = on_end
         self._ended = asyncio.Event()
 
@@ -150,6 +154,7 @@ class Child:
             end_group(self.pid, number)
 
     def kill(self) -> None:
+        self.is_killed = True
         self.signal_group(signal.SIGKILL)
 
     async def ended_within(self, seconds: float) -> bool:
@@ -198,11 +203,17 @@ def spawn(
         os.close(out_end)
         os.close(error_end)
     child = Child(name, popen.pid, Output((out, error), on_line), on_end)
-    watch(child, popen.wait)
+
+    def wait() -> int:
+        popen.returncode = exit_code_of(popen.pid)  # so that the object does not wait for it
+        return popen.returncode
+
+    watch(child, wait)
     return child
 
 
 _reapers: dict[int, Callable[[], None]] = {}  # by process id of a watched child
+_peaks: dict[int, int] = {}  # by process id of a child that was reaped a moment ago, the most memory that it had
 _others: set[int] = set()  # process ids of children that other code waits for
 LOOK_AGAIN_S: Final = 0.05
 
@@ -225,7 +236,9 @@ def watch(child: Child, wait: Callable[[], int]) -> None:
             os.close(pidfd)
         # End the group before the process is reaped: until then its number belongs to no other group.
         end_group(pid)
-        child.end(wait())
+        exit_code = wait()
+        child.peak_bytes = _peaks.pop(pid, 0)
+        child.end(exit_code)
 
     _reapers[pid] = reap
     try:
@@ -270,6 +283,8 @@ def reap_all() -> None:
 def exit_code_of(pid: int) -> int:
     """Reap a child that has ended; return its exit code."""
     try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _, status, used = os.wait4(pid, 0)
+        _peaks[pid] = used.ru_maxrss * 1024
+        return os.waitstatus_to_exitcode(status)
     except ChildProcessError:  # the child was killed and reaped before this process knew it
         return -signal.SIGKILL

@@ -86,6 +86,8 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     pid: int
     exit_code: int
     """Negative: killed by that signal."""
+    peak_bytes: int = 0
+    """The most memory that it had."""
 
 
 def main() -> int:
@@ -193,8 +195,9 @@ class _Nursery:
             if ended is None:
                 return
             end_group(ended.si_pid)  # before another process can get this id
-            _, status = os.waitpid(ended.si_pid, 0)
-            _send(self._children.pop(ended.si_pid), WorkerEnded(ended.si_pid, os.waitstatus_to_exitcode(status)))
+            _, status, used = os.wait4(ended.si_pid, 0)
+            code, peak = os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024
+            _send(self._children.pop(ended.si_pid), WorkerEnded(ended.si_pid, code, peak))
 
 
 def _send(agent: socket.socket, message: Forked | WorkerEnded) -> None:

@@ -264,7 +264,9 @@ class Nursery:
                 return
             message = msgspec.msgpack.decode(data, type=Forked | WorkerEnded)
             if isinstance(message, WorkerEnded):
-                self._children.pop(message.pid).end(message.exit_code)
+                ended = self._children.pop(message.pid)
+                ended.peak_bytes = message.peak_bytes
+                ended.end(message.exit_code)
             elif message.name:
                 self._requests.pop(message.name)(message)
 

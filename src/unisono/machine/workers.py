@@ -22,6 +22,7 @@ from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
 from unisono.machine.placement import PLACEMENTS, Placement
 from unisono.machine.places import Places
 from unisono.messages import WorkerExit
+from unisono.problems.limits import Kills, memory_limit
 from unisono.spec import MachineSpec, WorkerSpec
 
 __all__ = ["Workers", "machine_label"]
@@ -105,6 +106,7 @@ class Workers:
         self._beats: BeatPage | None = None  # made for the first worker
         self._states: dict[str, _State] = {}
         self._is_closing = False
+        self._kills = Kills()
 
     def open(self) -> None:
         """Start the processes that workers are forked from.
@@ -238,8 +240,18 @@ class Workers:
             self._places.give_back(state.local_rank)  # it is not replaced
         evicted_at, error_at = self._evicted_at.get(child.name, math.inf), child.output.error_at
         failed_at = error_at if 0 < error_at < evicted_at else 0.0 if evicted_at < math.inf else time.time()
+        killed_for = self._kills.new() if child.exit_code == -signal.SIGKILL and not child.is_killed else ""
+        limit = memory_limit() if killed_for else None
         self._on_exit(
-            WorkerExit(worker_id=child.name, exit_code=child.exit_code, last_output=words, failed_at=failed_at)
+            WorkerExit(
+                worker_id=child.name,
+                exit_code=child.exit_code,
+                last_output=words,
+                failed_at=failed_at,
+                killed_for=killed_for,
+                peak_bytes=child.peak_bytes,
+                limit_bytes=child.peak_bytes + max(0, limit.limit - limit.used) if limit is not None else 0,
+            )
         )
 
     # -- one worker ------------------------------------------------------------------------------------

@@ -296,6 +296,14 @@ class GradientFolder:
         self.nodes[node] = slot
         return freed
 
+    def not_finite(self) -> list[str]:
+        """Return the parameters whose gradients are not finite in the leaf that was finished last."""
+        assert self._last is not None
+        gradients = self._last.target[1].gradients
+        return [
+            name for (name, _), one in zip(self.trained, gradients, strict=True) if not bool(torch.isfinite(one).all())
+        ]
+
     def fingerprint(self, index: int) -> Fingerprint:
         """Return the fingerprint of the leaf that was finished last, which was the first one of its chain."""
         assert self._last is not None

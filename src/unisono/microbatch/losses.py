@@ -37,6 +37,7 @@ class Microbatch:
         weighted_loss: sum of weight * loss over its losses; of the losses, where they are sums.
         is_in_backward: whether gradients are being computed.
         has_foreign: whether the script has computed gradients that reach no trained parameter.
+        is_scaled: whether its gradients have the scale of a ``GradScaler``.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Microbatch:
         self.leaf = leaf
         self.where = f"step {step}, micro-batch {leaf}"
         self.weight = self.weighted_loss = 0.0
-        self.is_in_backward = self.has_foreign = False
+        self.is_in_backward = self.has_foreign = self.is_scaled = False
         self._reduction = reduction
         self._folder = folder
         self._step = step
@@ -95,6 +96,7 @@ class Microbatch:
         self.weight = rounded
         self.weighted_loss += factor * value
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        self.is_scaled |= scale != 1.0
         self.is_in_backward = True
         try:
             self._folder.backward(loss, factor * scale, retain_graph=retain_graph)

@@ -1,8 +1,8 @@
 """Answers to the questions of a page, or of another program that watches: JSON in, JSON out.
 
-A question is ``{"id": 1, "get": "series", "names": ["loss"], "points": 800}``, its answer ``{"id": 1, "series": {...}}`` or
-``{"id": 1, "error": "a sentence"}``. ``run`` says of which run, where several are watched. Questions come from whoever
-may look at the run, so each is read strictly, and none can ask for more than a page can draw.
+A question is ``{"id": 1, "get": "series", "names": ["loss"], "points": 800}``, its answer ``{"id": 1, "series":
+{...}}`` or ``{"id": 1, "error": "a sentence"}``. ``run`` says of which run, where several are watched. Questions come
+from whoever may look at the run, so each is read strictly, and none can ask for more than a page can draw.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Readable(Protocol):
     def overview(self) -> Overview: ...
 
 
-class _Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="get", kw_only=True):
+class _Question(msgspec.Struct, forbid_unknown_fields=True, tag_field="get", kw_only=True):
     id: int = 0
     run: int = 0
 

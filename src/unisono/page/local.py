@@ -21,6 +21,7 @@ import time
 import webbrowser
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import parse_qs
@@ -138,7 +139,7 @@ class Directories:
         self._viewers.add(connection)
         try:
             async for text in connection:
-                await connection.send(await self._read(lambda text=text: self._answer(text)))
+                await connection.send(await self._read(partial(self._answer, text)))
         except ConnectionClosed:
             pass
         finally:
@@ -164,7 +165,7 @@ class Directories:
                 continue
             since = time.monotonic()
             for number in range(len(self._runs)):
-                message = await self._read(lambda number=number: self._news(number))
+                message = await self._read(partial(self._news, number))
                 if message:
                     broadcast([each for each in self._viewers if _takes(each)], message)
             await asyncio.sleep(max(PUSH_EVERY_S, SLOWEST * (time.monotonic() - since)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, cast, get_args
 
 from unisono.errors import DivergenceError, LossError
-from unisono.words import exit_words
+from unisono.words import exit_words, position_words
 
 __all__ = ["Kind", "Trouble", "file_name", "kind_of", "kind_or_error", "sentence", "shown_bytes", "text", "what_to_do"]
 
@@ -21,6 +21,9 @@ OUT_OF_MEMORY: Final = re.compile(
     r"|Cannot allocate memory",
     re.IGNORECASE,
 )
+
+
+NOT_FINITE: Final = re.compile(r"(?:LossError: )?the loss of .* is (-?(?:inf|nan)) \(samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class Trouble:
     """Why the kernel has killed the process, where that is known."""
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
+    limit_bytes: int = 0
+    """The most that it could have had; 0: unknown."""
     then: str = ""
     """What the run does about it."""
     ends_run: bool = False
@@ -55,6 +60,34 @@ class Trouble:
     """What the culprit has written about itself: what held its memory, which values were not finite."""
     advice: str = ""
     """What to do, where more is known than what the kind says."""
+
+    @staticmethod
+    def of_gradient(
+        step: int, microbatch: int, samples: Sequence[int], detail: str, worker_id: str = "", host: str = ""
+    ) -> Trouble:
+        """Return the trouble of a step whose gradient is not finite.
+
+        Args:
+            step: of the run.
+            microbatch: the first whose gradient is not finite; -1: there is none.
+            worker_id: that has computed it.
+        """
+        is_sum = microbatch < 0
+        return Trouble(
+            kind="nan",
+            worker_id=worker_id,
+            host=host,
+            step=step,
+            where=position_words(step, microbatch, samples),
+            error="the gradient is not finite",
+            then="the gradient of each micro-batch is: their sum is too large for its type"
+            if is_sum
+            else "its loss is, and so is the gradient of each micro-batch before it",
+            detail=detail,
+            advice="The derivatives of sqrt, norm, log and division at 0 are infinite, and numbers of 16 bits overflow "
+            "early. The run goes on; a script may leave out such an update where step.loss or the norm of the gradient "
+            "says so, which are equal on all workers",
+        )
 
 
 def kind_of(error: BaseException) -> Kind:
@@ -100,7 +133,10 @@ def _sentence(trouble: Trouble) -> str:
         case "crash":
             return f"{who} {exit_words(trouble.exit_code)}{where}"
         case "nan":
-            return f"{trouble.error} ({who} has computed it)" if trouble.worker_id else trouble.error
+            found = NOT_FINITE.match(trouble.error)
+            what = f"the loss is {found[1]}" if found else trouble.error
+            whose = f", which {who} has computed" if trouble.worker_id else ""
+            return f"{what}{where}{whose}"
         case "out-of-memory":
             return f"{who} ran out of memory{where}" + _for_memory(trouble)
         case "failed-join":

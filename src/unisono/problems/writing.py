@@ -6,11 +6,11 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-from unisono.rundir import holder
+from unisono.rundir import PROBLEMS, holder
 
 __all__ = ["FOLDER", "MOST_FILES", "write"]
 
-FOLDER: Final = "problems"
+FOLDER: Final = PROBLEMS
 MOST_FILES: Final = 100
 """In one run's directory, over all of its heads."""
 

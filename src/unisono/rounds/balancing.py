@@ -99,7 +99,7 @@ class Balancing:
             self._balance = Balance(self._team.size, [each.first_of_host for each in telemetry])
         self._balance.observe([each.leaves for each in telemetry], [each.data_s + each.compute_s for each in telemetry])
         # The last member to arrive has not waited: its time is the time of the exchange itself.
-        last_seconds = min(each.last.exchange + each.last.waiting for each in telemetry)
+        last_seconds = min(each.last.exchange + each.last.network + each.last.waiting for each in telemetry)
         self._balance.observe_exchange(last_seconds, share.plan, share.num_leaves)
 
     @property

@@ -95,6 +95,7 @@ def _context(notice: Notice, rank: int, member: Member, device: torch.device, ti
         store=partial(_store, member, notice.generation, timeout_s),
         names=[info.worker_id for info in notice.members],
         address=notice.members[rank].address,
+        addresses=[info.address for info in notice.members],
         secret=key_for(member.spec.token, "membership of a group"),
         page=member.page,
         pages=[info.page for info in notice.members],

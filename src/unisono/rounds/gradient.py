@@ -18,6 +18,7 @@ from unisono.errors import DivergenceError, StepError
 from unisono.events import Seconds
 from unisono.exchange import Share
 from unisono.exchange.flat import FlatLayout
+from unisono.exchange.spent import Spent
 from unisono.faults import point
 from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
@@ -27,6 +28,7 @@ from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.balancing import Helping
 from unisono.rounds.clock import Clock
+from unisono.rounds.finite import Finiteness, NotFinite
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Summed
 from unisono.rounds.sums import SumsRound
@@ -58,6 +60,7 @@ class StepContext:
     agreement: Agreement
     clock: Clock
     tracked: Tracked
+    finiteness: Finiteness
     reduction: Reduction = "mean"
     """What the losses are, over the samples of a micro-batch."""
 
@@ -134,7 +137,9 @@ class GradientRound:
         self._clock = context.clock
         self._folder = folder
         self._rehearsal: Rehearsal | None = None
-        self._num_computed = 0
+        self._computed: list[int] = []
+        self._is_scaled = False
+        self._helped_s = 0.0  # waited for members that may need help
         self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
         self._before = dict(context.clock.parts)
         folder.start_step(position.num_leaves, self.turn.number)
@@ -143,7 +148,7 @@ class GradientRound:
     @property
     def num_computed(self) -> int:
         """Micro-batches that this member has computed."""
-        return self._num_computed
+        return len(self._computed)
 
     @property
     def number(self) -> int:
@@ -182,6 +187,35 @@ class GradientRound:
             return None
         return SumsRound(self._members, self._sums, self.num_leaves, self._values, self._compute_again)
 
+    def find_not_finite(self) -> Iterator[Any]:
+        """Yield micro-batches of this member to the script once more, to find the one that made the sum not finite.
+
+        Does nothing where the sum is finite, or was not once before in the run. Local: no member waits for another.
+        With a loss scaler such gradients are expected, and the scaler skips their step.
+        """
+        finiteness, summed = self._context.finiteness, self.result
+        assert summed is not None
+        if self._is_scaled or not self._computed or not finiteness.is_broken(summed.slot):
+            return
+        found = NotFinite(step=self.number, microbatch=-1)
+        try:
+            for leaf in sorted(self._computed):
+                yield from self._aside(leaf)
+                if names := self._folder.not_finite():
+                    samples = self._context.cursor.indices(self._position.number, leaf)
+                    found = NotFinite(
+                        step=self.number,
+                        microbatch=leaf,
+                        samples=list(samples),
+                        parameters=names,
+                        num_parameters=len(self._folder.trained),
+                    )
+                    break
+        except LOST:  # the next round finds out who is lost
+            pass
+        self._clock.switch("other")
+        finiteness.report(found)
+
     def apply(self, totals: Mapping[str, Total] | None = None) -> None:
         """Make the means the parameters' ``.grad``, and put buffers and carried rows in force.
 
@@ -194,6 +228,7 @@ class GradientRound:
         for carried, views in self._with_views(slot.extras):
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
+        self._clock.switch("update")
 
     def release(self) -> None:
         """Free the slots of the gradients, but those that the script holds, e.g. in a list of ``p.grad``."""
@@ -268,7 +303,8 @@ class GradientRound:
                 f"all micro-batches of step {self._position.number} have weight 0: there is no mean gradient"
             )
         self._clock.switch("other")
-        self._clock.move(summed.waiting_s, "exchange", "waiting")
+        waits_for, _ = summed.spent.longest_wait()  # whoever was waited for last was late before as well
+        self._clock.note(summed.spent.plus(Spent({waits_for: self._helped_s})), summed.generation)
 
     # -- one micro-batch -----------------------------------------------------------------------------
 
@@ -290,11 +326,16 @@ class GradientRound:
         yield batch
         for slot in self._fold():
             self._members.release(slot)
-        self._num_computed += 1
+        self._computed.append(leaf)
         point("after_backward", leaf)
 
     def _rehearse(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
+        yield from self._aside(leaf)
+        self._context.agreement.note_other(self._folder.fingerprint(leaf))
+
+    def _aside(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch of which nothing is summed."""
         self._clock.switch("other")  # this time must not count for the pace of this member
         known = self._values.pop(leaf, None)
         try:
@@ -303,7 +344,6 @@ class GradientRound:
             self._values.pop(leaf, None)
             if known is not None:
                 self._values[leaf] = known
-        self._context.agreement.note_other(self._folder.fingerprint(leaf))
 
     def _compute_apart(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch whose gradient is not summed."""
@@ -321,8 +361,9 @@ class GradientRound:
     def _help(self, helping: Helping) -> Iterator[Any]:
         """Yield micro-batches of members that are late, as long as there is room for their sums."""
         while len(self._members.slots.nodes) <= 2 + self.num_leaves.bit_length():
-            self._clock.switch("waiting")
+            self._clock.switch("exchange")
             taken = helping.take()
+            self._helped_s += self._clock.switch("exchange")
             if taken is None:
                 return
             yield from self._compute_leaf(taken, None, None)
@@ -349,6 +390,7 @@ class GradientRound:
         microbatch, self.microbatch = self.microbatch, None
         assert microbatch is not None
         microbatch.finish()
+        self._is_scaled |= microbatch.is_scaled
         write = partial(self._write_extras, microbatch)
         freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss, write)
         self._context.guards.finish_microbatch(microbatch.where, self._folder.trained)
@@ -405,11 +447,13 @@ class GradientRound:
 
     def _telemetry(self) -> StepTelemetry:
         now, before, last = self._clock.parts, self._before, self._clock.last
+        team = self._members.team
         return StepTelemetry(
-            leaves=self._num_computed,
+            leaves=self.num_computed,
             data_s=now["data"] - before["data"],
             compute_s=now["compute"] - before["compute"],
             last=Seconds(**last),
+            times=self._clock.times if self._clock.generation == team.generation else self._clock.times.of_workers(),
             new_sums=self._new_sums,
         )
 

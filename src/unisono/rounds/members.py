@@ -13,6 +13,7 @@ from unisono.decisions.plan import Plan
 from unisono.exchange import Exchange, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import Slots
+from unisono.exchange.spent import NOTHING, Spent
 from unisono.rounds import Reporter
 from unisono.rounds.balancing import Balancing
 from unisono.rounds.team import Team
@@ -23,15 +24,17 @@ __all__ = ["Gathered", "Members", "Summed"]
 
 @dataclass(frozen=True)
 class Summed:
-    """Result of a sum, equal on all members but for ``waiting_s`` and ``sent_bytes``."""
+    """Result of a sum, equal on all members but for ``spent`` and ``sent_bytes``."""
 
     slot: Slot
     """Gradients and float buffers are means, the rest of the tail are sums."""
     digest: int
     telemetry: Mapping[str, StepTelemetry]
     """By worker id, in the order of the ranks at the sum: a loss after it changes the members."""
-    waiting_s: float
-    """How long this member waited for others."""
+    spent: Spent = NOTHING
+    """Where this member's time has gone."""
+    generation: int = 0
+    """In which the ranks of ``spent`` count."""
     sent_bytes: int = 0
     """Data that this member has sent to other hosts."""
 
@@ -124,7 +127,7 @@ class Members:
         self.agreed_generation = min(each.newest_generation for each in received)
         self.balancing.observe(received, share)
         by_worker = dict(zip(self.worker_ids, received, strict=True))
-        return Summed(combined.slot, combined.digest, by_worker, combined.waiting_s, combined.sent_bytes)
+        return Summed(combined.slot, combined.digest, by_worker, combined.spent, generation, combined.sent_bytes)
 
     def new_slot(self) -> Slot:
         """Return a free slot; its entries are arbitrary. Local."""

@@ -44,6 +44,8 @@ class Team(Protocol):
     size: int
     generation: int
     worker_ids: tuple[str, ...]
+    reason: str
+    """Why there is this generation."""
     arithmetic: int
     """Fingerprint of everything that this worker's arithmetic depends on."""
 
@@ -126,6 +128,7 @@ class AloneTeam:
     size = 1
     generation = 1
     worker_ids: tuple[str, ...] = ("w0",)
+    reason = "the run begins"
     arithmetic = 0
     _wire: Wire | None = None
 
@@ -222,6 +225,7 @@ class HeadTeam:
         self.generation = 0
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
+        self.reason = ""
         self.arithmetic = member.arithmetic
         self._warnings: dict[str, None] = {}
         self._said_ready = False
@@ -416,7 +420,7 @@ class HeadTeam:
             self.generation = notice.generation
             self._notice = notice
             self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
-            self.rank, self.size = self._rank_in(notice), len(notice.members)
+            self.rank, self.size, self.reason = self._rank_in(notice), len(notice.members), notice.reason
             self.worker_ids = tuple(info.worker_id for info in notice.members)
             self._warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):

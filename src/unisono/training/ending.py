@@ -19,6 +19,7 @@ from unisono.training.loop import TrainingLoop
 from unisono.training.notes import Beginning, note_beginning, note_idle, note_microbatch
 from unisono.training.recording import Recorder, Role
 from unisono.training.steps import Steps
+from unisono.training.troubles import OwnTroubles
 from unisono.words import progress
 
 __all__ = ["Ending", "Reached"]
@@ -42,6 +43,7 @@ class Ending:
     """Ends a run, once.
 
     Args:
+        before_end: called before the members end the run together, where all is well. Collective.
         reached: returns how far the script has got.
         begun: what is taken back at the end.
         is_alone: there are no other workers, and no head that knows how the script ends.
@@ -55,18 +57,22 @@ class Ending:
         process: Process,
         *,
         role: Callable[[], Role],
+        before_end: Callable[[], None],
         reached: Callable[[], Reached],
         begun: ExitStack,
         is_alone: bool,
+        troubles: OwnTroubles,
     ) -> None:
         self._rounds = rounds
         self._keeper = keeper
         self._recorder = recorder
         self._process = process
         self._role = role
+        self._before_end = before_end
         self._reached = reached
         self._begun: ExitStack | None = begun
         self._is_alone = is_alone
+        self._troubles = troubles
 
     @property
     def is_training(self) -> bool:
@@ -122,6 +128,7 @@ class Ending:
                 reached.loop.leave()
             digests = self._rounds.tracked.digests()
             if reached.has_joined:
+                self._before_end()
                 self._end_together(digests)
         except UnisonoError as failure:
             self._append_failure(failure)
@@ -140,7 +147,10 @@ class Ending:
             reached.loop.leave()
         # Asked to leave, or tried again by another worker: the run does not end with this worker.
         goes_on = isinstance(error, RunStopped) or is_tried_again or self._says_nothing(error)
-        if reached.has_joined and not goes_on:
+        is_end = reached.has_joined and not goes_on
+        if isinstance(error, Exception) and not isinstance(error, RunStopped):
+            self._troubles.explain(error, self._rounds, reached.loop, is_end=is_end)
+        if is_end:
             self._append_failure(error)
 
     def _end_together(self, digests: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.clock import Clock
+from unisono.rounds.finite import Finiteness
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
 from unisono.state.tracked import Tracked
@@ -42,6 +43,8 @@ class TrainingLoop:
 
     Args:
         on_step: called once for every step that the script has finished.
+        finiteness: looks at the gradient of each step.
+        on_head: called before the script gets a step, with its number in the run and the clock of its parts.
         reduction: what the script's losses are, over the samples of a micro-batch.
         num_done: returns the steps of the run that are done.
 
@@ -64,6 +67,8 @@ class TrainingLoop:
         rehearses: bool,
         num_done: Callable[[], int],
         on_step: OnStep,
+        finiteness: Finiteness,
+        on_head: Callable[[int, Clock], None],
         reduction: Reduction = "mean",
     ) -> None:
         self.cursor = cursor
@@ -79,6 +84,8 @@ class TrainingLoop:
         self._rehearses = rehearses
         self._num_done = num_done
         self._on_step = on_step
+        self._finiteness = finiteness
+        self._on_head = on_head
         self._reduction = reduction
         self._phase = 0
         self._base = 0  # steps of the run before this loop
@@ -121,6 +128,7 @@ class TrainingLoop:
             agreement=agreement,
             clock=self._clock,
             tracked=self._tracked,
+            finiteness=self._finiteness,
             reduction=self._reduction,
         )
         hooks = self._tracked.before_updates(self._before_update)
@@ -140,6 +148,7 @@ class TrainingLoop:
                     self._current_folder()
                     self._keeper.boundary(rounds)
                     seed_at(self._seed, "step", self._base + number)
+                    self._on_head(self._base + number, self._clock)
                     self.step = Step(context, number, unused=self._unused, process=self._process)
                     point("step_head")
                     yield self.step
@@ -195,7 +204,9 @@ class TrainingLoop:
             return
         step.close()
         point("after_step")
-        self._on_step(step, self._clock.reset(), range(self._base, self._base + self.num_steps))
+        seconds = self._clock.reset()
+        self._clock.switch("other")
+        self._on_step(step, seconds, range(self._base, self._base + self.num_steps))
 
     def _move_to(self, number: int) -> None:
         position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)

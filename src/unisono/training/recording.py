@@ -19,15 +19,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from unisono.chronicle import Chronicle
+from unisono.decisions.asides import Asides
 from unisono.errors import UsageError
 from unisono.events import (
     EvaluationFinished,
     Event,
     MembershipChanged,
+    Problem,
     RunEnded,
     RunStarted,
     Seconds,
@@ -57,6 +61,8 @@ class Role:
     """By rank."""
     is_writer: bool
     """The worker writes for all members."""
+    reason: str = ""
+    """Why there is this generation."""
 
 
 OUTSIDE: Final = Role(rank=-1, generation=0, worker_ids=(), is_writer=False)
@@ -76,7 +82,7 @@ class Recorder:
 
     Args:
         sinks: of this worker's script.
-        head: None: the script runs alone.
+        head: None: the script runs alone. Then this worker writes the story of the run (`Chronicle`).
         clock: returns the time of an event, in seconds since 1970.
 
     Raises:
@@ -92,6 +98,9 @@ class Recorder:
         self._clock = clock
         self._stream = Stream(sinks)
         self._to_head = _ToHead(head) if head is not None else None
+        self._story = Chronicle() if head is None else None
+        self._asides = Asides()
+        self._last_step = -1
         self._is_writer = False
         self._generation = 0
         self._began: RunStarted | None = None
@@ -122,6 +131,9 @@ class Recorder:
             is_newcomer: the run has begun before, and the other workers have reported so.
         """
         self._began, self._is_told = started, False
+        self._tell_alone(started)
+        if self._story is not None and started.directory:
+            self._story.write_to(Path(started.directory), started.run_id)
         if self._to_head is not None and not is_newcomer:
             self._to_head.start(started, role)
         self._take(role)
@@ -152,6 +164,7 @@ class Recorder:
             balance: why this step's plan is another than that of the step before.
             sent_bytes: to other hosts, by this worker, for the step's sums.
         """
+        ids = [*telemetry]
         # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows
         # neither, and lines are numbered alike on all workers.
         event = StepFinished(
@@ -160,7 +173,7 @@ class Recorder:
             first_step=first_step,
             generation=role.generation,
             seconds=_rounded(seconds),
-            workers={worker_id: _times(each) for worker_id, each in telemetry.items()},
+            workers={worker_id: _times(each, ids) for worker_id, each in telemetry.items()},
             logs=logs,
             sent_bytes=sent_bytes,
             checkpoint=checkpoint,
@@ -178,6 +191,10 @@ class Recorder:
         """Record that the script is at the end of the run, or has failed."""
         self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
 
+    def problem(self, event: Problem) -> None:
+        """Give the sinks of a script that runs alone what went wrong."""
+        self._stream.emit(event)
+
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""
         if self._to_head is not None:
@@ -187,6 +204,8 @@ class Recorder:
         """Close the journal and the sinks. No event follows."""
         self._journal.close()
         self._stream.close()
+        if self._story is not None:
+            self._story.close()
 
     def _now(self) -> float:
         return round(self._clock(), 3)
@@ -213,10 +232,29 @@ class Recorder:
                 self._stream.emit(event)
         if role.generation != self._generation and role is not OUTSIDE:
             self._generation = role.generation
-            self._members = MembershipChanged(time=self._now(), generation=role.generation, worker_ids=role.worker_ids)
-            self._pass_on(self._members, role)
+            self._members = MembershipChanged(
+                time=self._now(), generation=role.generation, worker_ids=role.worker_ids, reason=role.reason
+            )
+            self._tell_alone(self._members)
+            if self._is_writer:  # the head tells it to all others
+                self._stream.emit(self._members)
+            self.tell_again(role)
+
+    def _tell_alone(self, event: Event) -> None:
+        """Tell the story of a run alone."""
+        if self._story is None:
+            return
+        if isinstance(event, StepFinished):
+            self._last_step = event.step
+            for aside in self._asides.of(event):
+                self._story.tell(aside)
+        elif isinstance(event, RunEnded):
+            self._story.tell(msgspec.structs.replace(event, step=self._last_step))
+        else:
+            self._story.tell(event)
 
     def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
+        self._tell_alone(event)
         if self._is_writer:
             self._stream.emit(event)
         if self._to_head is not None:
@@ -261,10 +299,27 @@ def _rounded(seconds: Mapping[str, float]) -> Seconds:
     return Seconds(**{part: round(value, DIGITS) for part, value in seconds.items()})
 
 
-def _times(telemetry: StepTelemetry) -> WorkerTimes:
+def _times(telemetry: StepTelemetry, worker_ids: Sequence[str]) -> WorkerTimes:
+    """Return the times of one worker for an event.
+
+    Args:
+        worker_ids: by rank.
+    """
+    measured = telemetry.times
     return WorkerTimes(
         leaves=telemetry.leaves,
         data=round(telemetry.data_s, DIGITS),
         compute=round(telemetry.compute_s, DIGITS),
         last=_rounded(msgspec.structs.asdict(telemetry.last)),
+        waits_for=_name(measured.waits_for, worker_ids),
+        waits_s=round(measured.waits_s, DIGITS),
+        link_to=_name(measured.link_to, worker_ids),
+        link_s=round(measured.link_s, DIGITS),
+        link_bytes=measured.link_bytes,
+        overlap_s=round(measured.overlap_s, DIGITS),
+        page_faults=measured.page_faults,
     )
+
+
+def _name(rank: int, worker_ids: Sequence[str]) -> str:
+    return worker_ids[rank] if 0 <= rank < len(worker_ids) else ""

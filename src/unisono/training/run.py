@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 import uuid
 import warnings
 import weakref
@@ -34,8 +35,10 @@ from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
+from unisono.rounds.clock import Clock
 from unisono.rounds.connect import build_exchange, open_wire
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
+from unisono.rounds.finite import Finiteness
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
@@ -47,11 +50,13 @@ from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
 from unisono.training.notes import Beginning
+from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
+from unisono.training.troubles import OwnTroubles
 from unisono.training.upcoming import Upcoming
 from unisono.watch import Sink, named
 
@@ -95,6 +100,8 @@ class Run(Calls):
         overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
         sinks: objects with ``emit(event)`` and ``close()`` (`unisono.watch.Sink`) that get the run's events. One worker
             at a time gives events to its sinks: the one that writes the journal. A sink that raises is dropped.
+        profile: steps of the run that torch.profiler records on all workers, e.g. ``range(100, 105)``, for one trace in
+            the directory. ``--profile`` wins over it.
 
     Under ``unisono run`` a script makes one of these; `steps` can be called as often as there are phases.
 
@@ -116,6 +123,7 @@ class Run(Calls):
         resume_anyway: Collection[str] = (),
         overwrite: bool = False,
         sinks: Sequence[Sink] = (),
+        profile: range | None = None,
     ) -> None:
         worker = members.spec()
         spec = worker.run
@@ -143,6 +151,8 @@ class Run(Calls):
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
         self._recorder = Recorder(self._journal, [*sinks, *_named(spec.sinks)], members.current())
+        steps = range(*spec.profile) if spec.profile[1] else profile
+        self._profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._phases = 0
         self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
@@ -173,6 +183,10 @@ class Run(Calls):
             self._team = self._make_team(member)
             begun.callback(self._team.close)
             begun.callback(self._recorder.close)
+            self._troubles = OwnTroubles(self.directory, self._run_id, self.device, member, self._recorder.problem)
+            self._finiteness = Finiteness(self._troubles.not_finite)
+            if self._profiling is not None:
+                begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
             self._admission = Admission(self._rounds)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
@@ -183,9 +197,11 @@ class Run(Calls):
                 self._recorder,
                 self._process,
                 role=self._role,
+                before_end=self._end_profile,
                 reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
+                troubles=self._troubles,
             )
         life.begun(self._ending, is_alone=member is None)
 
@@ -408,6 +424,8 @@ class Run(Calls):
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
+            finiteness=self._finiteness,
+            on_head=self._begin_step,
             reduction=reduction,
         )
 
@@ -603,10 +621,22 @@ class Run(Calls):
                 stacklevel=4,
             )
         started = RunStarted(
-            run_id=self._run_id, directory=str(self.directory or ""), step=rounds.position.total, recipe=recipe
+            time=round(time.time(), 3),
+            run_id=self._run_id,
+            directory=str(self.directory or ""),
+            step=rounds.position.total,
+            recipe=recipe,
         )
         self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
         return rounds.position.step
+
+    def _begin_step(self, step: int, clock: Clock) -> None:
+        if self._profiling is not None:
+            self._profiling.step_begins(step, clock)
+
+    def _end_profile(self) -> None:
+        if self._profiling is not None:
+            self._profiling.run_ends(self._num_steps, self._in_rounds()[0], sees=self._keeper.reaches)
 
     def _finish(self, step: Step, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""
@@ -628,6 +658,10 @@ class Run(Calls):
             warnings=team.take_warnings(),
             sent_bytes=step.sent_bytes,
         )
+        if self._rounds is not None and self._loop is not None:
+            self._troubles.tell_memory(self._rounds, self._loop)
+        if self._profiling is not None:
+            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
 
     def _role(self) -> Role:
         team, is_alone = self._team, members.current() is None
@@ -641,6 +675,7 @@ class Run(Calls):
             generation=team.generation,
             worker_ids=team.worker_ids,
             is_writer=writes and not team.is_evicted(),
+            reason=team.reason,
         )
 
 

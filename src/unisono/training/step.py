@@ -212,6 +212,7 @@ class Step:
         current.release()  # not earlier: a parameter whose .grad is set counts as one who holds it
         try:
             yield from context.rounds.play(current)
+            yield from current.find_not_finite()
             sums = current.sums()
             if sums is not None:
                 yield from context.rounds.play(sums)

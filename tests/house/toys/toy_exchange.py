@@ -76,7 +76,7 @@ class StoreCombine:
     def commit(self, telemetry: bytes) -> Deferred[Committed]:
         check_reduced(self._digests, len(self._parts))
         told, digest = self._exchange.put(telemetry), sum(self._digests.values()) % 2**64
-        return Deferred(lambda: Committed(digest, tuple(told.wait()), float(self._sum.scalars[0]), waiting_s=0.0))
+        return Deferred(lambda: Committed(digest, tuple(told.wait()), float(self._sum.scalars[0])))
 
     def result(self) -> Slot:
         return next(iter(self._share.slots.values()), None) or self._exchange.slot()

@@ -14,6 +14,7 @@ reason in one sentence. All decisions of the head about members are made here::
     ending       workers come to the end of the training
     generations  consequences: the next generation, or the end of the run
     heirs        which agents hold the state, and which of them starts the next head
+    happenings   what has happened between two states, as events
     plain        scripts for torchrun: rules of their own, from machines that join to the end of the run
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
@@ -43,10 +44,12 @@ from unisono.decisions.membership.agents import agent_name
 from unisono.decisions.membership.dispatch import Event, Lags, Tick, TookOver, take
 from unisono.decisions.membership.draft import Action, Alarm, Draft, Hangup, Invite, Send
 from unisono.decisions.membership.generations import follow_up
+from unisono.decisions.membership.happenings import happenings
 from unisono.decisions.membership.heartbeat import routine, routine_of_many
 from unisono.decisions.membership.heirs import heirs, holders, keepers, machines, successor, without_lost_heir
 from unisono.decisions.membership.roster import Policy, State, noted, rebranched, seat_of
 from unisono.decisions.membership.table import TRANSITIONS
+from unisono.events import Event as Happening
 from unisono.messages import Beat
 
 __all__ = [
@@ -63,6 +66,7 @@ __all__ = [
     "Tick",
     "TookOver",
     "agent_name",
+    "happenings",
     "heirs",
     "holders",
     "keepers",
@@ -75,31 +79,37 @@ __all__ = [
 ]
 
 
-def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...], str]:
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...], str, tuple[Happening, ...]]:
     """Return the consequences of one event.
 
     Returns:
-        The next state, the actions (in this order), and the reason: one sentence, empty when nothing was decided.
+        The next state, the actions (in this order), the reason (one sentence, empty when nothing was decided), and
+        what has happened, for the story of the run.
 
     Raises:
         ProtocolError: this source may not send this message now. The state is unchanged.
     """
     if state.ended is not None and not isinstance(event.message, TookOver):
         state = without_lost_heir(state, event)
-        return rebranched(state, heirs(state)), (), ""
+        return rebranched(state, heirs(state)), (), "", ()
     if isinstance(event.message, Beat) and (found := routine(state, event.source, event.message, now)) is not None:
-        return found, (), ""
+        return found, (), "", ()
     draft = Draft(state, now)
     if state.policy.plain:
         plain.take(draft, event)
         plain.follow_up(draft)
         draft.state = rebranched(draft.state, heirs(draft.state))
-        return draft.state, tuple(draft.actions), "; ".join(dict.fromkeys(draft.reasons))
+        return draft.state, tuple(draft.actions), _in_words(draft), happenings(state, draft.state, draft.touched)
     take(draft, event)
     if draft.actions or draft.broken or not isinstance(event.message, Beat):  # most events are heartbeats
         follow_up(draft)
     draft.state = rebranched(draft.state, heirs(draft.state))
-    return noted(draft.state, now), tuple(draft.actions), "; ".join(dict.fromkeys(draft.reasons))
+    happened = happenings(state, draft.state, draft.touched)
+    return noted(draft.state, now), tuple(draft.actions), _in_words(draft), happened
+
+
+def _in_words(draft: Draft) -> str:
+    return "; ".join(dict.fromkeys(draft.reasons))
 
 
 def next_deadline(state: State) -> float | None:

@@ -83,7 +83,7 @@ def _learn_generation(draft: Draft, worker: Worker, generation: int) -> None:
 
 def _refuse(draft: Draft, worker: Worker, why: str) -> None:
     """Refuse a worker that would compute other bits. It is not replaced: another process there would be refused too."""
-    draft.put_worker(worker.worker_id, state=_S.LEFT)
+    draft.retire(worker.worker_id, _S.LEFT, "failed", why)
     draft.send(worker.worker_id, Ended(ok=False, reason=why, worker_id=worker.worker_id, exit_code=1))
     draft.evict(worker, why)
     note_failure(draft, worker, why)

@@ -54,13 +54,14 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     known = enlist(draft, agent_id, hello)
     _repeat_start(draft, agent_id)
     agent = draft.state.agents[agent_id]
+    came = "" if hello.primary else f"{hello.host} has joined"
     if known is not None:
-        number = _missing(draft, agent)
+        number, came = _missing(draft, agent), f"{hello.host} is back"
     elif draft.state.policy.efficiency:
         number = _room(draft, agent)
     else:
         number = hello.num_workers
-    order(draft, agent_id, number)
+    order(draft, agent_id, number, came=came)
 
 
 def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
@@ -71,8 +72,9 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     adds = hello.num_workers if state.policy.grows and not is_counted else 0
     fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, launched=hello.launched)
     agent = dataclasses.replace(
-        fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, url=hello.url, away_at=None, lags=False
+        fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, url=hello.url, away_at=None, lags=False, gone=""
     )
+    draft.touched.add(agent_id)
     draft.put(
         agents={**state.agents, agent_id: agent},
         absent={i: absent for i, absent in state.absent.items() if i != agent_id},
@@ -129,9 +131,11 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     agent = draft.state.agents[agent_id]
     own = draft.workers_of([agent_id])
     wanted = sum(not worker.draining for worker in own)
+    why = agent.refused or agent.freed or agent.gone or message.reason
+    draft.touched.add(agent_id)
     draft.put(
         agents={i: a for i, a in draft.state.agents.items() if i != agent_id},
-        absent={**draft.state.absent, agent_id: dataclasses.replace(agent, wanted=wanted)},
+        absent={**draft.state.absent, agent_id: dataclasses.replace(agent, wanted=wanted, gone=why)},
     )
     if agent.primary and not draft.state.agents:
         draft.end(False, f"the command that started the run has ended ({message.reason})")
@@ -143,7 +147,7 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
         draft.reasons.append(f"the agent of {agent.host} is gone")
     for worker in own:
         if worker.state is _S.ORDERED:
-            draft.put_worker(worker.worker_id, state=_S.LEFT)
+            draft.retire(worker.worker_id, _S.LEFT, "left", f"the agent of {agent.host} is gone")
 
 
 def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
@@ -186,7 +190,7 @@ def drain(draft: Draft, worker_ids: Iterable[str], why: str) -> None:
         if worker is None or worker.state not in ALIVE or worker.draining:
             continue
         names.append(worker_id)
-        worker = draft.put_worker(worker_id, draining=True)
+        worker = draft.put_worker(worker_id, draining=True, gone=why)
         if worker.state in (_S.ORDERED, _S.STARTING, _S.READY):
             draft.dismiss(worker, f"drained: {why}")
     if names:
@@ -211,7 +215,7 @@ def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
     own = [w for w in alive if w.agent == agent_id]
     if num_workers:
         drain(draft, [w.worker_id for w in own[num_workers:]], why)
-    order(draft, agent_id, max(0, min(num_workers - len(own), policy.maximum - len(alive))), reason=why)
+    order(draft, agent_id, max(0, min(num_workers - len(own), policy.maximum - len(alive))), reason=why, came=why)
 
 
 def drain_withdrawn(draft: Draft) -> None:
@@ -255,10 +259,10 @@ def resize(draft: Draft, num_workers: int, why: str = "") -> None:
         leaving = to_leave(staying, draft.state.agents, -missing, empties=draft.state.policy.elastic)
         drain(draft, [worker.worker_id for worker in sorted(leaving, key=lambda worker: worker.number)], why)
     elif missing > 0:
-        _start_more(draft, staying, missing)
+        _start_more(draft, staying, missing, why)
 
 
-def _start_more(draft: Draft, staying: Iterable[Worker], missing: int) -> None:
+def _start_more(draft: Draft, staying: Iterable[Worker], missing: int, why: str) -> None:
     """Order new workers from the machines that have room for them."""
     agents = [agent for agent in draft.state.agents.values() if not agent.is_sent_away]
     trusted = [agent for agent in agents if agent.used_restarts < max(draft.state.policy.max_restarts, 1)]
@@ -270,7 +274,7 @@ def _start_more(draft: Draft, staying: Iterable[Worker], missing: int) -> None:
             return
     started = to_start(agents, running, missing)
     for agent_id, number in started.items():
-        order(draft, agent_id, number, reason="scaled up")
+        order(draft, agent_id, number, reason="scaled up", came=why)
     if not started:
         draft.reasons.append("no agent is connected that could start the missing workers")
     elif len(agents) > 1:

@@ -58,6 +58,8 @@ class Attempt:
     """By rank: the first part has rank 0."""
     restarts: int = 0
     """How many attempts before this one have failed."""
+    why: str = ""
+    """Why the attempt before this one was ended; "": this is the first."""
     is_started: bool = False
     """The machines have the order to start. Before, the agent of rank 0 looks for a free port."""
     address: str = ""

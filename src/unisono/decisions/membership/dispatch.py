@@ -125,7 +125,10 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
         case Drain():
             ids = message.worker_ids or [w.worker_id for w in draft.state.workers.values() if w.agent == agent_id]
             host = draft.state.agents[agent_id].host
-            agents.drain(draft, ids, message.reason or f"the agent of {host} asks for it")
+            why = message.reason or f"the agent of {host} asks for it"
+            if not message.worker_ids:
+                draft.put_agent(agent_id, gone=why)
+            agents.drain(draft, ids, why)
         case Offer():
             agents.offer(draft, agent_id, message.num_workers, message.reason)
         case Scale():
@@ -171,10 +174,8 @@ def _take_from_worker(draft: Draft, worker_id: str, message: Message) -> None:
 def _add_unordered(draft: Draft, worker_id: str) -> None:
     """Add a worker that this head has not ordered: another launcher has, or a head before this one."""
     worker = Worker(worker_id=worker_id, state=_S.ORDERED)
-    draft.put(
-        workers={**draft.state.workers, worker_id: worker},
-        next_number=max(draft.state.next_number, worker.number + 1),
-    )
+    draft.add_workers({worker_id: worker})
+    draft.put(next_number=max(draft.state.next_number, worker.number + 1))
 
 
 def _take_allowed(draft: Draft, worker: Worker, message: Message) -> None:
@@ -194,7 +195,12 @@ def _take_allowed(draft: Draft, worker: Worker, message: Message) -> None:
     if gap > state.quiet_s and worker.state is state.witness_state:
         draft.state = excused(state, gap, draft.now)
     was_aside = worker.state is _S.ASIDE
-    worker = draft.put_worker(worker.worker_id, state=following or worker.state, heard_at=draft.now)
+    gone: dict[str, str] = {}
+    if following is _S.FINISHED:
+        gone = {"how": "finished", "gone": "its script has returned"}
+    elif following is _S.LEFT:
+        gone = {"how": "left", "gone": worker.gone or state.stopping or "it was asked to leave"}
+    worker = draft.put_worker(worker.worker_id, state=following or worker.state, heard_at=draft.now, **gone)
     if worker.state is _S.LOST:
         why = f"{worker.name} has ended its script, and the others had gone on without it"
         lose(draft, worker.worker_id, why)
@@ -245,7 +251,7 @@ def _take_holding(draft: Draft, worker: Worker, message: Holding) -> None:
         return
     generation = max(worker.generation, message.generation)
     draft.put_worker(worker.worker_id, generation=generation, num_unreached=0)
-    draft.put(held=True)
+    draft.put(held=True, moved=max(draft.state.moved, message.generation))
     agent = draft.state.agents.get(worker.agent)
     if agent is not None and not agent.has_served:
         draft.put_agent(worker.agent, has_served=True, failure="")

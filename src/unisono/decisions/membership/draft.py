@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.decisions.membership.roster import ALIVE, GONE, Agent, State, Worker, WorkerState, number_of
+from unisono.decisions.membership.roster import ALIVE, GONE, Agent, How, State, Worker, WorkerState, number_of
 from unisono.messages import Announcement, Ended, Evict, Message
 from unisono.problems.kinds import Trouble
 
@@ -62,6 +62,8 @@ class Draft:
     """Reasons why the newest generation cannot go on."""
     drained: list[str] = field(default_factory=list)
     """Workers that were asked to leave, until a generation without them is announced."""
+    touched: set[str] = field(default_factory=set)
+    """Workers and agents that are another value than before, or new: only these are looked at for what has happened."""
 
     # -- changes -------------------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class Draft:
 
     def put_worker(self, worker_id: str, **changes: Any) -> Worker:
         worker = dataclasses.replace(self.state.workers[worker_id], **changes)
-        self.put(workers={**self.state.workers, worker_id: worker})
+        self.add_workers({worker_id: worker})
         return worker
 
     def put_workers(self, worker_ids: Iterable[str], **changes: Any) -> None:
@@ -78,7 +80,16 @@ class Draft:
         known = self.state.workers
         changed = {worker_id: dataclasses.replace(known[worker_id], **changes) for worker_id in worker_ids}
         if changed:
-            self.put(workers={**known, **changed})
+            self.add_workers(changed)
+
+    def add_workers(self, workers: Mapping[str, Worker]) -> None:
+        """Put these workers into the state, new or in the place of what was known of them."""
+        self.touched.update(workers)
+        self.put(workers={**self.state.workers, **workers})
+
+    def retire(self, worker_id: str, state: WorkerState, how: How, why: str) -> None:
+        """Note that a worker is no member any more, and will not be one."""
+        self.put_worker(worker_id, state=state, how=how, gone=why)
 
     def put_agent(self, agent_id: str, **changes: Any) -> Agent:
         agent = dataclasses.replace(self.state.agents[agent_id], **changes)
@@ -113,7 +124,7 @@ class Draft:
 
     def dismiss(self, worker: Worker, reason: str) -> None:
         """Send away a worker that is not needed and does not hold the run's state."""
-        self.put_worker(worker.worker_id, state=_S.LEFT)
+        self.retire(worker.worker_id, _S.LEFT, "left", reason)
         if worker.state is not _S.ORDERED:
             self.send(worker.worker_id, Ended(ok=True, reason=reason))
         self.evict(worker, reason)

@@ -9,7 +9,7 @@ from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import is_at_end, lose_early_leavers
 from unisono.decisions.membership.hangs import FIRST_STEP, Hang, Limits, Verdict, Waiting, judge
 from unisono.decisions.membership.restarts import lose
-from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
+from unisono.decisions.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.decisions.membership.suspicion import MAX_TRIES, Suspicions
 from unisono.messages import Beat, Suspect, WorkerLate
 from unisono.problems.kinds import Trouble
@@ -68,9 +68,9 @@ def _say_silent(draft: Draft, worker: Worker, seconds: float) -> None:
     )
 
 
-def _end_process(draft: Draft, worker: Worker, why: str) -> None:
+def _end_process(draft: Draft, worker: Worker, why: str, how: How = "lost") -> None:
     draft.evict(worker, why)
-    lose(draft, worker.worker_id, why)
+    lose(draft, worker.worker_id, why, how=how)
 
 
 # -- no progress -------------------------------------------------------------------------------------
@@ -80,13 +80,13 @@ def watch(draft: Draft, worker: Worker, beat: Beat) -> None:
     """Judge a worker by its heartbeat, and act if it is late or hangs."""
     limits = draft.state.limits
     if worker.state is _S.ASIDE and beat.seconds_at > limits.hang_s:
-        _end_process(draft, worker, f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended")
+        _end_process(draft, worker, f"{worker.name} hangs for {beat.seconds_at:.0f} s and is ended", "evicted")
     if worker.state is not _S.HOLDING:
         return
     if worker.draining and _is_left_behind(draft, worker):
         if beat.seconds_at > limits.hang_s * (FIRST_STEP if beat.num_steps <= 1 else 1):
             why = f"{worker.name}, which was to leave, hangs for {beat.seconds_at:.0f} s and is ended"
-            _end_process(draft, worker, why)
+            _end_process(draft, worker, why, "evicted")
         return
     if draft.state.hangs:
         draft.put(hangs=tuple(hang for hang in draft.state.hangs if not hang.is_passed(beat)))
@@ -138,15 +138,17 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
         case Verdict.HANGS:
             _note_hang(draft, worker, beat)
             _say_hang(draft, worker, beat, "it is ended, and the others go on")
-            _end_process(draft, worker, f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}")
+            why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
+            _end_process(draft, worker, why, "evicted")
         case Verdict.ASIDE:
             _note_hang(draft, worker, beat)
             _say_hang(draft, worker, beat, "the others compute its micro-batches")
-            draft.put_worker(worker.worker_id, state=_S.ASIDE)
-            draft.broken.append(
+            why = (
                 f"{worker.name} makes no progress for {beat.seconds_at:.0f} s at {where} and is left aside: the others "
                 "compute its micro-batches"
             )
+            draft.retire(worker.worker_id, _S.ASIDE, "evicted", why)
+            draft.broken.append(why)
         case Verdict.LATE if worker.late_at != beat.progress:
             draft.put_worker(worker.worker_id, late_at=beat.progress)
             draft.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")

@@ -22,7 +22,7 @@ from unisono.decisions.membership.admission import check_protocol
 from unisono.decisions.membership.attempts import Attempt, Failure, Part, spread
 from unisono.decisions.membership.dispatch import Event, Lags, Tick, TookOver
 from unisono.decisions.membership.draft import Draft
-from unisono.decisions.membership.roster import ALIVE, Agent, Worker, WorkerState
+from unisono.decisions.membership.roster import ALIVE, Agent, How, Worker, WorkerState
 from unisono.errors import ProtocolError
 from unisono.messages import (
     AgentHello,
@@ -43,7 +43,7 @@ from unisono.messages import (
     WorkerExit,
 )
 from unisono.problems.kinds import Trouble
-from unisono.words import count
+from unisono.words import count, exit_words
 
 __all__ = ["END_S", "SETTLE_S", "follow_up", "take"]
 
@@ -91,8 +91,9 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
         case MeetingPoint():
             _start(draft, message)
         case Drain():
-            draft.put_agent(agent_id, offers=0)
-            _end_attempt_of(draft, agent_id, message.reason or f"{agent.host} leaves")
+            why = message.reason or f"{agent.host} leaves"
+            draft.put_agent(agent_id, offers=0, gone=why)
+            _end_attempt_of(draft, agent_id, why)
         case Offer():
             _offer(draft, agent_id, message)
         case Scale():
@@ -157,7 +158,7 @@ def _leave(draft: Draft, agent_id: str, message: Lost) -> None:
     running = [worker for worker in _running(draft) if worker.agent == agent_id]
     agents.leave(draft, agent_id, message)
     for worker in running:
-        draft.put_worker(worker.worker_id, state=_S.LOST)
+        draft.retire(worker.worker_id, _S.LOST, "lost", f"the machine {host} is lost")
     attempt = draft.state.attempt
     if attempt is None or draft.state.ended is not None:
         return
@@ -216,7 +217,13 @@ def _take_exit(draft: Draft, agent: Agent, message: WorkerExit) -> None:
     worker, attempt, code = draft.state.workers.get(message.worker_id), draft.state.attempt, message.exit_code
     if worker is None or worker.state not in ALIVE:
         return
-    draft.put_worker(worker.worker_id, state=_S.LOST if code else _S.FINISHED)
+    if not code:
+        draft.retire(worker.worker_id, _S.FINISHED, "finished", "its script has returned")
+    elif attempt is not None and attempt.ending and code in (-signal.SIGTERM, -signal.SIGKILL):
+        draft.retire(worker.worker_id, _S.LOST, "left", attempt.ending)
+    else:
+        how: How = "failed" if code > 0 else "lost"
+        draft.retire(worker.worker_id, _S.LOST, how, f"worker {worker.worker_id} {exit_words(code)}")
     if not code or attempt is None:
         return
     if attempt.ending and not (attempt.failures and message.failed_at):
@@ -304,7 +311,7 @@ def _go_on(draft: Draft, attempt: Attempt) -> None:
     if cause is not None and not draft.state.stopping:
         _say_failure(draft, cause, ends_run=restarts >= most)
     if cause is None or draft.state.stopping:
-        _form(draft, attempt.number + 1, restarts)
+        _form(draft, attempt.number + 1, restarts, attempt.ending)
         return
     if restarts >= most:
         spent = "the only restart is used" if most == 1 else f"all {most} restarts are used"
@@ -315,9 +322,10 @@ def _go_on(draft: Draft, attempt: Attempt) -> None:
         for agent in draft.state.agents.values():
             if agent.primary:
                 draft.announce_to(agent.agent_id, f"the last output of {cause.name}:\n{cause.last_output}")
-    draft.reasons.append(f"{cause.words()}; restart {restarts + 1} of {most}")
-    draft.put(attempt=dataclasses.replace(attempt, failures=(), restarts=restarts + 1))
-    _form(draft, attempt.number + 1, restarts + 1)
+    why = f"{cause.words()}; restart {restarts + 1} of {most}"
+    draft.reasons.append(why)
+    draft.put(attempt=dataclasses.replace(attempt, failures=(), restarts=restarts + 1, ending=why))
+    _form(draft, attempt.number + 1, restarts + 1, why)
 
 
 def _words(number: int) -> str:
@@ -334,13 +342,13 @@ def _parts(draft: Draft) -> tuple[Part, ...]:
     return spread({agent.agent_id: agent.offers for agent in _able(draft)}, draft.state.policy.maximum)
 
 
-def _form(draft: Draft, number: int, restarts: int) -> None:
+def _form(draft: Draft, number: int, restarts: int, why: str = "") -> None:
     """Begin an attempt, if there are enough machines: its first order is to find a port."""
     state, policy = draft.state, draft.state.policy
     if state.stopping:
         draft.end(True, state.stopping)
         return
-    attempt = Attempt(number=number, parts=_parts(draft), restarts=restarts)
+    attempt = Attempt(number=number, parts=_parts(draft), restarts=restarts, why=why)
     found = attempt.num_processes
     may_grow = found < policy.maximum and state.settled_at > draft.now
     # Machines of the command that are known not to come are not waited for.
@@ -381,14 +389,18 @@ def _start(draft: Draft, point: MeetingPoint) -> None:
         return
     attempt = dataclasses.replace(attempt, is_started=True, address=point.address, port=point.port)
     ids = attempt.names()
+    came = f"start {attempt.number} of all processes: {attempt.why}" if attempt.why else ""
     workers = {
-        name: Worker(worker_id=name, state=_S.HOLDING, agent=agent, heard_at=draft.now)
+        name: Worker(
+            worker_id=name, state=_S.HOLDING, agent=agent, heard_at=draft.now, generation=attempt.number, came=came
+        )
         for agent, names in ids.items()
         for name in names
     }
     # Those of machines that are out of reach are ended if these come back.
     away = {i: known for i, known in draft.state.workers.items() if known.agent not in draft.state.agents}
-    draft.put(attempt=attempt, workers={**away, **workers})
+    draft.put(attempt=attempt, workers=away, moved=attempt.number)
+    draft.add_workers(workers)
     for agent_id in ids:
         _order(draft, agent_id, attempt)
     number, machines = attempt.num_processes, len(attempt.parts)

@@ -6,7 +6,7 @@ import signal
 from typing import Final
 
 from unisono.decisions.membership.draft import Draft
-from unisono.decisions.membership.roster import ALIVE, Worker, WorkerState
+from unisono.decisions.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.messages import Ended, Failed, Start, StepDone, WorkerExit
 from unisono.problems.kinds import Trouble, kind_or_error
 from unisono.words import exit_words, position_words
@@ -29,26 +29,32 @@ FORGIVE_STEPS: Final = 100
 MAX_DELAY_S: Final = 30.0
 
 
-def order(draft: Draft, agent_id: str, num_workers: int, delay_s: float = 0.0, reason: str = "") -> None:
-    """Order so many new workers from an agent."""
+def order(
+    draft: Draft, agent_id: str, num_workers: int, delay_s: float = 0.0, reason: str = "", *, came: str = ""
+) -> None:
+    """Order so many new workers from an agent.
+
+    Args:
+        came: why they come, in the story of the run; "": the run begins with them.
+    """
     first = draft.state.next_number
     ids = [f"w{number}" for number in range(first, first + num_workers)]
     if not ids:
         return
     due = draft.now + delay_s
-    ordered = {i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id, heard_at=due) for i in ids}
-    draft.put(workers={**draft.state.workers, **ordered}, next_number=first + num_workers)
+    draft.add_workers({i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id, heard_at=due, came=came) for i in ids})
+    draft.put(next_number=first + num_workers)
     draft.send(agent_id, Start(worker_ids=ids, delay_s=delay_s, reason=reason))
 
 
-def lose(draft: Draft, worker_id: str, why: str, *, replace: bool = True) -> None:
+def lose(draft: Draft, worker_id: str, why: str, *, replace: bool = True, how: How = "lost") -> None:
     """Lose a worker for good; the newest generation is broken if the worker belonged to it."""
     worker = draft.state.workers[worker_id]
     if worker_id in draft.state.member_ids or worker_id in draft.holders():
         draft.broken.append(why)
     else:
         draft.reasons.append(why)
-    draft.put_worker(worker_id, state=_S.LOST)
+    draft.retire(worker_id, _S.LOST, how, why)
     note_failure(draft, worker, why)
     draft.hang_up(worker_id, why)
     if replace:
@@ -76,7 +82,7 @@ def _replace(draft: Draft, worker: Worker) -> None:
         soon = "now" if delay_s == 0 else f"in {delay_s:.0f} s"
         reason = f"worker w{state.next_number} replaces it {soon} (restart {used + 1} of {policy.max_restarts})"
         draft.reasons.append(reason)
-        order(draft, worker.agent, 1, delay_s, reason)
+        order(draft, worker.agent, 1, delay_s, reason, came=f"replaces {worker.worker_id}")
 
 
 def forgive_restarts(draft: Draft, message: StepDone) -> None:
@@ -106,7 +112,8 @@ def take_exit(draft: Draft, message: WorkerExit) -> None:
         draft.end(False, why, worker.worker_id, message.last_output, message.exit_code)
         return
     may_succeed = (not is_guest or draft.state.held) and _has_served(draft, worker)
-    lose(draft, worker.worker_id, why, replace=killed or may_succeed)
+    how: How = "failed" if message.exit_code > 0 else "lost"
+    lose(draft, worker.worker_id, why, replace=killed or may_succeed, how=how)
     if message.last_output:
         draft.announce_to(worker.agent, f"the last output of {worker.name}:\n{message.last_output}")
 
@@ -121,6 +128,7 @@ def _say_exit(draft: Draft, worker: Worker, message: WorkerExit, *, ends_run: bo
             exit_code=message.exit_code,
             killed_for=message.killed_for,
             peak_bytes=message.peak_bytes,
+            limit_bytes=message.limit_bytes,
             traceback=message.last_output,
             then="the run ends" if ends_run else "",
             ends_run=ends_run,
@@ -158,7 +166,7 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
         if first is None or first[0] == worker.worker_id:
             draft.put(tried={**draft.state.tried, key: (worker.worker_id, message)})
             _say_failure(draft, worker, message, "another worker tries it")
-            lose(draft, worker.worker_id, f"{what}; another worker tries it", replace=False)
+            lose(draft, worker.worker_id, f"{what}; another worker tries it", replace=False, how="failed")
             return
         what += f" (as before on worker {first[0]})"
         before = f"{first[0]} has failed there as well"
@@ -173,7 +181,8 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
             then="the others go on",
         )
         draft.alarm(refused)
-        lose(draft, worker.worker_id, what, replace=draft.state.held and _has_served(draft, worker))
+        may_succeed = draft.state.held and _has_served(draft, worker)
+        lose(draft, worker.worker_id, what, replace=may_succeed, how="failed")
         draft.announce_to(worker.agent, message.traceback)
         return
     _say_failure(draft, worker, message, before, ends_run=True)

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from unisono.decisions.efficiency import Measured
 from unisono.decisions.membership.attempts import Attempt
@@ -34,6 +34,7 @@ __all__ = [
     "ALIVE",
     "GONE",
     "Agent",
+    "How",
     "Policy",
     "State",
     "Worker",
@@ -162,6 +163,8 @@ class WorkerState(enum.Enum):
     __hash__ = object.__hash__  # a set of states is asked for every worker: that of Enum is a function of Python
 
 
+How = Literal["left", "lost", "failed", "evicted", "finished"]
+"""Ways in which a worker goes; see `unisono.events.WorkerGone`."""
 GONE: Final = frozenset({WorkerState.FINISHED, WorkerState.LEFT, WorkerState.LOST})
 ALIVE: Final = frozenset(WorkerState) - GONE
 # A name of the class is looked up by a function.
@@ -190,6 +193,12 @@ class Worker:
     """How often in a row the members could not exchange with the newcomers, of which it was one."""
     warning: str = ""
     """Warning with which it was admitted."""
+    came: str = ""
+    """Why it was ordered; "": the run began with it."""
+    gone: str = ""
+    """Why it is no member any more, or is about to leave."""
+    how: How | None = None
+    """In which way it has gone."""
 
     @property
     def number(self) -> int:
@@ -237,6 +246,8 @@ class Agent:
     """Reason why it is sent away: none of its workers could take part."""
     freed: str = ""
     """Reason why it may end: the run wants fewer workers."""
+    gone: str = ""
+    """Why it is not connected any more, or is about to leave."""
 
     @property
     def is_sent_away(self) -> bool:
@@ -280,6 +291,8 @@ class State:
     """Number of workers for which the command was told last to have machines."""
     waits_with: int = -1
     """Number of workers at which the user was told last that the run waits for more (`Policy.wait_for`)."""
+    moved: int = 0
+    """The newest generation that a member has taken."""
     held: bool = False
     """A worker has held the run's state: there is something to lose."""
     fingerprint: Mapping[str, str] | None = None

@@ -1,13 +1,13 @@
 // A chart: uPlot, with a legend that says values, keys, a text for those who cannot see it, and a table.
 
 import { byId, el, put, say, tableFold, table } from "./dom.js";
-import { clock, duration, moment, number, short, tick, whole } from "./format.js";
+import { clock, clockTick, duration, moment, number, short, tick, whole } from "./format.js";
 import { colour } from "./theme.js";
 
 const KINDS = {
   step: { word: "step", say: (x) => whole(Math.round(x)), axis: (x) => (x % 1 ? "" : Math.abs(x) >= 1e5 ? short(x) : whole(x)) },
   time: { word: "after", say: duration, axis: duration },
-  clock: { word: "at", say: clock, axis: null },
+  clock: { word: "at", say: clock, axis: clockTick },
 };
 const MOST_TABLE_ROWS = 60;
 const KEYS = ["ArrowLeft", "ArrowRight", "PageUp", "PageDown", "Home", "End", "Escape", "+", "=", "-", "0"];
@@ -127,8 +127,8 @@ export class Chart {
         y: { distr: log ? 3 : 1, range: log ? undefined : (u, low, high) => this.yRange(low, high) },
       },
       axes: [
-        { ...axis, size: 26, grid: { show: false }, space: kind === "step" ? 64 : 84,
-          values: kinds.axis ? (u, splits) => splits.map((x) => kinds.axis(x)) : undefined },
+        { ...axis, size: 26, grid: { show: false }, space: kind === "step" ? 64 : 76,
+          values: (u, splits, _, __, step) => splits.map((x) => kinds.axis(x, step)) },
         { ...axis, size: 54, grid: { stroke: colour("grid"), width: 1 }, space: 34,
           values: (u, splits, _, __, step) => splits.map((y) => (y === null ? "" : this.axis(y, log ? Math.abs(y) : step))) },
       ],
@@ -212,7 +212,7 @@ export class Chart {
     const order = lines.map((line, index) => index);
     if (stacked) order.reverse();
     put(this.legend, order.map((index) => el("span", {},
-      swatch(lines[index], stacked), el("span", { class: "name", text: lines[index].label }), this.values[index])));
+      lines[index].label ? [swatch(lines[index], stacked), el("span", { class: "name", text: lines[index].label })] : null, this.values[index])));
   }
 
   /** Show the values at a point in the legend; null: the last ones. */
@@ -245,7 +245,7 @@ export class Chart {
     const index = Math.max(0, Math.min(last, next));
     this.plot.setCursor({ left: this.plot.valToPos(xs[index], "x"), top: 1 });
     this.read(index);
-    const words = this.shown.lines.map((line, number) => `${line.label} ${this.values[number].textContent}`).join(", ");
+    const words = this.shown.lines.map((line, number) => `${line.label} ${this.values[number].textContent}`.trim()).join(", ");
     say(byId("spoken"), `${this.at.textContent}: ${words}`);
   }
 
@@ -254,11 +254,11 @@ export class Chart {
     const { lines, kind, empty } = this.shown;
     const said = lines.map((line) => {
       const good = line.y.map((y, i) => [y, i]).filter(([y]) => Number.isFinite(y));
-      if (!good.length) return `${line.label}: no finite value`;
+      if (!good.length) return `${line.label || "it"} has no finite value`;
       const low = good.reduce((a, b) => (b[0] < a[0] ? b : a));
       const high = good.reduce((a, b) => (b[0] > a[0] ? b : a));
       const at = ([, i]) => `${KINDS[kind].word} ${KINDS[kind].say(line.x[i])}`;
-      return `${line.label}: last ${this.format(good.at(-1)[0])}, lowest ${this.format(low[0])} ${at(low)}, highest ${this.format(high[0])} ${at(high)}`;
+      return `${line.label ? `${line.label}: ` : ""}last ${this.format(good.at(-1)[0])}, lowest ${this.format(low[0])} ${at(low)}, highest ${this.format(high[0])} ${at(high)}`;
     });
     this.area.setAttribute("aria-label", `${this.title}. ${said.join("; ") || empty}`);
   }
@@ -269,7 +269,7 @@ export class Chart {
     const every = Math.max(1, Math.ceil(xs.length / MOST_TABLE_ROWS));
     const picked = xs.filter((_, i) => i % every === 0 || i === xs.length - 1);
     const heading = { step: "Step", time: "Training time", clock: "Time" }[kind];
-    return table(this.title, [heading, ...lines.map((line) => line.label)], picked.map((x) => [
+    return table(this.title, [heading, ...lines.map((line) => line.label || this.title)], picked.map((x) => [
       kind === "clock" ? moment(x) : KINDS[kind].say(x),
       ...lines.map((line) => {
         const at = nearest(line.x, x);

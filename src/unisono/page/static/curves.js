@@ -2,8 +2,8 @@
 
 import { Chart } from "./charts.js";
 import { byId, el, put } from "./dom.js";
-import { duration, number, percent, plain, runName, short, whole } from "./format.js";
-import { colour, partColour, runColour } from "./theme.js";
+import { duration, number, plain, runName, short, whole } from "./format.js";
+import { partColour, runColour } from "./theme.js";
 
 const DASHES = [undefined, [8, 4], [2, 3], [12, 3, 2, 3]];
 const FIRST_METRICS = 4;
@@ -20,7 +20,7 @@ export class Curves {
     this.speed = new Chart(byId("chart-speed"), {
       title: "Samples per second", format: (y) => (y >= 100 ? whole(y) : number(y)), axis: (y) => short(y), zero: true, ...ways });
     this.parts = new Chart(byId("chart-parts"), {
-      title: "Time of a step", format: duration, axis: (y) => duration(y), zero: true, ...ways });
+      title: "Time of a step, by part", format: duration, axis: (y) => duration(y), zero: true, ...ways });
     this.metrics = new Map();
     this.chosen = null;
     this.listen();
@@ -157,7 +157,8 @@ export class Curves {
     const isTime = app.axis === "time";
     const limits = isTime
       ? [Math.min(...app.shownRuns().map((run) => run.secondsAt(steps[0]))), Math.max(...app.shownRuns().map((run) => run.secondsAt(steps[1])))]
-      : steps;
+      : [...steps];
+    if (!isTime) limits[1] += 1;
     return { kind: app.axis, limits: limits.every(Number.isFinite) ? limits : null, ...more };
   }
 
@@ -170,7 +171,7 @@ export class Curves {
       const hasBand = curve.low.some((low, i) => low !== curve.high[i]);
       const single = app.runs.length === 1;
       return {
-        label: single ? (name === "loss" ? "loss" : title(name)) : runName(run.overview, `run ${run.index}`),
+        label: single ? "" : runName(run.overview, `run ${run.index}`),
         colour: runColour(run.index), dash: single ? undefined : DASHES[run.index % DASHES.length],
         x, y: isSmoothed ? smooth(curve.mean, app.smoothing) : curve.mean,
         low: hasBand ? curve.low : undefined, high: hasBand ? curve.high : undefined,
@@ -200,7 +201,6 @@ export class Curves {
     for (const line of lines) {
       if (line.x.length > length) Object.assign(line, { x: line.x.slice(-length), y: line.y.slice(-length) });
     }
-    this.parts.title = "Time of a step, on the worker that writes the journal";
     this.parts.show(lines, this.options({ stacked: true }));
   }
 
@@ -222,7 +222,6 @@ export class Curves {
       }
       const isEvaluation = name.startsWith("evaluation/");
       const lines = this.lines(name, !isEvaluation, isEvaluation);
-      if (this.app.runs.length === 1) for (const line of lines) Object.assign(line, { label: "" });
       this.metrics.get(name).show(lines, this.options({ empty: "No value in these steps." }));
     }
   }

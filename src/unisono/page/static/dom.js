@@ -19,7 +19,7 @@ function fill(node, attributes, children) {
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  for (const child of children.flat()) {
+  for (const child of children.flat(Infinity)) {
     if (child !== null && child !== undefined) node.append(child);
   }
   return node;
@@ -34,7 +34,7 @@ export function say(node, text) {
 
 /** Put children into `node` in place of what it has. */
 export function put(node, ...children) {
-  node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
 }
 
 /** A small picture beside words, which say the same. */
@@ -47,12 +47,12 @@ const ICONS = {
   waiting: "M8 4v4.500l3 1.500M8 1.800a6.200 6.200 0 1 0 .01 0",
   unknown: "M6 6a2 2 0 1 1 2.800 1.800c-.6.300-.8.700-.8 1.400M8 11.800v.01",
   warning: "M8 2.500l6 10.500H2zM8 6.500v3M8 11.300v.01",
-  info: "M8 7.500v4M8 4.800v.01",
+  info: "M8 6.200a1.800 1.800 0 1 0 .01 0",
   sun: "M8 5a3 3 0 1 0 .01 0M8 1v1.500M8 13.500V15M1 8h1.500M13.500 8H15M3 3l1 1M12 12l1 1M3 13l1-1M12 4l1-1",
   moon: "M13 9.500A5.500 5.500 0 0 1 6.500 3a5.500 5.500 0 1 0 6.500 6.500z",
   auto: "M8 2a6 6 0 1 0 .01 0M8 2v12",
 };
-const SOLID = new Set(["training", "stopped"]);
+const SOLID = new Set(["training", "stopped", "info"]);
 
 export function icon(name) {
   const solid = SOLID.has(name);

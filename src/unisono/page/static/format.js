@@ -24,7 +24,10 @@ export function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 1e4 || step >= 1000) return short(value);
   if (size < 1e-3) return minus(value.toExponential(0).replace("e+", "e"));
-  const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step || size) - 1e-9)));
+  const apart = step || size;
+  let digits = Math.max(0, Math.ceil(-Math.log10(apart) - 1e-9));
+  if (Math.abs(apart * 10 ** digits - Math.round(apart * 10 ** digits)) > 1e-6) digits += 1;
+  digits = Math.min(6, digits);
   return minus(value.toFixed(digits));
 }
 
@@ -70,6 +73,8 @@ export function percent(part) {
 }
 
 const timeOnly = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const hourOnly = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+const dayOnly = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
 const dayTime = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
 const full = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "long" });
 
@@ -80,6 +85,14 @@ export function clock(time, near = Date.now() / 1000) {
   const isSame = date.toDateString() === new Date(near * 1000).toDateString();
   return (isSame ? timeOnly : dayTime).format(date);
 }
+
+/** Time of day or day on an axis whose ticks are `step` seconds apart. */
+export function clockTick(time, step) {
+  const date = new Date(time * 1000);
+  return (step < 60 ? timeOnly : step < 86400 ? hourOnly : dayOnly).format(date);
+}
+
+export const day = (time) => dayOnly.format(new Date(time * 1000));
 
 export const moment = (time) => (time ? full.format(new Date(time * 1000)) : "unknown");
 

@@ -2,7 +2,7 @@
 
 import { Chart } from "./charts.js";
 import { byId, el, put, table } from "./dom.js";
-import { bytes, percent, plain } from "./format.js";
+import { bytes, percent, plain, short } from "./format.js";
 import { runColour } from "./theme.js";
 
 const MOST_LINES = 8;
@@ -14,8 +14,8 @@ const CHARTS = [
   { title: "Memory", format: percent, most: 1, of: (m) => divided(m.memory_bytes, m.memory_total_bytes) },
   { title: "GPUs", format: percent, most: 1, of: (m) => gpus(m, (gpu) => gpu.utilization) },
   { title: "GPU memory", format: percent, most: 1, of: (m) => gpus(m, (gpu) => gpu.memory_bytes / gpu.memory_total_bytes) },
-  { title: "Network, sent", format: (y) => `${bytes(y)}/s`, of: (m) => m.sent_bytes_per_s },
-  { title: "Network, received", format: (y) => `${bytes(y)}/s`, of: (m) => m.received_bytes_per_s },
+  { title: "Network, sent", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y)}B/s`, of: (m) => m.sent_bytes_per_s },
+  { title: "Network, received", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y)}B/s`, of: (m) => m.received_bytes_per_s },
 ];
 
 /** Values of a column by those of another, which may be one number for all. */
@@ -77,7 +77,7 @@ export class Machines {
         const host = el("article", { class: "card" });
         byId("machine-charts").append(host);
         this.charts.set(kind.title, new Chart(host, {
-          title: kind.title, height: 140, format: kind.format, zero: true, most: kind.most ?? null, axis: kind.format }));
+          title: kind.title, height: 140, format: kind.format, zero: true, most: kind.most ?? null, axis: kind.axis ?? kind.format }));
       }
       this.charts.get(kind.title).show(most.map(([host, values]) => ({
         label: plain(host, 60), colour: runColour(order.indexOf(host)), dash: DASHES[Math.floor(order.indexOf(host) / 8) % DASHES.length],
@@ -93,5 +93,5 @@ const peak = (values) => values.reduce((most, value) => (Number.isFinite(value) 
 function meter(part, text) {
   const level = el("b");
   level.style.width = `${Math.max(0, Math.min(1, part || 0)) * 100}%`;
-  return el("span", { class: "meter" }, el("i", { "aria-hidden": "true" }, level), `${percent(part)} · ${text}`);
+  return el("span", { class: "meter" }, el("i", { "aria-hidden": "true" }, level), percent(part), el("span", { class: "more soft", text }));
 }

@@ -1,7 +1,7 @@
 // What has happened, in sentences: the header, events, problems, checkpoints, recipe and environment.
 
 import { byId, el, icon, put, say, table } from "./dom.js";
-import { bytes, clock, count, duration, moment, number, plain, runName, whole } from "./format.js";
+import { bytes, clock, count, day, duration, moment, number, plain, runName, whole } from "./format.js";
 import { isOver } from "./model.js";
 
 const MOST_EVENTS = 300;
@@ -40,6 +40,13 @@ export function drawHeader(run, connection) {
   drawConnection(run, connection);
 }
 
+/** Time of day, and the day if it is not today. */
+function at(time) {
+  if (!time) return ["–", ""];
+  const isToday = new Date(time * 1000).toDateString() === new Date().toDateString();
+  return [clock(time, time), isToday ? "" : day(time)];
+}
+
 function drawTiles(overview) {
   const members = overview.workers.filter((worker) => worker.rank !== null).length;
   const last = overview.ended || overview.time;
@@ -50,12 +57,12 @@ function drawTiles(overview) {
     ["Step", overview.steps_per_s ? duration(1 / overview.steps_per_s) : "–", ""],
     isDone ? ["Took", overview.started ? duration(last - overview.started) : "–", ""]
       : ["Time left", duration(overview.left_s), overview.left_s ? `until ${clock(overview.time + overview.left_s)}` : ""],
-    ["Started", overview.started ? clock(overview.started) : "–", isDone || !overview.started ? "" : `${duration(last - overview.started)} ago`],
-    isDone ? ["Ended", overview.ended ? clock(overview.ended, overview.started) : "–", ""]
+    ["Started", ...at(overview.started)],
+    isDone ? ["Ended", ...at(overview.ended)]
       : ["Workers", members ? whole(members) : "–", overview.generation ? `generation ${whole(overview.generation)}` : ""],
     ["Checkpoint", overview.checkpoint_step >= 0 ? whole(overview.checkpoint_step) : "none", overview.checkpoint_step >= 0 ? "steps" : ""],
   ];
-  for (const [name, value] of Object.entries(overview.evaluation ?? {}).slice(0, 1)) tiles.push([plain(name, 40), number(value), "evaluation"]);
+  for (const [name, value] of Object.entries(overview.evaluation ?? {}).slice(0, 1)) tiles.push([`${plain(name, 40)} (evaluation)`, number(value), ""]);
   const key = JSON.stringify(tiles.map(([name]) => name));
   const host = byId("tiles");
   if (host.dataset.key !== key) {
@@ -80,7 +87,8 @@ export function drawConnection(run, connection) {
   else if (connection.state !== "open") [state, words] = ["lost", "no connection"];
   else if (!over && silent > connection.patience) [state, words] = ["old", `no news for ${duration(Math.round(silent))}`];
   node.dataset.state = state;
-  say(node, words);
+  if (!node.firstElementChild) put(node, el("span", { class: "words" }));
+  say(node.firstElementChild, words);
 }
 
 // -- events ------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ export class Workers {
     return el("tr", {},
       el("th", { scope: "row", class: "name", text: plain(row.id, 40) }),
       el("td", { class: "less name soft", text: plain(row.host, 60) }),
-      el("td", {}, el("span", { class: "state", "data-tone": TONES[row.state] ?? "" }, icon(ICONS[row.state] ?? "unknown"), plain(row.state || "–", 20))),
+      el("td", {}, el("span", { class: "state", "data-tone": TONES[row.state] ?? "" }, icon(ICONS[row.state] ?? "unknown"), el("span", { class: "words", text: plain(row.state || "–", 20) }))),
       el("td", { class: "num less", text: row.share ? percent(row.share) : "–" }),
       el("td", { class: "bar-cell" }, stack, el("span", { class: "unseen", text: said.join(", ") })),
       el("td", { class: "num", text: isThere ? duration(all) : "–" }),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from unisono.watch.terminal.base import BALANCE_EVERY_S, Terminal, summary
+from unisono.watch.terminal.canvas import is_drawable
 from unisono.watch.terminal.plain import PLAIN_EVERY_S, Plain
 
 __all__ = ["BALANCE_EVERY_S", "PLAIN_EVERY_S", "Plain", "Terminal", "summary", "terminal"]
@@ -12,8 +14,8 @@ __all__ = ["BALANCE_EVERY_S", "PLAIN_EVERY_S", "Plain", "Terminal", "summary", "
 
 def terminal() -> Terminal:
     """Make the sink that suits standard output: a live view for a terminal, else `Plain`."""
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or not is_drawable(dict(os.environ)):
         return Plain()
-    from unisono.watch.terminal.live import Rich
+    from unisono.watch.terminal.live import Live
 
-    return Rich()
+    return Live()

@@ -80,6 +80,10 @@ def summary(pace: Pace, ended: RunEnded) -> str:
     return f"{ended_as}: {steps} in {pace.elapsed_s:.1f} s on {count(len(last.workers), 'worker')}"
 
 
+SAID_OTHERWISE: Final = ("crash", "error", "failed-join")
+"""Kinds of problems that an announcement tells with the same words, and with what follows from them."""
+
+
 class Terminal(ABC):
     """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
 
@@ -95,7 +99,8 @@ class Terminal(ABC):
             case Announcement():
                 self._say(event.text)
             case Problem():
-                self._say(problem_words(event))
+                if words := problem_words(event):
+                    self._say(words)
             case StepFinished():
                 if self._pace.add(event):
                     self._say_balance(event.balance)
@@ -129,10 +134,10 @@ class Terminal(ABC):
 
 
 def problem_words(event: Problem) -> str:
-    """Return what to show of a problem. Where the run ends with it, the end says what has happened."""
+    """Return what to show of a problem; "": nothing. The end of the run, or an announcement, may say it as well."""
     where = f"evidence, for a bug report: {event.evidence} in the run's directory" if event.evidence else ""
-    if event.ends_run:
-        return where or event.text
+    if event.ends_run or event.problem in SAID_OTHERWISE:
+        return where
     return f"{event.text}. {where[:1].upper()}{where[1:]}" if where else event.text
 
 

@@ -1,90 +1,99 @@
-"""Live view of a run in a terminal."""
+"""Live view of a run in a terminal: a picture at the bottom, everything that workers and machines say above it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
-from unisono.events import RunEnded, StepFinished, WorkerOutput
-from unisono.watch.terminal.base import Terminal, done, summary
-from unisono.words import count
+from unisono.events import Event, RunEnded, RunStarted, StepFinished, WorkerOutput
+from unisono.overview import OverviewBuilder
+from unisono.watch.terminal.base import Terminal, summary
+from unisono.watch.terminal.canvas import colours_wanted, shows_unicode
+from unisono.watch.terminal.drawing import draw, in_short
+from unisono.watch.terminal.screen import Screen, rows_beside_output
+from unisono.watch.terminal.text import Line, harmless, plain, to_ansi
 
-__all__ = ["Rich"]
+__all__ = ["Live"]
 
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_RESET: Final = "\x1b[0m"
 
 
-class Rich(Terminal):
-    """A progress line at the bottom of a terminal, everything else above it."""
+class Live(Terminal):
+    """A picture of the run (`unisono.watch.terminal.drawing`), drawn twice a second.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+    It is shown from the first event of the training on; before, and for scripts that make no `unisono.Run`, there are
+    lines only.
+    """
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time) -> None:
         super().__init__(clock)
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._now = now
+        self._builder = OverviewBuilder(started=now())
+        self._lock = threading.Lock()
+        environment = dict(os.environ)
+        self._colours = colours_wanted(environment)
+        self._unicode = shows_unicode(environment, sys.stdout.encoding)
         self._is_error_shared = sys.stderr.isatty()
-        self._progress = Progress(
-            TextColumn("{task.fields[done]}"),
-            BarColumn(bar_width=30),
-            TextColumn(
-                "loss {task.fields[loss]}  {task.fields[rate]} samples/s  {task.fields[left]}{task.fields[workers]}"
-            ),
-            console=self._console,
-            refresh_per_second=8,
+        self._screen = Screen(
+            sys.stdout.fileno(),
+            sys.stdout.encoding,
+            self._picture,
+            colours=self._colours,
+            share=rows_beside_output,
         )
-        self._task: Any = None
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted | StepFinished):
+            self._screen.show()
+        with self._lock:
+            self._builder.take(event)
+        super().emit(event)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._progress.stop()
+        self._screen.close()
+
+    def _picture(self, columns: int, rows: int) -> tuple[Sequence[Line], str]:
+        with self._lock:
+            overview = self._builder.overview(self._now())
+        return draw(overview, columns, rows, unicode=self._unicode), f"unisono: {plain([in_short(overview)])}"
 
     def _output(self, line: WorkerOutput) -> None:
-        from rich.text import Text
-
         if line.is_error and not self._is_error_shared:
             with contextlib.suppress(OSError):
                 print(f"[{line.source}] {line.text}", file=sys.stderr, flush=True)
             return
         digits = line.source.removeprefix("w")
-        colour = _COLOURS[int(digits) % len(_COLOURS)] if digits.isdecimal() else "white"
-        self._print(Text.assemble((f"[{line.source}] ", colour), Text.from_ansi(line.text)))
+        colour = _COLOURS[int(digits) % len(_COLOURS)] if digits.isdecimal() else ""
+        text = harmless(line.text, keeps_colours=self._colours)
+        self._screen.put(self._styled([(f"[{harmless(line.source)}] ", colour), (text, "")]) + self._reset(text))
+
+    def _reset(self, text: str) -> str:
+        """Return what ends the colours that a line has set."""
+        return _RESET if "\x1b" in text else ""
 
     def _say(self, text: str) -> None:
-        from rich.text import Text
-
         for line in text.splitlines():
-            self._print(Text(f"unisono: {line}", style="dim"))
+            self._screen.put(self._styled([(f"unisono: {harmless(line)}", "dim")]))
+
+    def _styled(self, line: Line) -> str:
+        return to_ansi(line, colours=self._colours)
 
     def _step(self, step: StepFinished) -> None:
-        fields: dict[str, Any] = {
-            "done": done(step),
-            "loss": f"{step.loss:.4f}",
-            "rate": f"{self._pace.samples_per_second:,.0f}",
-            "left": f"{self._left(step)}  ".lstrip(),
-            "workers": count(len(step.workers), "worker"),
-        }
-        total = step.num_steps or None
-        with contextlib.suppress(OSError):  # the terminal is gone
-            if self._task is None:
-                self._task = self._progress.add_task("", total=total, completed=step.step + 1, **fields)
-                self._progress.start()
-            else:
-                self._progress.update(self._task, total=total, completed=step.step + 1, **fields)
+        """The picture shows it."""
 
     def _end(self, ended: RunEnded) -> None:
-        from rich.text import Text
-
-        with contextlib.suppress(OSError):
-            self._progress.stop()
-        self._print(Text(summary(self._pace, ended), style="green" if ended.ok else "bold red"))
-        if ended.traceback:
+        style = "good" if ended.ok else "error"
+        lines = [self._styled([(harmless(line), style)]) for line in summary(self._pace, ended).splitlines()]
+        is_apart = bool(ended.traceback) and not self._is_error_shared
+        if ended.traceback and not is_apart:
+            lines += [harmless(line) for line in ended.traceback.splitlines()]
+        self._screen.close(*lines)
+        if is_apart:
             with contextlib.suppress(OSError):
                 print(ended.traceback.rstrip("\n"), file=sys.stderr, flush=True)
-
-    def _print(self, text: Any) -> None:
-        with contextlib.suppress(OSError):
-            self._console.print(text)

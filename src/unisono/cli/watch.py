@@ -1,0 +1,177 @@
+"""``unisono watch``: look at a run that is going, here or over a network, or at one that has ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from unisono.cli.looking import Seen, look
+from unisono.cli.reach import NotGoing, check_head, find
+from unisono.errors import UsageError
+from unisono.invitation import is_invitation
+from unisono.overview import Overview
+
+if TYPE_CHECKING:
+    from unisono.watch.terminal.viewer import Viewer
+
+__all__ = ["watch"]
+
+GIVE_UP_S: Final = 60.0
+"""A program's output ends if no head has answered for so long; a person may wait longer."""
+HELP: Final = (
+    "RUN is the run's directory, an invitation (`unisono status` shows one that is for looking only), or - to read one "
+    "from standard input."
+)
+
+
+@click.command(epilog=HELP)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--web",
+    is_flag=True,
+    help="Show the run in a browser: its page's address is printed, and opened. Several directories are shown over "
+    "each other.",
+)
+@click.option("--port", default=0, metavar="N", help="Of this machine, for --web and a run without a head.")
+@click.option("--once", is_flag=True, help="Print one picture, and end.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: a line a second, with all that is shown.")
+def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool) -> int:
+    """Look at a run, live or finished: loss, speed, workers, where their time goes, what has happened.
+
+    Ends with the run, with exit code 1 if that has failed; the run does not notice who looks.
+    """
+    if web:
+        return _web(runs, port)
+    if len(runs) > 1:
+        raise UsageError(f"one run fits a terminal, got {len(runs)}; --web shows several over each other")
+    seen = look(runs[0])
+    if as_json:
+        return _json(seen, once=once)
+    if once:
+        return _once(seen)
+    from unisono.watch.terminal.canvas import is_drawable
+
+    if sys.stdout.isatty() and is_drawable(dict(os.environ)):
+        from unisono.watch.terminal.viewer import Viewer
+
+        return _interactive(Viewer(), seen)
+    return _lines(seen)
+
+
+def _interactive(viewer: Viewer, seen: Iterator[Seen]) -> int:
+    first = next(seen)
+    viewer.show(first.overview, first.note)
+    with viewer:
+        is_finished = first.is_over
+        return _code(viewer.follow(((each.overview, each.note, each.is_over) for each in seen), stays=is_finished))
+
+
+def _once(seen: Iterator[Seen]) -> int:
+    from unisono.watch.terminal.canvas import shows_unicode, size_of
+    from unisono.watch.terminal.drawing import draw
+    from unisono.watch.terminal.text import plain
+
+    found = _first(seen)
+    columns = shutil.get_terminal_size().columns if not sys.stdout.isatty() else size_of(sys.stdout.fileno())[0]
+    assert found.overview is not None
+    print(plain(draw(found.overview, columns, 30, unicode=shows_unicode(dict(os.environ), sys.stdout.encoding))))
+    if found.note:
+        print(f"unisono: {found.note}", file=sys.stderr)
+    return 0
+
+
+def _json(seen: Iterator[Seen], *, once: bool) -> int:
+    import msgspec
+
+    last = None
+    for each in [_first(seen)] if once else _until_over(seen):
+        if each.note:
+            print(f"unisono: {each.note}", file=sys.stderr)
+        last = each.overview or last
+        if each.overview is not None:
+            print(msgspec.json.encode(each.overview).decode(), flush=True)
+    return 0 if once else _code(last)
+
+
+def _lines(seen: Iterator[Seen]) -> int:
+    from unisono.watch.terminal.lines import Lines
+
+    lines, last = Lines(), None
+    for each in _until_over(seen):
+        if each.note:
+            lines.note(each.note)
+        if each.overview is not None:
+            last = each.overview
+            lines.take(last)
+    if last is not None:
+        lines.close(last)
+    return _code(last)
+
+
+def _first(seen: Iterator[Seen]) -> Seen:
+    return next(each for each in seen if each.overview is not None)
+
+
+def _until_over(seen: Iterator[Seen]) -> Iterator[Seen]:
+    for each in seen:
+        yield each
+        if each.is_over:
+            return
+        if each.lost_s > GIVE_UP_S:
+            raise NotGoing(f"{each.note}; given up")
+
+
+def _code(overview: Overview | None) -> int:
+    return int(overview is not None and overview.state == "failed")
+
+
+# -- in a browser --------------------------------------------------------------------------------------
+
+
+def _web(runs: tuple[str, ...], port: int) -> int:
+    if len(runs) == 1 and (address := _page_of_head(runs[0])):
+        import webbrowser
+
+        print(f"unisono: the page is at {address}", flush=True)
+        print("unisono: whoever has this address may look at the run, and do nothing else", flush=True)
+        if _has_browser():
+            webbrowser.open(address)
+        return 0
+    if wrong := [run for run in runs if run == "-" or is_invitation(run)]:
+        raise UsageError(f"several runs are shown over each other from their directories; {wrong[0]!r} is none")
+    if missing := [run for run in runs if not Path(run).exists()]:
+        raise UsageError(f"there is no run directory {missing[0]}")
+    from unisono.page.local import run as serve
+
+    return serve([Path(run) for run in runs], port, _has_browser())
+
+
+def _page_of_head(run: str) -> str:
+    """Return the address of the page on the head's port; "" for the directory of a run without a head.
+
+    Raises:
+        UsageError: an invitation is wrong.
+    """
+    try:
+        invitation = find(run)
+        check_head(invitation)
+        if run != "-" and not is_invitation(run):
+            from unisono.cli.reach import ask_status
+
+            ask_status(invitation)  # a head that has ended has left nothing else
+    except NotGoing:
+        if run == "-" or is_invitation(run):
+            raise
+        return ""
+    return invitation.page
+
+
+def _has_browser() -> bool:
+    """Return whether a browser can be opened that does not take this terminal."""
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))

@@ -1,0 +1,439 @@
+"""Advice from measured times: where the largest losses of a run are, what to do about each, what it would bring.
+
+Each piece of advice has a model, which its function says, and is computed with the same functions that plan a step. A
+model promises no more than its inputs hold: times of the kind of step that was measured, on the machines that it was
+measured on. What cannot be computed has no gain (0), and says only what is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from unisono.decisions.balance import balanced
+from unisono.decisions.plan import Plan, plan
+from unisono.decisions.tree import cover
+from unisono.events import Seconds, WorkerTimes
+
+__all__ = ["Advice", "Load", "Setting", "advise", "efficiency", "loads_of"]
+
+LEAST: Final = 0.03
+"""Of a step's time: a smaller loss, or a smaller gain, is not worth a sentence."""
+FIXED_S: Final = 0.001
+"""Of a micro-batch's time, what does not become less with fewer samples (Python, starting operations); at most half."""
+ENOUGH: Final = 0.9
+"""The smallest change that brings this part of the most that can be had is advised."""
+MOST_EACH: Final = 16
+"""Micro-batches for each worker, at most, that are advised."""
+SLOW: Final = 1.3
+"""A worker that takes longer than others of its kind for a micro-batch, by this factor, is named."""
+FAULTS: Final = 1.0
+"""Page faults a step from which on memory is called short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one worker did in a step, as a mean over some steps of the same members."""
+
+    worker_id: str
+    seconds: Seconds
+    leaves: float
+    """Micro-batches."""
+    host: str = ""
+    kind: str = ""
+    """What it computes on, e.g. the name of a GPU: workers of one kind should be equally fast."""
+    waits: Mapping[str, float] = field(default_factory=dict)
+    """By worker id, seconds that it has waited for each."""
+    link_to: str = ""
+    """The worker at the other end of its busiest link."""
+    link_s: float = 0.0
+    link_bytes: float = 0.0
+    page_faults: float = 0.0
+
+    @property
+    def pace(self) -> float:
+        """Seconds for one micro-batch, with its data; 0: it has computed none."""
+        return (self.seconds.data + self.seconds.compute) / self.leaves if self.leaves > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How the run was set, as far as advice depends on it. Zero: unknown."""
+
+    microbatches: int
+    batch_size: int = 0
+    balance: bool = True
+    loader_workers: int = 0
+    """Loader processes of each worker."""
+    spare_cores: float = math.inf
+    """Cores of the busiest machine that nothing uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One loss of time, what to do about it, and what that would bring."""
+
+    text: str
+    """Whole sentences, for people."""
+    loss_seconds: float
+    """Of each step, on the workers that lose most by it."""
+    gain: float
+    """Part of a step's time (for each sample) that the change would save, by its model; 0: it cannot be computed."""
+    change: str
+    """What to change, as one would write it: ``microbatches=16``; "": nothing that can be written so."""
+
+
+def loads_of(steps: Sequence[Mapping[str, WorkerTimes]], hosts: Mapping[str, str] | None = None) -> list[Load]:
+    """Return the mean loads of the workers of the last of these steps, over the steps that had the same workers.
+
+    Args:
+        steps: `StepFinished.workers` of steps that follow each other. What a step says of its predecessor is
+            counted with that one.
+        hosts: by worker id.
+    """
+    if not steps:
+        return []
+    ids = list(steps[-1])
+    same = [step for step in steps if list(step) == ids]
+    loads = []
+    for worker_id in ids:
+        times = [step[worker_id] for step in same]
+        known = [each for each in times if each.last.total() > 0.0] or times
+        waits: dict[str, float] = {}
+        for each in known:
+            if each.waits_for:
+                waits[each.waits_for] = waits.get(each.waits_for, 0.0) + each.waits_s / len(known)
+        loads.append(
+            Load(
+                worker_id=worker_id,
+                host=(hosts or {}).get(worker_id, ""),
+                seconds=_mean_seconds([each.last for each in known]),
+                leaves=statistics.fmean(each.leaves for each in times),
+                waits=waits,
+                link_to=known[-1].link_to,
+                link_s=statistics.fmean(each.link_s for each in known),
+                link_bytes=statistics.fmean(each.link_bytes for each in known),
+                page_faults=statistics.fmean(each.page_faults for each in known),
+            )
+        )
+    return loads
+
+
+def efficiency(loads: Sequence[Load]) -> float:
+    """Return useful compute / total worker time: the part of all workers' time that computed gradients."""
+    total = sum(load.seconds.total() for load in loads)
+    return sum(load.seconds.compute for load in loads) / total if total > 0.0 else 0.0
+
+
+def advise(loads: Sequence[Load], setting: Setting) -> list[Advice]:
+    """Return what would make steps shorter, the largest gain first; what has no gain follows, by its loss.
+
+    Args:
+        loads: of all workers, by rank.
+    """
+    if not loads or step_seconds(loads) <= 0.0:
+        return []
+    found = [
+        *_idle_workers(loads, setting),
+        *_slow_workers(loads, setting),
+        *_uneven_shares(loads, setting),
+        *_loading(loads, setting),
+        *_network(loads, setting),
+        *_update(loads),
+        *_memory(loads),
+    ]
+    worth = [each for each in found if each.loss_seconds >= LEAST * step_seconds(loads)]
+    return sorted(worth, key=lambda each: (-each.gain, -each.loss_seconds))
+
+
+def step_seconds(loads: Sequence[Load]) -> float:
+    """Return the wall time of a step: all members begin and end together, so the longest is that of all."""
+    return max(load.seconds.total() for load in loads)
+
+
+# -- the models --------------------------------------------------------------------------------------
+
+
+def computing_seconds(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
+    """Return how long the slowest worker would compute with so many micro-batches of the same global batch.
+
+    The model: a micro-batch with half the samples takes half the time, but for a fixed part (`FIXED_S`, at most half of
+    it); and shares are planned as the run plans them. For the number that was measured, it is what was measured.
+    """
+    if microbatches == setting.microbatches:
+        return max(load.seconds.data + load.seconds.compute for load in loads)
+    smaller = setting.microbatches / microbatches
+    paces = [max(1e-9, _smaller(load.pace, smaller)) for load in loads]
+    shares = _shares(paces, microbatches, loads, balance=setting.balance)
+    return max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
+
+
+def _smaller(pace: float, part: float) -> float:
+    fixed = min(FIXED_S, pace / 2)
+    return fixed + (pace - fixed) * part
+
+
+def _shares(paces: Sequence[float], microbatches: int, loads: Sequence[Load], *, balance: bool) -> Plan:
+    if not balance:
+        return plan(len(paces), microbatches)
+    unit = max(paces) / 256
+    return balanced(tuple(max(1, round(pace / unit)) for pace in paces), microbatches, hosts=_hosts(loads))
+
+
+def _hosts(loads: Sequence[Load]) -> tuple[range, ...]:
+    """Return the ranks of each host, where workers of one stand together."""
+    edges = [rank for rank in range(len(loads)) if rank == 0 or loads[rank].host != loads[rank - 1].host]
+    return tuple(range(first, stop) for first, stop in zip(edges, [*edges[1:], len(loads)], strict=True))
+
+
+def _num_nodes(loads: Sequence[Load], microbatches: int) -> int:
+    """Return how many nodes of the summation tree the host that sends most has, with equal shares."""
+    shares = plan(len(loads), microbatches)
+    most, start = 1, 0
+    for host in _hosts(loads):
+        stop = start + sum(len(shares.ranges[rank]) for rank in host)
+        most, start = max(most, len(cover(start, stop, microbatches))), stop
+    return most
+
+
+def _candidates(loads: Sequence[Load], setting: Setting) -> list[int]:
+    """Return the numbers of micro-batches that the batch can be cut into, up to `MOST_EACH` for each worker."""
+    most = MOST_EACH * len(loads)
+    if not setting.batch_size:
+        return [setting.microbatches * times for times in range(2, most // setting.microbatches + 1)]
+    numbers = range(setting.microbatches + 1, min(most, setting.batch_size) + 1)
+    return [number for number in numbers if setting.batch_size % number == 0]
+
+
+# -- one kind of loss each ---------------------------------------------------------------------------
+
+
+def _uneven_shares(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+    """Workers wait because the micro-batches cannot be shared out well: with more and smaller ones they can."""
+    step, now = step_seconds(loads), computing_seconds(loads, setting, setting.microbatches)
+    waiting = max(loads, key=lambda load: load.seconds.waiting)
+    gains = {
+        number: _gain(now - computing_seconds(loads, setting, number), step, number, setting, loads)
+        for number in _candidates(loads, setting)
+    }
+    best = max(gains.values(), default=0.0)
+    if best < LEAST or setting.microbatches < len(loads):
+        return
+    number = min(number for number, gain in gains.items() if gain >= ENOUGH * best)
+    yield Advice(
+        text=f"{_waits(waiting, step)}: {_few(loads, setting)}. microbatches={number} would bring "
+        f"{_percent(gains[number])} of the step's time. (Another number of micro-batches is another recipe: its "
+        "results differ from those of this run.)",
+        loss_seconds=waiting.seconds.waiting,
+        gain=gains[number],
+        change=f"microbatches={number}",
+    )
+
+
+def _gain(saved_s: float, step_s: float, microbatches: int, setting: Setting, loads: Sequence[Load]) -> float:
+    """Return a gain of time, less what more nodes of the tree cost on their way between hosts."""
+    network = max(load.seconds.network for load in loads)
+    if network > 0.0 and len(_hosts(loads)) > 1:
+        nodes = (_num_nodes(loads, microbatches) + 1) / (_num_nodes(loads, setting.microbatches) + 1)
+        saved_s -= network * (nodes - 1)
+    return saved_s / step_s
+
+
+def _idle_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+    """There are fewer micro-batches than workers."""
+    if setting.microbatches >= len(loads):
+        return
+    step = step_seconds(loads)
+    idle = len(loads) - setting.microbatches
+    now = computing_seconds(loads, setting, setting.microbatches)
+    numbers = [number for number in _candidates(loads, setting) if number % len(loads) == 0]
+    gains = {n: _gain(now - computing_seconds(loads, setting, n), step, n, setting, loads) for n in numbers}
+    number, gain = max(gains.items(), key=lambda each: (each[1], -each[0]), default=(0, 0.0))
+    what = f": {idle} of them {'has' if idle == 1 else 'have'} nothing to compute. "
+    if gain >= LEAST:
+        what += (
+            f"microbatches={number} would bring {_percent(gain)} of the step's time (another recipe: other results)."
+        )
+    else:
+        what += f"{setting.microbatches} workers would be as fast."
+    yield Advice(
+        text=f"{len(loads)} workers share {setting.microbatches} micro-batches{what}",
+        loss_seconds=max(load.seconds.waiting for load in loads),
+        gain=max(0.0, gain) if gain >= LEAST else 0.0,
+        change=f"microbatches={number}" if gain >= LEAST else f"workers={setting.microbatches}",
+    )
+
+
+def _slow_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+    """A worker takes longer for a micro-batch than others of its kind. Gain: as if it were as fast as these."""
+    step, now = step_seconds(loads), computing_seconds(loads, setting, setting.microbatches)
+    for load in loads:
+        others = [one.pace for one in loads if one is not load and one.kind == load.kind and one.pace > 0.0]
+        if not others or load.pace < SLOW * statistics.median(others):
+            continue
+        usual = statistics.median(others)
+        paces = [usual if one is load else max(1e-9, one.pace) for one in loads]
+        shares = _shares(paces, setting.microbatches, loads, balance=setting.balance)
+        then = max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
+        gain = max(0.0, now - then) / step
+        waits = max(one.seconds.waiting for one in loads if one is not load)
+        yield Advice(
+            text=f"{_named(load)} takes {load.pace / usual:.1f}x as long for a micro-batch as the others "
+            f"({_duration(load.pace)}, the others {_duration(usual)}): look for what else runs there, for its power "
+            "limit and temperature, and for threads that share cores. As fast as the others, it would save "
+            f"{_percent(gain)} of the step's time.",
+            loss_seconds=max(waits, now - then),
+            gain=gain,
+            change="",
+        )
+
+
+def _loading(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+    """Workers wait for data. Loader processes load while the worker computes: then only what does not fit waits."""
+    step = step_seconds(loads)
+    slowest = max(loads, key=lambda load: load.seconds.data)
+    data, rest = slowest.seconds.data, step - slowest.seconds.data
+    if data < LEAST * step:
+        return
+    # With loaders, what they have done in the rest of the step is not seen, and all of them were busy all the time.
+    work = data if not setting.loader_workers else setting.loader_workers * step
+    needed = max(setting.loader_workers + 1, math.ceil(work / max(rest, 1e-9) * 1.1))
+    can = int(min(needed, setting.loader_workers + max(0.0, setting.spare_cores / len(loads))))
+    says = f"Loading data takes {_percent(data / step)} of each step of {slowest.worker_id}"
+    if can <= setting.loader_workers:
+        yield Advice(
+            text=f"{says}, and no core is free for loader processes: make a sample cheaper to load (decode once, "
+            "smaller files, fewer augmentations), or use machines with more cores.",
+            loss_seconds=data,
+            gain=0.0,
+            change="",
+        )
+        return
+    gain = max(0.0, step - max(rest, work / can)) / step
+    yield Advice(
+        text=f"{says}: loader_workers={can} (now {setting.loader_workers}) would load while it computes, and bring "
+        f"{_percent(gain)} of the step's time.",
+        loss_seconds=data,
+        gain=gain,
+        change=f"loader_workers={can}",
+    )
+
+
+def _network(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+    """Bytes are on their way: a larger batch needs no more of them, and hosts x 2^k micro-batches need fewest."""
+    step = step_seconds(loads)
+    slowest = max(loads, key=lambda load: load.seconds.network)
+    network = slowest.seconds.network
+    if network < LEAST * step:
+        return
+    busiest = max(loads, key=lambda load: load.link_s)
+    names = {load.worker_id: _named(load) for load in loads}
+    link = ""
+    if busiest.link_s > 0.0 and busiest.link_to:
+        rate = busiest.link_bytes / busiest.link_s * 8 / 1e6
+        link = (
+            f" The link {_named(busiest)} -> {names.get(busiest.link_to, busiest.link_to)} is busy for "
+            f"{_duration(busiest.link_s)} of it, at {rate:.0f} Mbit/s."
+        )
+    says = f"Bytes on their way take {_percent(network / step)} of each step.{link}"
+    hosts, nodes = len(_hosts(loads)), _num_nodes(loads, setting.microbatches)
+    fewest = [number for number in _candidates(loads, setting) if _is_ring(number, hosts) and number >= len(loads)]
+    if nodes > 1 and fewest:
+        saved = network * (1 - 2 / (nodes + 1))
+        now, number = computing_seconds(loads, setting, setting.microbatches), fewest[0]
+        gain = max(0.0, saved + now - computing_seconds(loads, setting, number)) / step
+        yield Advice(
+            text=f"{says} microbatches={number} (hosts x 2^k) makes each host send the least, and would bring "
+            f"{_percent(gain)} of the step's time.",
+            loss_seconds=network,
+            gain=gain,
+            change=f"microbatches={number}",
+        )
+        return
+    # Twice the samples: what computes and loads takes twice as long, all else as long as before.
+    work = computing_seconds(loads, setting, setting.microbatches)
+    gain = 1 - (step + work) / (2 * step)
+    batch = f"batch_size={2 * setting.batch_size}" if setting.batch_size else "a batch twice as large"
+    yield Advice(
+        text=f"{says} A larger batch sends no more: {batch} would bring {_percent(gain)} of the time for each sample. "
+        "A model in bfloat16 sends half as much.",
+        loss_seconds=network,
+        gain=gain,
+        change=f"batch_size={2 * setting.batch_size}" if setting.batch_size else "",
+    )
+
+
+def _is_ring(microbatches: int, hosts: int) -> bool:
+    each, rest = divmod(microbatches, hosts)
+    return rest == 0 and each & (each - 1) == 0
+
+
+def _update(loads: Sequence[Load]) -> Iterable[Advice]:
+    """What the script does between two steps is done by all workers, and gains nothing from more of them."""
+    step = step_seconds(loads)
+    update = max(load.seconds.update for load in loads)
+    if update >= 0.1 * step:
+        yield Advice(
+            text=f"What the script does after the gradient is there (optimizer, logging, printing) takes "
+            f"{_percent(update / step)} of each step, on every worker: try the fused or foreach form of the optimizer, "
+            "and log less often.",
+            loss_seconds=update,
+            gain=0.0,
+            change="",
+        )
+
+
+def _memory(loads: Sequence[Load]) -> Iterable[Advice]:
+    """Pages are read from a disk again: memory is short, or files are mapped."""
+    step = step_seconds(loads)
+    worst = max(loads, key=lambda load: load.page_faults)
+    if worst.page_faults >= FAULTS:
+        yield Advice(
+            text=f"{_named(worst)} reads memory from a disk {worst.page_faults:.0f} times a step (page faults): its "
+            "machine is short of memory, or data lies in mapped files that do not fit. Fewer workers there, or more "
+            "memory, would end that.",
+            loss_seconds=LEAST * step,
+            gain=0.0,
+            change="",
+        )
+
+
+# -- words -------------------------------------------------------------------------------------------
+
+
+def _waits(load: Load, step_s: float) -> str:
+    share = _percent(load.seconds.waiting / step_s)
+    if not load.waits:
+        return f"{load.worker_id} waits {share} of each step"
+    return f"{load.worker_id} waits {share} of each step for {max(load.waits, key=load.waits.__getitem__)}"
+
+
+def _few(loads: Sequence[Load], setting: Setting) -> str:
+    if setting.microbatches % len(loads) and setting.microbatches < 4 * len(loads):
+        return f"{setting.microbatches} micro-batches cannot be shared out equally over {len(loads)} workers"
+    if not setting.balance:
+        return "all get equal shares (balance=False), and are not equally fast"
+    return f"{setting.microbatches} micro-batches are too few for shares that fit the workers' paces"
+
+
+def _named(load: Load) -> str:
+    return f"{load.worker_id} on {load.host}" if load.host else load.worker_id
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _mean_seconds(seconds: Sequence[Seconds]) -> Seconds:
+    rows = [msgspec.structs.astuple(each) for each in seconds]
+    means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+    return Seconds(**dict(zip(Seconds.__struct_fields__, means, strict=True)))

@@ -1,0 +1,187 @@
+"""What a head keeps of a run in memory, for those who look where its machine does not see the run's directory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from unisono.events import Event, MachineUsed, Seconds, StepFinished, WorkerOutput
+from unisono.overview import Overview
+from unisono.rundir import PRIVATE
+
+__all__ = ["Kept"]
+
+MOST_STEPS: Final = 4_000
+MOST_TIMES: Final = 120
+"""Steps of which the times of all workers are kept, at most one a second."""
+MOST_EVENTS: Final = 1_000
+MOST_USES: Final = 2_000
+_PARTS: Final = Seconds.__struct_fields__
+
+
+class Kept:
+    """The last steps and events of a run: `unisono.page.answers.Readable`, of bounded size.
+
+    Args:
+        overview: returns the run as it is now.
+    """
+
+    def __init__(self, overview: Callable[[], Overview]) -> None:
+        self.overview = overview
+        self.directory = ""
+        self.described = ""
+        """`facts`, as JSON."""
+        self._steps: deque[dict[str, float]] = deque(maxlen=MOST_STEPS)
+        self._times: deque[StepFinished] = deque(maxlen=MOST_TIMES)
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._num_events = 0
+        self._uses: deque[MachineUsed] = deque(maxlen=MOST_USES)
+
+    def take(self, event: Event) -> None:
+        """Keep an event."""
+        match event:
+            case StepFinished():
+                self._take_step(event)
+            case MachineUsed():
+                self._uses.append(event)
+            case WorkerOutput():
+                pass
+            case _:
+                self._events.append(event)
+                self._num_events += 1
+
+    def _take_step(self, step: StepFinished) -> None:
+        if self._steps and step.step <= self._steps[-1]["step"]:
+            return  # it is repeated
+        total = step.seconds.total()
+        values = {"step": step.step, "loss": step.loss, "step_s": total, "sent_bytes": step.sent_bytes}
+        values["samples_per_s"] = step.samples / total if total > 0 else 0.0
+        for part in _PARTS:
+            values[f"part/{part}"] = getattr(step.seconds, part)
+        for name, value in step.logs.items():
+            values[f"log/{name}"] = value
+        self._steps.append(values)
+        if not self._times or not 0 <= step.time - self._times[-1].time < 1.0:
+            self._times.append(step)
+
+    @property
+    def notes(self) -> list[str]:
+        where = f" ({self.directory})" if self.directory else ""
+        return [
+            f"the machine of the head does not see the run's directory{where}: this is what the head remembers, the "
+            f"last {MOST_STEPS} steps at most"
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.described or "{}")
+        except ValueError:
+            return {}
+        return {key: value for key, value in found.items() if key not in PRIVATE}
+
+    def names(self) -> list[str]:
+        return sorted({name for values in self._steps for name in values} - {"step"})
+
+    def span(self) -> tuple[int, int]:
+        return (int(self._steps[0]["step"]), int(self._steps[-1]["step"])) if self._steps else (0, -1)
+
+    def series(
+        self, names: Sequence[str], first: int = 0, last: int = -1, points: int = 1000
+    ) -> dict[str, dict[str, Any]]:
+        asked = [values for values in self._steps if _is_in(values["step"], first, last)]
+        return {name: _thinned([v for v in asked if name in v], name, points) for name in names}
+
+    def times(self, first: int = 0, last: int = -1, points: int = 200) -> dict[str, Any]:
+        asked = [step for step in self._times if _is_in(step.step, first, last)]
+        asked = asked[:: math.ceil(len(asked) / max(1, points)) or 1]
+        workers = sorted({worker for step in asked for worker in step.workers}, key=_number)
+        rows = [[step.workers.get(worker) for worker in workers] for step in asked]
+        values = {part: [[getattr(w.last, part) if w else None for w in row] for row in rows] for part in _PARTS}
+        values |= {
+            name: [[getattr(w, name) if w else None for w in row] for row in rows] for name in ("leaves", "waits_s")
+        }
+        return {
+            "workers": workers,
+            "step": [step.step for step in asked],
+            "time": [step.time for step in asked],
+            "values": values,
+            "waits_for": [[w.waits_for if w else None for w in row] for row in rows],
+        }
+
+    def events(self, after: int = 0, most: int = 500) -> dict[str, Any]:
+        begin = self._num_events - len(self._events)
+        start = max(begin, self._num_events + after if after < 0 else after)
+        found = itertools.islice(self._events, min(start - begin, len(self._events)), None)
+        told = list(itertools.islice(found, most))
+        return {
+            "events": [msgspec.to_builtins(event) for event in told],
+            "next": min(start, self._num_events) + len(told),
+        }
+
+    def use(self, points: int = 500) -> dict[str, Any]:
+        hosts = sorted({use.host for use in self._uses})
+        per_host = {host: [use for use in self._uses if use.host == host] for host in hosts}
+        longest = max(per_host.values(), key=len, default=[])[-points:]
+        times = [use.time for use in longest]
+        machines = {}
+        for host, uses in per_host.items():
+            at = _at(uses, times)
+            last = uses[-1]
+            machines[host] = {
+                "num_cores": last.num_cores,
+                "memory_total_bytes": last.memory_total_bytes,
+                **{
+                    name: [getattr(use, name) if use else None for use in at]
+                    for name in ("cores", "memory_bytes", "sent_bytes_per_s", "received_bytes_per_s")
+                },
+            }
+        return {"time": times, "machines": machines}
+
+
+def _is_in(step: float, first: int, last: int) -> bool:
+    return step >= first and (last < 0 or step <= last)
+
+
+def _thinned(values: list[dict[str, float]], name: str, points: int) -> dict[str, Any]:
+    """Return at most so many points of a series, with the lowest and the highest value of the steps of each."""
+    size = math.ceil(len(values) / max(1, points)) or 1
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
+    numbers = [[values[name] for values in part] for part in parts]
+    return {
+        "step": [int(part[0]["step"]) for part in parts],
+        "low": [_plain(min(filter(math.isfinite, part), default=part[-1])) for part in numbers],
+        "high": [_plain(max(filter(math.isfinite, part), default=part[-1])) for part in numbers],
+        "mean": [_plain(_mean(part)) for part in numbers],
+    }
+
+
+def _mean(values: list[float]) -> float:
+    """Return the mean, or one of the values that are not finite."""
+    strange = [value for value in values if not math.isfinite(value)]
+    return strange[0] if strange else math.fsum(values) / len(values)
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _at(uses: list[MachineUsed], times: Sequence[float]) -> list[MachineUsed | None]:
+    """Return the newest event of a machine at each of the times; None: there was none yet."""
+    found: list[MachineUsed | None] = []
+    number = 0
+    for time in times:
+        while number < len(uses) and uses[number].time <= time + 1.0:
+            number += 1
+        found.append(uses[number - 1] if number else None)
+    return found
+
+
+def _number(worker_id: str) -> tuple[int, str]:
+    digits = worker_id.lstrip("w")
+    return (int(digits) if digits.isdecimal() else 0, worker_id)

@@ -1,0 +1,196 @@
+"""Questions about a run's past, which a process of its own answers from the run's directory (`unisono.page.reader`).
+
+The head never waits for a disk: it hands a question on, and says so where no answer comes in time. The process has a
+low priority, is started at the first question, and ends when nobody has asked for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import Any, Final
+
+import msgspec
+
+from unisono.lifetime import PARENT
+from unisono.page.answers import Readable, answer
+
+__all__ = ["Reading"]
+
+DEADLINE_S: Final = 20.0
+IDLE_S: Final = 60.0
+FRESH_S: Final = 1.0
+"""For so long an answer counts for the same question of somebody else."""
+MOST_WAITING: Final = 100
+MOST_CACHED: Final = 200
+MOST_BYTES: Final = 32 * 2**20
+"""Of an answer; the process keeps below that by what may be asked."""
+PAUSE_S: Final = 5.0
+"""Between two starts of the process."""
+ABSENT: Final = b"{}\n"
+"""The process does not see the run's directory."""
+
+
+class Unanswered(Exception):
+    """No answer comes; says why."""
+
+
+class Reading:
+    """Answers questions, from the run's directory or from what the head has kept.
+
+    Args:
+        kept: where this machine does not see the directory.
+    """
+
+    def __init__(self, run_id: str, kept: Readable) -> None:
+        self.directory = ""
+        self._run_id = run_id
+        self._kept = kept
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+        self._waiting: dict[bytes, asyncio.Task[bytes]] = {}
+        self._fresh: dict[bytes, tuple[float, bytes]] = {}
+        self._started_at = -PAUSE_S
+        self._idle: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def answer(self, asked: str | bytes) -> bytes:
+        """Return the answer to a question in JSON, as JSON. Says in it what is wrong."""
+        try:
+            question = msgspec.json.decode(asked)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            question = None
+        number = question.pop("id", None) if isinstance(question, dict) else None
+        start = b'{"id":%b' % (str(number).encode() if isinstance(number, int) else b"null")
+        if not isinstance(question, dict):
+            return start + b"," + _error("this is no question: a JSON object with `id` and `get` is one")
+        try:
+            found = await self._ask(question)
+        except Unanswered as error:
+            found = b"{" + _error(str(error))
+        return start + b"," + found[1:]
+
+    async def overview(self) -> bytes:
+        """Return the overview as the run's directory has it, as JSON; b"": it is not there."""
+        with contextlib.suppress(Unanswered, msgspec.DecodeError, KeyError):
+            found = msgspec.json.decode(await self._ask({"get": "overview"}), type=dict[str, msgspec.Raw])
+            return bytes(found["overview"])
+        return b""
+
+    async def _ask(self, question: dict[str, Any]) -> bytes:
+        """Return the answer, a JSON object without the question's number."""
+        key = msgspec.json.encode(question, order="sorted")
+        if (fresh := self._fresh.get(key)) is not None and time.monotonic() - fresh[0] < FRESH_S:
+            return fresh[1]
+        task = self._waiting.get(key)
+        if task is None:
+            if len(self._waiting) >= MOST_WAITING:
+                raise Unanswered(f"{MOST_WAITING} questions wait already; ask again in some seconds")
+            task = self._waiting[key] = asyncio.create_task(self._find(key, question))
+        return await asyncio.shield(task)
+
+    async def _find(self, key: bytes, question: dict[str, Any]) -> bytes:
+        try:
+            found = await self._from_process(key) if self.directory else ABSENT
+            if found == ABSENT:
+                found = _without_number(answer([self._kept], {**question, "id": 0}))
+            if len(self._fresh) >= MOST_CACHED:
+                self._fresh.clear()
+            self._fresh[key] = time.monotonic(), found
+            return found
+        finally:
+            del self._waiting[key]
+
+    # -- the process ---------------------------------------------------------------------------------
+
+    async def _from_process(self, question: bytes) -> bytes:
+        """Have the process answer: one question after the other, each within its time."""
+        async with self._lock:
+            process = await self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    process.stdin.write(b"[%b,%b]\n" % (msgspec.json.encode(self.directory), question))
+                    await process.stdin.drain()
+                    found = await process.stdout.readline()
+            except TimeoutError:
+                self._drop()
+                raise Unanswered(
+                    f"there is no answer within {DEADLINE_S:.0f} s: the disk of the run's directory may be slow; ask "
+                    "for less, or again"
+                ) from None
+            except (OSError, ValueError) as error:  # ValueError: longer than `MOST_BYTES`
+                self._drop()
+                raise Unanswered(f"the run's directory cannot be read at the moment: {error}") from error
+            if not found.endswith(b"\n"):
+                self._drop()
+                raise Unanswered("the process that reads the run's directory has ended; ask again in some seconds")
+            self._set_idle()
+            return found
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        if time.monotonic() - self._started_at < PAUSE_S:
+            raise Unanswered("the process that reads the run's directory has ended; ask again in some seconds")
+        self._started_at = time.monotonic()
+        command = (sys.executable, "-P", "-m", "unisono.page.reader", self._run_id)
+        pipe = asyncio.subprocess.PIPE
+        environment = {**os.environ, PARENT: str(os.getpid())}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, env=environment, limit=MOST_BYTES
+            )
+        except OSError as error:
+            raise Unanswered(f"the process that reads the run's directory cannot be started: {error}") from error
+        return self._process
+
+    def _set_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._rest)
+
+    def _rest(self) -> None:
+        """End the process, because nobody asks."""
+        self._started_at = -PAUSE_S
+        self._drop()
+
+    def _drop(self) -> None:
+        """End the process; another one answers the next question."""
+        process, self._process = self._process, None
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+        task = asyncio.create_task(_reap(process))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def end(self) -> None:
+        """End the process. No question follows."""
+        self._drop()
+        for task in self._waiting.values():
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*self._ending, *self._waiting.values(), return_exceptions=True)
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    await process.wait()
+
+
+def _without_number(reply: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({key: value for key, value in reply.items() if key != "id"})
+
+
+def _error(text: str) -> bytes:
+    return b'"error":%b}' % msgspec.json.encode(text)

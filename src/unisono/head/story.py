@@ -1,0 +1,167 @@
+"""The story of a run, as the head tells it: what has happened besides the steps, in order, to all that listen.
+
+Each event is told when the heirs hold the state from which it follows, so a head that follows knows of it. The newest
+ones are a part of that state as well: the next head tells them again, and who knows them already leaves them out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from unisono.decisions.asides import Asides
+from unisono.decisions.interruptions import Interruptions
+from unisono.events import (
+    Announcement,
+    Event,
+    Interruption,
+    MachineUsed,
+    MembershipChanged,
+    RunEnded,
+    RunStarted,
+    StepFinished,
+)
+
+__all__ = ["NOTHING", "Kept", "Story", "Uses"]
+
+RECENT: Final = 1_000
+"""So many of the newest events are told again to an agent that connects again."""
+KEPT_S: Final = 10.0
+"""The events of so long a time are a part of the head's state."""
+USE_S: Final = 2.0
+"""Least time between two messages about the use of machines."""
+USES_PER_S: Final = 500.0
+"""The use of a machine is told to a listener at most so often, all together."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The part of the story in the head's state."""
+
+    told: tuple[Event, ...] = ()
+    last_step_at: float = 0.0
+    usual_s: float = 0.0
+    """The usual time of a step."""
+
+
+NOTHING: Final = Kept()
+
+
+class Story:
+    """What this head has to tell.
+
+    Args:
+        kept: of the head before this one.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self._untold: list[Event] = []
+        self._recent: deque[Event] = deque(kept.told, RECENT)
+        self._interruptions = Interruptions(kept.last_step_at, kept.usual_s)
+        self._digests: dict[str, str] = {}
+        self._asides = Asides()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._untold)
+
+    @property
+    def recent(self) -> list[Event]:
+        """The newest events that were told."""
+        return list(self._recent)
+
+    def add(self, happened: Iterable[Event], reason: str = "") -> None:
+        """Note what has happened now, and the sentence about what was decided; told by `take`."""
+        now = time.time()
+        for event in happened:
+            event = msgspec.structs.replace(event, time=now)
+            if isinstance(event, RunEnded) and event.ok:
+                event = msgspec.structs.replace(event, digests=self._digests)
+            if isinstance(event, MembershipChanged):
+                self._interruptions.change(event)
+            self._untold.append(event)
+        if reason:
+            self._untold.append(Announcement(time=now, text=reason))
+
+    def take(self) -> list[Event]:
+        """Return, once, what is to be told."""
+        told, self._untold = self._untold, []
+        self._recent += told
+        return told
+
+    def announce(self, text: str) -> list[Event]:
+        """Return a sentence as an event that is told now."""
+        told: list[Event] = [Announcement(time=time.time(), text=text)]
+        self._recent += told
+        return told
+
+    def kept(self) -> Kept:
+        """Return the part of the story that the next head needs."""
+        since = time.time() - KEPT_S
+        told = tuple(event for event in (*self._recent, *self._untold) if event.time >= since)
+        return Kept(told, self._interruptions.last, self._interruptions.usual_s)
+
+    def take_step(self, event: StepFinished) -> list[Event]:
+        """Return what a step has to tell besides its result."""
+        told: list[Event] = []
+        interruption: Interruption | None = self._interruptions.step(event)
+        if interruption is not None:
+            told.append(interruption)
+        told += self._asides.of(event)
+        self._recent += told
+        return told
+
+    def take_other(self, event: Event) -> None:
+        """Note an event that a worker tells."""
+        if isinstance(event, RunStarted):
+            self._interruptions.begin()
+        elif isinstance(event, RunEnded):
+            self._digests = event.digests if event.ok else {}
+        else:
+            self._recent.append(event)
+
+
+class Uses:
+    """What machines use, told together and at a bounded rate."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, MachineUsed] = {}
+        self._untold: dict[str, None] = {}
+
+    @property
+    def newest(self) -> Mapping[str, MachineUsed]:
+        """By host."""
+        return self._newest
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that was not told yet."""
+        return bool(self._untold)
+
+    def add(self, use: MachineUsed) -> None:
+        """Note what a machine uses."""
+        self._newest[use.host] = use
+        self._untold[use.host] = None
+
+    def forget(self, hosts: Iterable[str]) -> None:
+        """Forget all machines but these."""
+        kept = set(hosts)
+        for host in self._newest.keys() - kept:
+            del self._newest[host]
+            self._untold.pop(host, None)
+
+    def wait_s(self, num_listeners: int) -> float:
+        """Return how long to wait before what there is now is told."""
+        return max(USE_S, len(self._newest) * num_listeners / USES_PER_S)
+
+    def take(self) -> list[Event]:
+        """Return, once, what is new."""
+        told: list[Event] = [self._newest[host] for host in self._untold]
+        self._untold.clear()
+        return told

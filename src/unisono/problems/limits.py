@@ -1,0 +1,144 @@
+"""The memory that processes of this machine may have, and whom the kernel has killed for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from unisono.problems.kinds import shown_bytes
+
+__all__ = ["Kills", "MemoryLimit", "memory_limit", "own_address_space", "own_memory"]
+
+NEAR: Final = 0.97
+"""A group that uses so much of its memory is at its limit."""
+_ENDLESS: Final = 1 << 60
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryLimit:
+    """A limit, and how much of it is used."""
+
+    def __init__(self, limit: int, used: int, of: str) -> None:
+        self.limit, self.used, self.of = limit, used, of
+
+    @property
+    def words(self) -> str:
+        return f"{shown_bytes(self.used)} of {shown_bytes(self.limit)} of {self.of}"
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+    """Return the limit that is nearest: of a control group (of a container, a batch job), or of the machine."""
+    found = list(_groups(root))
+    total, available = _meminfo(root)
+    if total:
+        found.append(MemoryLimit(total, total - available, "this machine's memory"))
+    return min(found, key=lambda each: each.limit - each.used, default=None)
+
+
+def own_memory() -> int:
+    """Return the memory of this process that is in use, in bytes; 0: unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    return 0
+
+
+def own_address_space() -> MemoryLimit | None:
+    """Return the limit of this process's address space (``ulimit -v``); None: there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
+        return MemoryLimit(limit, used, "address space (ulimit -v)")
+    return None
+
+
+class Kills:
+    """Counts the processes that the kernel has killed for their memory.
+
+    Args:
+        root: of the file system, for tests.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._known = self._read()
+
+    def new(self) -> str:
+        """Return why a process that was killed by SIGKILL just now was killed; "": nothing says that it was for memory.
+
+        A few small files are read.
+        """
+        before, self._known = self._known, self._read()
+        limit = memory_limit(self._root)
+        group, machine = (now - then for now, then in zip(self._known, before, strict=True))
+        used = f": {limit.words} were used" if limit is not None else ""
+        if group > 0:
+            return f"the kernel has killed it because the memory of its control group was used up{used}"
+        if machine > 0:
+            return f"the kernel has killed a process of this machine for memory at that moment{used}"
+        if limit is not None and "control group" in limit.of and limit.used >= NEAR * limit.limit:
+            return f"it was killed when its control group was at its limit{used}"
+        return ""
+
+    def _read(self) -> tuple[int, int]:
+        """Return the numbers of this control group and of the machine."""
+        group = 0
+        for base, version, folder in _folders(self._root):
+            if folder != base or version == 2:
+                file = folder / ("memory.events" if version == 2 else "memory.oom_control")
+                group = max(group, _value(file, "oom_kill"))
+        return group, _value(self._root / "proc/vmstat", "oom_kill")
+
+
+def _folders(root: Path) -> Iterator[tuple[Path, int, Path]]:
+    """Yield (root, version, folder) of the control groups of this process that limit memory, the innermost first."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            base, version = root / "sys/fs/cgroup", 2
+        elif "memory" in controllers.split(","):
+            base, version = root / "sys/fs/cgroup" / controllers, 1
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(base):
+                yield base, version, place
+
+
+def _groups(root: Path) -> Iterator[MemoryLimit]:
+    for _, version, folder in _folders(root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_text(folder / name).strip() for name in names)
+        if limit.isdecimal() and used.isdecimal() and int(limit) < _ENDLESS:
+            yield MemoryLimit(int(limit), int(used), "its control group's memory")
+
+
+def _meminfo(root: Path) -> tuple[int, int]:
+    known = {}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        number = value.split()[0] if value.split() else ""
+        if number.isdecimal():
+            known[name] = int(number) * 1024
+    return known.get("MemTotal", 0), known.get("MemAvailable", 0)
+
+
+def _value(file: Path, name: str) -> int:
+    for line in _text(file).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.strip().isdecimal():
+            return int(value)
+    return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,131 @@
+"""What of a worker's memory is what: read from the tracked objects when memory was used up, or once in a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from unisono.exchange.slots import Slots
+from unisono.problems.fit import Held
+from unisono.problems.limits import memory_limit, own_address_space, own_memory
+from unisono.state.tracked import Tracked
+
+__all__ = ["held_now", "kinds"]
+
+NUM_BIGGEST: Final = 8
+PROGRAM: Final = "the program itself"
+
+
+def kinds(tracked: Tracked, slots: Slots, baseline: int) -> dict[str, int]:
+    """Return the bytes of what does not depend on the size of a micro-batch, by name.
+
+    Args:
+        baseline: memory of the process before the script made its objects; 0: on an accelerator.
+    """
+    parameters = {id(one): one for _, one in tracked.parameters()}
+    known = {
+        PROGRAM: baseline,
+        "parameters": sum(map(_bytes, parameters.values())),
+        "buffers": sum(_bytes(one) for module in tracked.modules.values() for one in module.buffers()),
+        "gradients": _slot_bytes(slots),
+        "optimizer state": sum(number for _, number in _optimizer_tensors(tracked)),
+    }
+    if to_come := _state_to_come(tracked):
+        known["optimizer state, from the first update on"] = to_come
+    return {name: number for name, number in known.items() if number}
+
+
+def held_now(tracked: Tracked, slots: Slots, device: torch.device, *, baseline: int, asked: int) -> Held:
+    """Return what holds the memory of this process now, that of its accelerator if it computes there."""
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        used, limit, of, is_shared = _gpu(device)
+    else:
+        used, limit, of, is_shared = _cpu()
+    named = [(f"{name} {tuple(one.shape)} {_dtype(one)}", _bytes(one)) for name, one in tracked.parameters()]
+    named += list(_optimizer_tensors(tracked))
+    return Held(
+        kinds=kinds(tracked, slots, 0 if is_gpu else baseline),
+        used=used,
+        asked=asked,
+        limit=limit,
+        of=of,
+        is_shared=is_shared,
+        biggest=sorted(named, key=lambda item: -item[1])[:NUM_BIGGEST],
+    )
+
+
+def _cpu() -> tuple[int, int, str, bool]:
+    used = _peak() or own_memory()
+    space, limit = own_address_space(), memory_limit()
+    if space is not None and (limit is None or space.limit - space.used < limit.limit - limit.used):
+        # Address space that is mapped and not used counts as well: what is left of it is what this process could have.
+        return used, used + max(0, space.limit - space.used), space.of, False
+    if limit is None:
+        return used, 0, "memory", False
+    return used, used + max(0, limit.limit - limit.used), limit.of, True
+
+
+def _gpu(device: torch.device) -> tuple[int, int, str, bool]:
+    used = torch.cuda.max_memory_allocated(device)
+    limit = 0
+    with contextlib.suppress(RuntimeError):
+        free, _ = torch.cuda.mem_get_info(device)
+        limit = free + torch.cuda.memory_reserved(device)
+    return used, limit, str(device), False
+
+
+def _peak() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _slot_bytes(slots: Slots) -> int:
+    in_use = {id(slot.memory): slot for slot in (*slots.nodes.values(), *slots.results)}
+    sizes = [slot.memory.numel() for slot in in_use.values()]
+    if slots.layout is not None and not slots.nodes:
+        sizes.append(slots.layout.slot_bytes)  # of the micro-batch that is being computed
+    return sum(sizes)
+
+
+def _optimizer_tensors(tracked: Tracked) -> Iterator[tuple[str, int]]:
+    for name, optimizer in tracked.optimizers.items():
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        yield f"{name}: {key} {tuple(value.shape)} {_dtype(value)}", _bytes(value)
+
+
+def _state_to_come(tracked: Tracked) -> int:
+    """Return what optimizers will add at their first update, as far as that is known by their kind."""
+    found = 0
+    for optimizer in tracked.optimizers.values():
+        if any(optimizer.state.values()):
+            continue
+        for group in optimizer.param_groups:
+            copies = _copies(type(optimizer).__name__, group)
+            found += copies * sum(_bytes(one) for one in group["params"] if one.requires_grad)
+    return found
+
+
+def _copies(kind: str, group: dict[str, Any]) -> int:
+    if "Adam" in kind:
+        return 3 if group.get("amsgrad") else 2
+    return int(bool(group.get("momentum")))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

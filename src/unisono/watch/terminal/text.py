@@ -1,0 +1,181 @@
+"""Styled text for a terminal: what it is made of, how wide it is, and how it is written.
+
+Everything that comes from outside (names, output of workers, words of another machine) goes through `harmless` before
+it is written: a terminal obeys control characters.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import unicodedata
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = [
+    "STYLES",
+    "Line",
+    "Span",
+    "cut",
+    "duration",
+    "filled",
+    "harmless",
+    "number",
+    "plain",
+    "size",
+    "stripped",
+    "time_of_day",
+    "to_ansi",
+    "width",
+]
+
+Span = tuple[str, str]
+"""Text, and the name of its style in `STYLES`."""
+Line = list[Span]
+
+STYLES: Final = {
+    "": "",
+    "dim": "2",
+    "bold": "1",
+    "good": "32",
+    "warning": "33",
+    "error": "1;31",
+    "cyan": "36",
+    "green": "32",
+    "yellow": "33",
+    "magenta": "35",
+    "blue": "34",
+    "red": "31",
+}
+"""Neither black nor white, which some terminals have as their background."""
+
+_ESCAPES: Final = re.compile(
+    r"""
+    (?P<colours> \x1b \[ [0-9;:]{0,64} m )                        # the only ones that are kept, and only if wanted
+    | (?: \x1b \[ | \x9b ) [0-?]* [\ -/]* [@-~]?                  # moves of the cursor, questions to the terminal ...
+    | (?: \x1b [\]PX^_] | [\x9d\x90\x98\x9e\x9f] ) [^\x07\x1b\x9c]* (?: \x07 | \x1b\\ | \x9c )?   # titles, links ...
+    | \x1b [\ -/]* [0-~]?
+    """,
+    re.VERBOSE,
+)
+_CONTROLS: Final = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+)
+"""Also those that hide text, or turn its direction. The tab is no harm."""
+_TAB: Final = 4
+
+
+def harmless(text: str, *, keeps_colours: bool = False) -> str:
+    """Return one line of text without anything that a terminal would obey.
+
+    Args:
+        keeps_colours: keep sequences that set colours; who writes the text resets them after it.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    kept = r"\g<colours>" if keeps_colours else ""
+    pieces = []
+    end = 0
+    for found in _ESCAPES.finditer(text):
+        pieces.append(_CONTROLS.sub("", text[end : found.start()]))
+        if keeps_colours and found["colours"]:
+            pieces.append(found.expand(kept))
+        end = found.end()
+    pieces.append(_CONTROLS.sub("", text[end:]))
+    return "".join(pieces).expandtabs(_TAB)
+
+
+def width(text: str) -> int:
+    """Return how many columns a text without control characters takes."""
+    if text.isascii():
+        return len(text)
+    return sum(map(_width, text))
+
+
+def _width(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def cut(text: str, columns: int, more: str = "…") -> str:
+    """Return what fits into so many columns; ``more`` stands at the end of what is not complete."""
+    if width(text) <= columns:
+        return text
+    room = columns - len(more)
+    if room < 0:
+        return more[:columns]
+    kept = []
+    for character in text:
+        room -= _width(character)
+        if room < 0:
+            break
+        kept.append(character)
+    return "".join(kept) + more
+
+
+def filled(text: str, columns: int, more: str = "…", *, right: bool = False) -> str:
+    """Return a text that takes exactly so many columns."""
+    text = cut(text, columns, more)
+    room = " " * (columns - width(text))
+    return room + text if right else text + room
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """Return lines without their styles."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def stripped(line: Line) -> Line:
+    """Return a line without the spaces at its end: where a terminal becomes narrower, they would be wrapped as well."""
+    found = list(line)
+    while found:
+        text, style = found.pop()
+        if kept := text.rstrip():
+            return [*found, (kept, style)]
+    return []
+
+
+def to_ansi(line: Line, *, colours: bool = True) -> str:
+    """Return a line as a terminal is told it."""
+    if not colours:
+        return "".join(text for text, _ in line)
+    parts = []
+    for text, style in line:
+        code = STYLES[style]
+        parts.append(f"\x1b[{code}m{text}\x1b[0m" if code and text else text)
+    return "".join(parts)
+
+
+# -- values as words ---------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Return ``0:07``, ``2:03:04``, ``3 d 02:03``."""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, within = divmod(hours, 24)
+    if days:
+        return f"{days} d {within:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def time_of_day(seconds: float) -> str:
+    """Return a time since 1970 as the time of the day here; as long, in spaces, if it is 0."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds)) if seconds > 0 else " " * 8
+
+
+def number(value: float) -> str:
+    """Return a number with four digits that count, in at most ten characters."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
+    return f"{value:.3e}"
+
+
+def size(num_bytes: float) -> str:
+    """Return ``312 MB``."""
+    for unit, divisor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= divisor:
+            value = num_bytes / divisor
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,165 @@
+"""What is advised follows from what was measured, and is computed with the functions that plan a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from unisono.decisions.advice import (
+    Advice,
+    Load,
+    Setting,
+    advise,
+    computing_seconds,
+    efficiency,
+    loads_of,
+    step_seconds,
+)
+from unisono.decisions.plan import plan
+from unisono.events import Seconds, WorkerTimes
+
+
+def team(paces: list[float], microbatches: int, *, equal: bool = True, **more: float) -> list[Load]:
+    """Workers of these paces with equal shares: whoever is done waits for the last."""
+    assert equal
+    shares = [len(own) for own in plan(len(paces), microbatches).ranges]
+    busy = [pace * share for pace, share in zip(paces, shares, strict=True)]
+    last = busy.index(max(busy))
+    return [
+        Load(
+            worker_id=f"w{rank}",
+            seconds=Seconds(compute=took, waiting=max(busy) - took, **more),
+            leaves=share,
+            waits={f"w{last}": max(busy) - took} if rank != last else {},
+        )
+        for rank, (took, share) in enumerate(zip(busy, shares, strict=True))
+    ]
+
+
+def first(found: list[Advice]) -> Advice:
+    assert found, "nothing is advised"
+    return found[0]
+
+
+def test_workers_that_wait_because_of_unequal_shares_are_advised_more_microbatches() -> None:
+    """4 micro-batches on 3 workers: one computes two, while the others wait for half of the step."""
+    found = first(advise(team([0.1, 0.1, 0.1], 4), Setting(microbatches=4, batch_size=48)))
+    assert found.change == "microbatches=6"  # 12 would be as good, and is more than is needed
+    assert found.gain == pytest.approx(1 - 2 / 3, abs=0.02)
+    assert found.loss_seconds == pytest.approx(0.1)
+    assert "waits 50 % of each step for w" in found.text
+    assert "4 micro-batches cannot be shared out equally over 3 workers" in found.text
+    assert "microbatches=6 would bring" in found.text
+
+
+def test_what_is_advised_is_what_the_model_says_of_the_advised_number() -> None:
+    loads, setting = team([0.1, 0.25], 4), Setting(microbatches=4, batch_size=64)
+    found = first([each for each in advise(loads, setting) if each.change])
+    number = int(found.change.removeprefix("microbatches="))
+    assert setting.batch_size % number == 0
+    saved = computing_seconds(loads, setting, 4) - computing_seconds(loads, setting, number)
+    assert found.gain == pytest.approx(saved / step_seconds(loads))
+
+
+def test_a_balanced_run_is_advised_nothing() -> None:
+    assert advise(team([0.1, 0.1], 8), Setting(microbatches=8, batch_size=64)) == []
+
+
+def test_more_workers_than_microbatches_are_named() -> None:
+    loads = team([0.1] * 4, 2)
+    found = first(advise(loads, Setting(microbatches=2, batch_size=16)))
+    assert "4 workers share 2 micro-batches: 2 of them have nothing to compute" in found.text
+    assert found.change == "microbatches=4"
+
+
+def test_a_slow_worker_is_named_with_what_it_costs() -> None:
+    found = first(advise(team([0.1, 0.1, 0.1, 0.4], 16), Setting(microbatches=16, batch_size=16, balance=False)))
+    assert found.text.startswith("w3 takes 4.0x as long for a micro-batch as the others (400 ms, the others 100 ms)")
+    assert found.gain == pytest.approx(0.75)
+
+
+def test_a_worker_of_another_kind_is_not_called_slow() -> None:
+    loads = [
+        Load(worker_id="w0", kind="a", seconds=Seconds(compute=1.0), leaves=10),
+        Load(worker_id="w1", kind="b", seconds=Seconds(compute=1.0), leaves=2),
+    ]
+    assert advise(loads, Setting(microbatches=12)) == []
+
+
+def test_loading_is_advised_loader_processes() -> None:
+    loads = [Load(worker_id="w0", seconds=Seconds(data=0.4, compute=0.6), leaves=8)]
+    found = first(advise(loads, Setting(microbatches=8, batch_size=64)))
+    assert found.change == "loader_workers=1"
+    assert found.gain == pytest.approx(0.4)
+    assert "Loading data takes 40 % of each step of w0" in found.text
+
+
+def test_loading_that_takes_longer_than_computing_needs_several_loader_processes() -> None:
+    loads = [Load(worker_id="w0", seconds=Seconds(data=0.9, compute=0.3), leaves=8)]
+    found = first(advise(loads, Setting(microbatches=8)))
+    assert found.change == "loader_workers=4"
+    assert found.gain == pytest.approx(0.75)
+    fewer = first(advise(loads, Setting(microbatches=8, spare_cores=2.0)))
+    assert fewer.change == "loader_workers=2"
+    assert fewer.gain == pytest.approx((1.2 - 0.45) / 1.2)
+
+
+def test_loading_without_a_free_core_promises_nothing() -> None:
+    loads = [Load(worker_id="w0", seconds=Seconds(data=0.4, compute=0.6), leaves=8)]
+    found = first(advise(loads, Setting(microbatches=8, spare_cores=0.0)))
+    assert (found.gain, found.change) == (0.0, "")
+
+
+def test_a_full_link_is_named_with_its_rate() -> None:
+    loads = [
+        Load(
+            worker_id=f"w{rank}",
+            host=f"host{rank}",
+            seconds=Seconds(compute=0.2, network=0.8),
+            leaves=4,
+            link_to=f"w{1 - rank}",
+            link_s=0.8,
+            link_bytes=1_000_000,
+        )
+        for rank in range(2)
+    ]
+    found = first(advise(loads, Setting(microbatches=8, batch_size=64)))
+    assert "The link w0 on host0 -> w1 on host1 is busy for 800 ms of it, at 10 Mbit/s" in found.text
+    assert found.change == "batch_size=128"
+    assert found.gain == pytest.approx(1 - 1.2 / 2)
+
+
+def test_nodes_that_need_not_travel_are_advised_away() -> None:
+    """6 micro-batches on 2 hosts are two nodes each; 8 are one."""
+    loads = [
+        Load(worker_id=f"w{rank}", host=f"h{rank}", seconds=Seconds(compute=0.1, network=0.9), leaves=3)
+        for rank in range(2)
+    ]
+    found = first(advise(loads, Setting(microbatches=6, batch_size=48)))
+    assert found.change == "microbatches=8"
+    assert found.gain == pytest.approx(0.9 * (1 - 2 / 3), abs=0.01)
+
+
+def test_what_the_script_does_by_itself_is_named_and_nothing_is_promised() -> None:
+    loads = [Load(worker_id="w0", seconds=Seconds(compute=0.5, update=0.5), leaves=4)]
+    found = first(advise(loads, Setting(microbatches=4)))
+    assert found.gain == 0.0
+    assert "takes 50 % of each step" in found.text
+
+
+def test_efficiency_is_the_part_of_all_time_that_computes() -> None:
+    assert efficiency(team([0.1, 0.1, 0.1], 4)) == pytest.approx(0.4 / 0.6)
+    assert efficiency([]) == 0.0
+
+
+def test_loads_are_means_over_the_steps_with_the_same_workers() -> None:
+    def step(leaves: int, waits: float) -> dict[str, WorkerTimes]:
+        last = Seconds(compute=1.0 - waits, waiting=waits)
+        return {"w0": WorkerTimes(leaves=leaves, last=last, waits_for="w1", waits_s=waits), "w1": WorkerTimes(leaves=1)}
+
+    steps = [{"w0": WorkerTimes(leaves=9)}, step(2, 0.2), step(4, 0.4)]
+    own, other = loads_of(steps, {"w0": "a"})
+    assert (own.worker_id, own.host, own.leaves) == ("w0", "a", 3)
+    assert own.seconds.waiting == pytest.approx(0.3)
+    assert own.waits == pytest.approx({"w1": 0.3})
+    assert other.waits == {}
+    assert loads_of([]) == []

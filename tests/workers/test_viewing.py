@@ -1,0 +1,490 @@
+"""Those who look at a run by its head: what they see, and that none of them disturbs the members, whatever it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.frames import Frame, Opcode
+from websockets.sync.client import ClientConnection, connect
+
+from tests.waiting import WAIT_S
+from tests.workers.conftest import wait_until_gone
+from tests.workers.strangers import answer as rest_of
+from tests.workers.strangers import dialled, sealed
+from unisono.certificate import client_context, derived, server_context
+from unisono.decisions.membership import Policy
+from unisono.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
+from unisono.head import reading, viewing
+from unisono.head.server import Head
+from unisono.invitation import HeadUrl, Invitation
+from unisono.lifetime import Memory
+from unisono.link import Link
+from unisono.member import Member
+from unisono.messages import Happened, MemberInfo
+from unisono.page.client import Refused, Watching
+from unisono.rundir import describe
+from unisono.secret import reader_token
+from unisono.spec import RunSpec, WorkerSpec
+
+T = TypeVar("T")
+
+TOKEN = "secret"
+RUN_ID = "r1"
+
+
+class Served:
+    """A real head on a real port, in a thread of this process, which is told the events of a run."""
+
+    def __init__(self, run_dir: str = "", *, with_tls: bool = False) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        port = self.listener.getsockname()[1]
+        identity = derived(TOKEN) if with_tls else None
+        fingerprint = identity.fingerprint if identity is not None else ""
+        self.url = HeadUrl("127.0.0.1", port, with_tls, fingerprint)
+        self.invitation = Invitation(str(self.url), TOKEN)
+        self._members: list[Member] = []
+        started = threading.Event()
+
+        async def serve() -> None:
+            spec = RunSpec(heartbeat_s=0.1, run_dir=run_dir)
+            self.head = Head(Policy(start=1, maximum=1), token=TOKEN, run_id=RUN_ID, spec=spec, url=str(self.url))
+            self.loop = asyncio.get_running_loop()
+            tls = None
+            if identity is not None:
+                with Memory("unisono-test", identity.pem) as memory:
+                    tls = server_context(memory.path)
+            started.set()
+            await self.head.run(self.listener, tls)
+
+        self.thread = threading.Thread(target=lambda: asyncio.run(serve()), name="unisono-test-head")
+        self.thread.start()
+        assert started.wait(WAIT_S)
+
+    def happens(self, *events: Any) -> None:
+        for event in events:
+            self.loop.call_soon_threadsafe(self.head._pass_on, Happened(event=event))
+
+    def asked(self, call: Callable[[], T]) -> T:
+        """Call something in the head's thread."""
+
+        async def work() -> T:
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(WAIT_S)
+
+    def member(self) -> Member:
+        info = MemberInfo(worker_id=f"w{len(self._members)}", host="lab", pid=os.getpid(), device="cpu")
+        spec = WorkerSpec(head=str(self.url), token=TOKEN, worker_id=info.worker_id, host="lab", run=RunSpec())
+        member = Member(spec, info, {"torch": "2"}).connect()
+        self._members.append(member)
+        return member
+
+    def is_served(self) -> None:
+        """A member is answered: the head is as it was."""
+        if not self._members:
+            self.member()
+        self._members[0].call_store("num_keys", [])
+
+    def viewer(self, **more: Any) -> ClientConnection:
+        """A bare connection of a viewer."""
+        header = {"Authorization": f"Bearer {reader_token(TOKEN)}"}
+        context = client_context() if self.url.is_secure else None
+        return connect(f"{self.url.place}/watch", additional_headers=header, ssl=context, proxy=None, **more)
+
+    def close(self) -> None:
+        """Twice does no harm."""
+        for member in self._members:
+            member.close()
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self.loop.call_soon_threadsafe(self.head.over.set)
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        self.listener.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    started: list[Served] = []
+
+    def start(run_dir: str = "", **more: Any) -> Served:
+        started.append(Served(run_dir, **more))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.close()
+
+
+def step(number: int, **more: Any) -> StepFinished:
+    values = {
+        "time": 1e9 + number,
+        "step": number,
+        "epoch": 0,
+        "loss": 2.0 / (1 + number),
+        "weight": 8.0,
+        "samples": 8,
+        "digest": "0" * 16,
+        "num_steps": 100,
+        "generation": 1,
+        "seconds": Seconds(compute=0.5, waiting=0.25),
+        "workers": {
+            "w0": WorkerTimes(leaves=4, last=Seconds(compute=0.5)),
+            "w1": WorkerTimes(leaves=4, waits_for="w0"),
+        },
+        "logs": {"accuracy": 0.5},
+    }
+    return StepFinished(**{**values, **more})
+
+
+def until(watching: Watching, is_right: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first push of which this is true."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if (push := watching.next(WAIT_S)) is not None and is_right(push):
+            return push
+    raise AssertionError("no such push")
+
+
+def no_torch(pid: int) -> bool:
+    return "torch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+# -- what a viewer sees ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_tls", [True, False], ids=["TLS", "clear"])
+def test_a_viewer_sees_the_run_at_once_and_then_what_is_new(serve: Callable[..., Served], with_tls: bool) -> None:
+    served = serve(with_tls=with_tls)
+    served.happens(step(0), step(1))
+    with Watching(served.invitation.for_looking) as watching:
+        first = until(watching, lambda push: push["overview"]["step"] == 1)
+        assert (first["overview"]["run_id"], first["overview"]["loss"]) == (RUN_ID, 1.0)
+        change = MembershipChanged(time=1e9, generation=2, worker_ids=("w0",), reason="w1 is lost")
+        served.happens(step(2), change)
+        told = [first, until(watching, lambda push: push["overview"]["step"] == 2)]
+        events = [event for push in told for event in push["events"]]
+        if not events:
+            events = until(watching, lambda push: bool(push["events"]))["events"]
+        assert [(event["kind"], event["reason"]) for event in events] == [("membership", "w1 is lost")]
+
+
+def test_where_the_head_does_not_see_the_directory_it_answers_from_what_it_has_kept(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    served = serve(str(tmp_path / "elsewhere"))
+    served.happens(*(step(number) for number in range(10)))
+    with Watching(served.invitation) as watching:
+        names = watching.ask({"get": "names"})["names"]
+        assert (names["first"], names["last"]) == (0, 9)
+        assert {"loss", "samples_per_s", "part/compute", "log/accuracy"} <= set(names["names"])
+        assert "does not see the run's directory" in names["notes"][0]
+        series = watching.ask({"get": "series", "names": ["loss"], "points": 5})["series"]["loss"]
+        assert series["step"] == [0, 2, 4, 6, 8]
+        assert series["high"][0] == 2.0
+        times = watching.ask({"get": "times", "points": 100})["times"]
+        assert times["workers"] == ["w0", "w1"]
+        assert times["values"]["leaves"][0] == [4, 4]
+        assert times["waits_for"][0] == ["", "w0"]
+        assert watching.ask({"get": "events"})["events"] == {"events": [], "next": 0}
+        assert watching.ask({"get": "use"})["use"] == {"time": [], "machines": {}}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "",
+        "nonsense",
+        "[]",
+        "1",
+        "null",
+        '{"get": "token"}',
+        '{"get": "series", "names": "loss"}',
+        '{"id": [], "get": 3}',
+    ],
+)
+def test_a_question_that_is_none_is_answered_in_words(serve: Callable[..., Served], asked: str) -> None:
+    served = serve()
+    with served.viewer() as viewer:
+        viewer.send(asked)
+        while "error" not in (heard := json.loads(viewer.recv(WAIT_S))):
+            assert "overview" in heard
+        assert len(heard["error"]) > 20
+    served.is_served()
+
+
+def test_a_viewer_is_told_how_the_run_has_ended_and_that_the_head_has_gone(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with Watching(served.invitation) as watching:
+        until(watching, lambda push: True)
+        served.happens(step(7))
+        served.close()
+        assert until(watching, lambda push: push["overview"]["step"] == 7)
+        with pytest.raises(OSError, match="closed"):
+            until(watching, lambda push: False)
+
+
+# -- the process that reads the directory ------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> str:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    describe(folder, {"run_id": RUN_ID, "command": '{"arguments": ["--key", "hidden"]}', "recipe": {"seed": 3}})
+    (folder / "journal.jsonl").write_text("")
+    return str(folder)
+
+
+def reader_of(served: Served) -> int:
+    process = served.head._viewing._reading._process
+    assert process is not None
+    return process.pid
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    wait_until_gone({pid}, deadline)
+    assert time.monotonic() < deadline, "the reader lives on"
+
+
+def test_questions_are_answered_by_a_process_that_stands_back_and_ends_with_the_head(
+    serve: Callable[..., Served], run_dir: str
+) -> None:
+    served = serve(run_dir)
+    with Watching(served.invitation) as watching:
+        assert served.head._viewing._reading._process is None, "nobody has asked yet"
+        facts = watching.ask({"get": "facts"})["facts"]
+        assert facts["recipe"] == {"seed": 3}
+        assert "command" not in facts, "the arguments of a script may be secret"
+        pid = reader_of(served)
+        assert os.getpriority(os.PRIO_PROCESS, pid) >= 10
+        assert no_torch(pid)
+    served.close()
+    wait_for_end(pid)
+
+
+def test_a_process_that_nobody_asks_any_more_ends(
+    serve: Callable[..., Served], run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(run_dir)
+    with Watching(served.invitation) as watching:
+        assert "facts" in watching.ask({"get": "facts"})
+        pid = reader_of(served)
+        monkeypatch.setattr(reading, "IDLE_S", 0.0)
+        assert "events" in watching.ask({"get": "events"})
+        wait_for_end(pid)
+        assert "names" in watching.ask({"get": "names"}), "another one is started at the next question"
+
+
+def test_a_disk_that_hangs_costs_the_viewers_their_answers_and_nobody_else_anything(
+    serve: Callable[..., Served], run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(run_dir)
+    with Watching(served.invitation) as watching:
+        assert "facts" in watching.ask({"get": "facts"})
+        pid = reader_of(served)
+        monkeypatch.setattr(reading, "DEADLINE_S", 0.2)
+        os.kill(pid, signal.SIGSTOP)
+        asked = watching.ask({"get": "events"})
+        assert "there is no answer within" in asked["error"]
+        served.is_served()
+        wait_for_end(pid)
+        monkeypatch.setattr(reading, "DEADLINE_S", WAIT_S)
+        monkeypatch.setattr(reading, "PAUSE_S", 0.0)
+        assert "events" in watching.ask({"get": "events"})
+
+
+def test_the_same_question_of_many_is_answered_once(serve: Callable[..., Served], run_dir: str) -> None:
+    served = serve(run_dir)
+    found = served.head._viewing._reading
+
+    async def work() -> tuple[list[bytes], int]:
+        asked = [found.answer(json.dumps({"id": number, "get": "facts"})) for number in range(50)]
+        answers = await asyncio.gather(*asked)
+        return answers, len(found._fresh)
+
+    answers, num_found = asyncio.run_coroutine_threadsafe(work(), served.loop).result(WAIT_S)
+    assert [json.loads(each)["id"] for each in answers] == list(range(50))
+    assert len({json.dumps(json.loads(each)["facts"]) for each in answers}) == 1
+    assert num_found == 1
+
+
+def test_questions_do_not_pile_up(serve: Callable[..., Served], run_dir: str) -> None:
+    served = serve(run_dir)
+    found = served.head._viewing._reading
+
+    async def work() -> list[bytes]:
+        asked = [
+            found.answer(json.dumps({"id": number, "get": "events", "after": number}))
+            for number in range(reading.MOST_WAITING + 20)
+        ]
+        return await asyncio.gather(*asked)
+
+    answers = [json.loads(a) for a in asyncio.run_coroutine_threadsafe(work(), served.loop).result(WAIT_S)]
+    assert sum("questions wait already" in each.get("error", "") for each in answers) == 20
+
+
+# -- those who mean harm -----------------------------------------------------------------------------
+
+
+def test_the_token_for_looking_opens_nothing_else(serve: Callable[..., Served]) -> None:
+    served = serve()
+    looking = served.invitation.for_looking
+    with pytest.raises(Refused, match="for looking at the run only"):
+        Link.dial(looking.url, looking.token, WAIT_S)
+    with pytest.raises(InvalidStatus, match="401"):
+        connect(f"{served.url.place}/watch", additional_headers={"Authorization": "Bearer wrong"}, proxy=None)
+    with served.viewer() as viewer:  # what a member would say is no question
+        viewer.send(b"\x81\xa4type\xa4Stop")
+        while "error" not in json.loads(viewer.recv(WAIT_S)):
+            pass
+    served.is_served()
+    assert not served.head.over.is_set()
+
+
+def frames(opcode: Opcode, data: bytes, number: int) -> bytes:
+    return b"".join(Frame(opcode, data).serialize(mask=True) for _ in range(number))
+
+
+HANDSHAKE = (
+    f"GET /watch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {reader_token(TOKEN)}\r\nUpgrade: websocket\r\n"
+    "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+).encode()
+FLOODS = {
+    "questions": frames(Opcode.TEXT, b'{"id": 1, "get": "overview"}', 20_000),
+    "empty messages": frames(Opcode.TEXT, b"", 100_000),
+    "pings": frames(Opcode.PING, b"", 100_000),
+    "pieces of a message without end": Frame(Opcode.TEXT, b"x", fin=False).serialize(mask=True)
+    + b"".join(Frame(Opcode.CONT, b"x", fin=False).serialize(mask=True) for _ in range(50_000)),
+    "a huge message": Frame(Opcode.TEXT, b"x" * (8 << 20)).serialize(mask=True),
+    "the beginning of a huger one": b"\x81\xff\x7f\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\x00",
+    "no frames": os.urandom(1 << 20),
+}
+
+
+@pytest.mark.parametrize("with_tls", [True, False], ids=["TLS", "clear"])
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_viewer_that_floods_the_head_is_cut_off(serve: Callable[..., Served], flood: str, with_tls: bool) -> None:
+    served = serve(with_tls=with_tls)
+    served.is_served()
+    with (sealed if with_tls else dialled)(served.invitation) as viewer:
+        viewer.sendall(HANDSHAKE)
+        assert viewer.recv(65536).startswith(b"HTTP/1.1 101 ")
+        with contextlib.suppress(OSError):
+            viewer.sendall(FLOODS[flood])
+        rest_of(viewer)
+    served.is_served()
+    with Watching(served.invitation) as watching:
+        assert watching.next(WAIT_S)
+
+
+def test_a_viewer_that_does_not_read_is_told_nothing_more_and_dropped(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewing, "EVERY_S", 0.01)
+    monkeypatch.setattr(viewing, "DEAF_S", 0.1)
+    served = serve()
+    text = "x" * 100_000
+    with dialled(served.invitation) as deaf, Watching(served.invitation) as watching:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(HANDSHAKE)
+        assert deaf.recv(12) == b"HTTP/1.1 101"
+        number = 0
+        while served.asked(lambda: len(served.head._viewing._viewers)) > 1:
+            change = MembershipChanged(time=1e9 + number, generation=number + 1, worker_ids=("w0",), reason=text)
+            served.happens(change)
+            watching.next(WAIT_S)
+            number += 1
+            assert number < 10_000
+        assert served.asked(lambda: len(served.head._viewing._viewers)) == 1, "who reads stays"
+    served.is_served()
+
+
+def test_connections_of_which_nothing_more_comes_take_no_place_of_a_viewer(serve: Callable[..., Served]) -> None:
+    served = serve()
+    request = f"GET /watch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {reader_token(TOKEN)}\r\n"
+    with contextlib.ExitStack() as held:
+        for _ in range(50):
+            half = held.enter_context(socket.create_connection((served.url.host, served.url.port), timeout=WAIT_S))
+            half.sendall(request.encode())
+        served.is_served()
+        with Watching(served.invitation) as watching:
+            assert watching.next(WAIT_S)
+            assert served.asked(lambda: len(served.head._viewing._viewers)) == 1
+
+
+def test_when_as_many_watch_as_can_the_next_one_is_told_so_and_members_come_in(serve: Callable[..., Served]) -> None:
+    served = serve()
+    served.asked(lambda: setattr(served.head._viewing, "_most", 2))
+    with Watching(served.invitation), Watching(served.invitation):
+        with pytest.raises(Refused, match="2 watch this run already"):
+            Watching(served.invitation)
+        served.is_served()
+    deadline = time.monotonic() + WAIT_S
+    while served.asked(lambda: len(served.head._viewing._viewers)):
+        assert time.monotonic() < deadline
+    Watching(served.invitation).close()
+
+
+def test_what_all_are_told_is_encoded_once(serve: Callable[..., Served]) -> None:
+    served = serve()
+    served.happens(*(step(number) for number in range(5)))
+    with contextlib.ExitStack() as held:
+        viewers = [held.enter_context(Watching(served.invitation)) for _ in range(20)]
+        for each in viewers:
+            until(each, lambda push: push["overview"]["step"] == 4)
+        push = served.asked(lambda: served.head._viewing._push)
+        assert push is not None
+        assert len(push.frames) <= 2, "one for those who were told before, and one for who has just come"
+        assert served.asked(lambda: served.head._viewing._pause(8)) <= viewing.EVERY_S
+
+
+def test_the_more_viewers_there_are_the_rarer_each_is_told(serve: Callable[..., Served]) -> None:
+    served = serve()
+
+    def pause(number: int, told: int) -> float:
+        found = served.head._viewing
+        before, found._viewers = found._viewers, dict.fromkeys(range(number))  # type: ignore[assignment, arg-type]
+        try:
+            return found._pause(told)
+        finally:
+            found._viewers = before
+
+    assert served.asked(lambda: pause(1, 1)) == 1.0
+    assert served.asked(lambda: pause(8, 8)) == 1.0
+    assert served.asked(lambda: pause(200, 8)) == 8 / 200
+    assert served.asked(lambda: pause(1000, 8)) == 8 / 200, "in all the same number a second"
+
+
+def test_a_head_with_tls_tells_viewers_apart_from_a_false_one(serve: Callable[..., Served]) -> None:
+    served = serve(with_tls=True)
+    wrong = HeadUrl(served.url.host, served.url.port, True, "0" * 64)
+    with pytest.raises(ConnectionError, match="is not the head of this run"):
+        Watching(Invitation(str(wrong), reader_token(TOKEN)))
+    context = ssl.create_default_context(cadata=_pem())
+    context.check_hostname = False
+    with socket.create_connection((served.url.host, served.url.port), timeout=WAIT_S) as sock:
+        with context.wrap_socket(sock) as sealed:  # who trusts this certificate needs nothing else
+            assert sealed.version() == "TLSv1.3"
+
+
+def _pem() -> str:
+    return (
+        derived(TOKEN)
+        .pem.decode()
+        .partition("-----BEGIN CERTIFICATE-----")[2]
+        .join(["-----BEGIN CERTIFICATE-----", ""])
+    )
