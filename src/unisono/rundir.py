@@ -24,6 +24,7 @@ __all__ = [
     "EVENTS_FILE",
     "PRIVATE",
     "RUN_FILE",
+    "STATUS_SCHEMA",
     "TOKEN_FILE",
     "USE_FOLDER",
     "Lock",
@@ -46,6 +47,8 @@ ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 USE_FOLDER = "use"
+STATUS_SCHEMA = 1
+"""Of what ``unisono status --json`` says."""
 LOCK_FILE = ".lock"
 LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05

@@ -40,7 +40,9 @@ FLOORS = {
     "decisions.signals": 1,
     "decisions.idleness": 1,
     "decisions.efficiency": 1,
+    "decisions.account": 1,
     "decisions.asides": 1,
+    "decisions.usefulness": 1,
     "decisions.interruptions": 1,
     "decisions.advice": 1,
     # 2, effects: one outside thing each.
