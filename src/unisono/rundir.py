@@ -47,6 +47,8 @@ ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 USE_FOLDER = "use"
+RUN_SCHEMA = 1
+"""Of the description."""
 STATUS_SCHEMA = 1
 """Of what ``unisono status --json`` says."""
 LOCK_FILE = ".lock"
@@ -335,6 +337,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 def describe(directory: Path, facts: dict[str, Any]) -> None:
     """Write ``facts`` (run id, recipe, fingerprint) as the run's description, all at once."""
+    facts = {"schema": RUN_SCHEMA, **facts}
     file = directory / RUN_FILE
     temporary = file.with_name(f".{RUN_FILE}.new")
     try:

@@ -45,6 +45,7 @@ FLOORS = {
     "decisions.usefulness": 1,
     "decisions.interruptions": 1,
     "decisions.advice": 1,
+    "decisions.links": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
     "problems.limits": 2,
@@ -77,6 +78,7 @@ FLOORS = {
     "seats": 2,
     "tasks": 2,
     "traces": 2,
+    "unwatched": 2,
     "rendezvous": 2,
     "lifetime": 2,
     "training.settings": 2,
@@ -134,6 +136,7 @@ FLOORS = {
     "launcher": 5,
     "launchers": 5,
     "doctor": 5,
+    "report": 5,
     "cli": 5,
     "kubernetes": 5,
     "__main__": 5,
@@ -183,7 +186,7 @@ NEIGHBOURS = {
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "cli": {"doctor", "kubernetes", "launchers"},
+    "cli": {"doctor", "kubernetes", "launchers", "report"},
     "head": {"watch"},  # its overview as text for Prometheus
     "page": {"history"},
     "machine.agent": {  # what its workers say goes to the screen

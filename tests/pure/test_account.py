@@ -1,4 +1,4 @@
-"""What a run's story says afterwards: who took part, what interrupted it and for how long, what its time was used for."""
+"""What a run's story says afterwards: who took part, what interrupted it for how long, what its time was used for."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SHOWN: Final = 20
 """So many lines of a kind are shown to people."""
 GB, MB = 1e9, 1e6
 NO_END: Final = (
-    "no process of the run has said how it ended: all were killed, or their machines were lost; or it goes on where its "
+    "no process has said how the run ended: all were killed, or their machines were lost; or the run goes on, and its "
     "head cannot be reached from here"
 )
 

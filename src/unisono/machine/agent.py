@@ -57,6 +57,7 @@ from unisono.messages import (
     Evict,
     Evidence,
     Happened,
+    Inquire,
     MachinesGone,
     Meet,
     MeetingPoint,
@@ -64,18 +65,17 @@ from unisono.messages import (
     Offer,
     RunDirectory,
     Start,
+    Statement,
     Stop,
-    Testify,
-    Testimony,
     Told,
     Used,
     WorkerExit,
 )
-from unisono.problems.evidence import redacted
 from unisono.problems.witness import about_machine
 from unisono.problems.writing import write
 from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
+from unisono.unwatched import IS_WATCHED
 from unisono.watch import Stream, make
 
 __all__ = ["Machines", "join", "run"]
@@ -147,7 +147,9 @@ async def _run(
         "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret, url, certificate)
-    agent = _Agent(spec, own_url, token, secret, Stream([make("terminal")]), head, machines, is_primary=True)
+    agent = _Agent(
+        spec, own_url, token, secret, Stream([make("terminal")] if IS_WATCHED else []), head, machines, is_primary=True
+    )
     for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
         agent.say(text)
     try:
@@ -333,8 +335,8 @@ class _Agent:
                     self._machines.resize(message.num_workers)
             case Evict():
                 self._workers.evict(message.worker_id, message.patience_s)
-            case Testify():
-                self._following.send(Testimony(number=message.number, text=self._about_machine()))
+            case Inquire():
+                self._following.send(Statement(number=message.number, text=self._about_machine(message.about)))
             case Evidence():
                 self._write_evidence(message)
             case Ended():  # of the run (which is told before), or for this machine alone
@@ -357,11 +359,15 @@ class _Agent:
             told = variables(order.team, order.worker_ids, self._following.run_id)
         self._workers.start(order.worker_ids, order.delay_s, told)
 
-    def _about_machine(self) -> str:
-        """Return what the kernel knows of this machine and the workers on it, and the last that these have said."""
+    def _about_machine(self, worker_id: str) -> str:
+        """Return what the kernel knows of this machine and the workers on it, and the last that these have said.
+
+        Args:
+            worker_id: of whose output the most is wanted.
+        """
         processes = [("the agent", os.getpid()), *self._workers.processes()]
-        said = [f"last lines of {name}:\n{lines}" for name, lines in self._workers.last_lines().items() if lines]
-        return redacted("\n".join([about_machine(processes), *said]))
+        said = [f"last lines of {name}:\n{lines}" for name, lines in self._workers.last_lines(worker_id).items()]
+        return "\n".join([about_machine(processes), *said])
 
     def _write_evidence(self, message: Evidence) -> None:
         """Write a file into the run's directory, which the head does not see."""

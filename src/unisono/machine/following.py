@@ -34,6 +34,7 @@ from unisono.messages import (
     Message,
     Moved,
     Snapshot,
+    Steps,
     Welcome,
     WorkerExit,
     decode,
@@ -449,6 +450,9 @@ class Following:
             case Happened(event=StepFinished() as event):
                 self._last_step = max(self._last_step, event.step)
                 self._owner.receive(message)
+            case Steps():
+                for each in message.steps:
+                    self._take(each)
             case Snapshot():
                 self._known, answer = self._known.keep(message)
                 self._outbox.append(answer)
