@@ -188,7 +188,7 @@ def test_a_run_alone_writes_its_own(script: Callable[[str], str], tmp_path: Path
 
     assert run(4, "fails") == 1
     lines = [json.loads(line) for line in (run_dir / EVENTS_FILE).read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["start", "membership", "end"]
+    assert [line["kind"] for line in lines] == ["start", "membership", "problem", "end"]
     assert (lines[-1]["ok"], lines[-1]["step"]) == (False, 2)
     assert "ValueError: no such luck" in lines[-1]["reason"]
     assert run(4) == 0
