@@ -35,6 +35,7 @@ __all__ = [
     "going",
     "holder",
     "is_blank",
+    "is_going",
     "is_taken",
     "make",
     "read_facts",
@@ -281,6 +282,11 @@ def is_taken(directory: Path, run_id: str) -> bool:
     """Return whether processes of another run than ``run_id`` hold the `Lock` of a directory."""
     user = _user(directory) or ""
     return user != "" and not user.startswith(f"{run_id},")
+
+
+def is_going(directory: Path) -> bool:
+    """Return whether a process of a run holds the `Lock` of a directory."""
+    return bool(_user(directory))
 
 
 def _user(directory: Path) -> str | None:

@@ -28,10 +28,8 @@ POINTS: Final = 500
 SHOWN: Final = 20
 """So many lines of a kind are shown to people."""
 GB, MB = 1e9, 1e6
-NO_END: Final = (
-    "no process has said how the run ended: all were killed, or their machines were lost; or the run goes on, and its "
-    "head cannot be reached from here"
-)
+NO_END: Final = "no process has said how the run ended: all were killed, or their machines were lost"
+NO_HEAD: Final = "a process of the run holds its directory, and no head answers from here"
 
 
 @click.command(epilog=RUN)
@@ -74,7 +72,9 @@ def _afterwards(folder: Path) -> dict[str, Any]:
     history = History(folder)
     told = account(_events(history))
     end = told["end"]
-    if end:
+    if rundir.is_going(folder):
+        found |= {"state": "training", "reason": NO_HEAD}
+    elif end:
         state = "stopped" if end["ok"] and found["state"] == "stopped" else "finished" if end["ok"] else "failed"
         found |= {"state": state, "reason": end["reason"] or found.get("reason", "")}
     elif found["state"] in ("stopped", "unknown"):
