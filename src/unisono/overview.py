@@ -46,6 +46,7 @@ __all__ = [
     "OverviewBuilder",
     "Recent",
     "WorkerNow",
+    "link_words",
 ]
 
 SCHEMA: Final = 1
@@ -256,7 +257,7 @@ class OverviewBuilder:
                 where = f" (evidence: {event.evidence})" if event.evidence else ""
                 self._told.add(event.time, event.text + where, "error")
             case LinkSlow():
-                self._told.add(event.time, _link_words(event), "info" if event.is_over else "warning")
+                self._told.add(event.time, link_words(event), "info" if event.is_over else "warning")
             case MachineJoined():
                 self._agents[event.agent_id] = event.host
                 self._told.add(event.time, f"{event.host} offers {count(event.num_workers, 'worker')}")
@@ -701,7 +702,8 @@ def _late_words(event: WorkerLate) -> str:
     return f"{event.worker_id} makes no progress for {event.seconds:.0f} s {where}; the others wait for it"
 
 
-def _link_words(event: LinkSlow) -> str:
+def link_words(event: LinkSlow) -> str:
+    """Return what has happened to a link, in one sentence."""
     link = f"the network from {event.source} to {event.target}"
     if event.is_over:
         return f"{link} is as fast as before"

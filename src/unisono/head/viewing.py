@@ -42,7 +42,7 @@ DEAF_S: Final = 30.0
 UNSENT_BYTES: Final = 262_144
 """Of what a viewer does not take, the system keeps so much."""
 QUESTIONS_BYTES: Final = 32_768
-"""What a viewer may send at once; in the mean `QUESTION_BYTES_PER_S`, and all together `ALL_BYTES_PER_S`."""
+"""So much of a viewer is read at once; in the mean `QUESTION_BYTES_PER_S`, and of all together `ALL_BYTES_PER_S`."""
 QUESTION_BYTES_PER_S: Final = 8_192.0
 ALL_BYTES_PER_S: Final = 131_072.0
 EVENTS_KEPT: Final = 1_000
@@ -141,7 +141,7 @@ class Viewing:
         end_when_silent(sock)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
-        connection.allowance = Allowance(QUESTIONS_BYTES, self._bytes_per_s, time.monotonic)
+        connection.slow_down(Allowance(QUESTIONS_BYTES, self._bytes_per_s, time.monotonic))
         viewer = _Viewer(connection, max(0, self._num_events - MOST_EVENTS))
         self._viewers[connection] = viewer
         try:
@@ -227,7 +227,7 @@ class Viewing:
         return frame
 
     async def end(self) -> None:
-        """Tell all viewers how the run has ended, as far as they listen, and stop."""
+        """Tell all viewers what was the last, as far as they listen, and stop."""
         if self._pushing is not None:
             self._pushing.cancel()
         self._overview = None
