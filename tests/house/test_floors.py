@@ -43,6 +43,7 @@ FLOORS = {
     "decisions.asides": 1,
     "decisions.interruptions": 1,
     "decisions.advice": 1,
+    "decisions.links": 1,
     # 2, effects: one outside thing each.
     "problems.witness": 2,
     "problems.limits": 2,
@@ -54,6 +55,8 @@ FLOORS = {
     "journal": 2,
     "rundir": 2,
     "chronicle": 2,
+    "usage": 2,
+    "gpus": 2,
     "checkpoint.files": 2,
     "member": 2,
     "progress": 2,
@@ -73,6 +76,7 @@ FLOORS = {
     "seats": 2,
     "tasks": 2,
     "traces": 2,
+    "unwatched": 2,
     "rendezvous": 2,
     "lifetime": 2,
     "training.settings": 2,
@@ -115,6 +119,7 @@ FLOORS = {
     "machine.headprocess": 4,
     "machine.inviting": 4,
     "machine.beats": 4,
+    "machine.metering": 4,
     "machine.children": 4,
     "machine.descendants": 4,
     "machine.holder": 4,
@@ -129,6 +134,7 @@ FLOORS = {
     "launcher": 5,
     "launchers": 5,
     "doctor": 5,
+    "report": 5,
     "cli": 5,
     "kubernetes": 5,
     "__main__": 5,
@@ -172,11 +178,13 @@ NEIGHBOURS = {
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
     "chronicle": {"journal", "rundir"},
+    "usage": {"capacity"},
+    "gpus": {"capacity"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
-    "cli": {"doctor", "kubernetes", "launchers"},
+    "cli": {"doctor", "kubernetes", "launchers", "report"},
     "head": {"watch"},  # its overview as text for Prometheus
     "page": {"history"},
     "machine.agent": {  # what its workers say goes to the screen
@@ -186,6 +194,7 @@ NEIGHBOURS = {
         "machine.following",
         "machine.headprocess",
         "machine.inviting",
+        "machine.metering",
         "machine.idleness",
         "machine.plain",
         "machine.holder",

@@ -179,7 +179,7 @@ def _write_use(directory: Path, steps: int, workers: int) -> None:
     seconds = max(1, int(steps * STEP_S))
 
     def record(first: int, last: int) -> dict[str, Any]:
-        return {"machines": {used.host: _use_record(used) for used in use_of((first + last) // 2, workers)}}
+        return {used.host: _use_record(used) for used in use_of((first + last) // 2, workers)}
 
     _write_thinned(directory / "use", {}, seconds, record, begin=BEGIN)
 
@@ -200,8 +200,13 @@ def use_of(second: int, workers: int) -> Iterator[MachineUsed]:
 
 def _use_record(used: MachineUsed) -> dict[str, Any]:
     record: dict[str, Any] = msgspec.to_builtins(used)
-    for name in ("kind", "time", "host"):
+    for name in ("kind", "time", "host", "gpus", "workers"):
         record.pop(name, None)
+    record["gpu_utilization"] = [gpu.utilization for gpu in used.gpus]
+    record["gpu_memory_bytes"] = [gpu.memory_bytes for gpu in used.gpus]
+    record["gpu_memory_total_bytes"] = [gpu.memory_total_bytes for gpu in used.gpus]
+    record["worker_cores"] = {worker_id: use.cores for worker_id, use in used.workers.items()}
+    record["worker_memory_bytes"] = {worker_id: use.memory_bytes for worker_id, use in used.workers.items()}
     return record
 
 

@@ -76,6 +76,7 @@ from unisono.messages import (
     Hello,
     Holding,
     Holds,
+    Inquire,
     Kept,
     Lost,
     Message,
@@ -84,12 +85,12 @@ from unisono.messages import (
     Ready,
     RunDirectory,
     Scale,
+    Statement,
     StepDone,
+    Steps,
     Stop,
     StoreCall,
     TalkCall,
-    Testify,
-    Testimony,
     Told,
     Used,
     Welcome,
@@ -108,6 +109,7 @@ __all__ = ["Head"]
 
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
+TOGETHER_S = 0.2  # in which what several machines use is told together
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
@@ -168,6 +170,7 @@ class Head:
         self._story = Story(memory.story)
         self._uses = Uses()
         self._telling: asyncio.TimerHandle | None = None
+        self._told_uses_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None
         self._remembering: asyncio.TimerHandle | None = None
@@ -370,11 +373,13 @@ class Head:
                     self._remember()
             case Happened():
                 self._pass_on(message)
+            case Steps():
+                self._pass_on_steps(message)
             case Used() if name in self._state.agents:
-                self._take_use(message.use)
+                self._take_use(name, message.use)
             case Kept():
                 self._kept(name, message)
-            case Testimony():
+            case Statement():
                 self._troubles.heard(name, message)
             case Ailing():
                 self._troubles.ails(name, message)
@@ -518,7 +523,10 @@ class Head:
             self._keys.end_generations(self._state.generation - 1)
         if self._state.ended is not None:
             self._troubles.hurry()
-        following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
+        for action in actions:
+            if isinstance(action, Alarm):  # not when the heirs know: the culprit may have ended by then
+                self._take_trouble(action.trouble)
+        following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
         self._set_timer()
@@ -618,9 +626,7 @@ class Head:
         if isinstance(message, Invite):
             self._announce(self._how_to_join())
             return
-        if isinstance(message, Alarm):
-            self._troubles.take(message.trouble)
-            return
+        assert not isinstance(message, Alarm), "it was taken before"
         line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
         if line is None:
             return
@@ -645,19 +651,30 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        if isinstance(event, StepFinished):
+            self._take_step(event)
+            self._tell(self._listeners(), message)
+            return
         self._viewing.take(event)
         self._troubles.note(event)
-        if not isinstance(event, StepFinished):
-            self._story.take_other(event)
-            self._tell(self._audience(), message)
-            return
+        self._story.take_other(event)
+        self._tell(self._audience(), message)
+
+    def _pass_on_steps(self, message: Steps) -> None:
+        for each in message.steps:
+            if isinstance(each.event, StepFinished):
+                self._take_step(each.event)
+        self._tell(self._listeners(), message)
+
+    def _take_step(self, event: StepFinished) -> None:
+        self._viewing.take(event)
+        self._troubles.note(event)
         # A worker that connects again repeats its last step.
         if self._last is None or event.step >= self._last.step:
             is_new = self._last is None or event.step > self._last.step
             self._last = event
             if is_new and (told := self._story.take_step(event)):
                 self._tell_story(told)
-        self._tell(self._listeners(), message)
 
     def _listeners(self) -> list[str]:
         return [agent_id for agent_id, agent in self._state.agents.items() if not agent.launched]
@@ -679,16 +696,16 @@ class Head:
 
     # -- what machines use -----------------------------------------------------------------------------
 
-    def _take_use(self, use: MachineUsed) -> None:
-        self._uses.add(use)
+    def _take_use(self, agent_id: str, use: MachineUsed) -> None:
+        self._uses.add(agent_id, use)
         if self._telling is None:
-            wait_s = self._uses.wait_s(len(self._audience()))
-            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell_uses)
+            due = self._told_uses_at + self._uses.wait_s(len(self._audience()))
+            delay = max(TOGETHER_S, due - time.monotonic())
+            self._telling = asyncio.get_running_loop().call_later(delay, self._tell_uses)
 
     def _tell_uses(self) -> None:
-        self._telling = None
-        agents = self._state.agents.values()
-        self._uses.forget(agent.host for agent in agents)
+        self._telling, self._told_uses_at = None, time.monotonic()
+        self._uses.keep(self._state.agents.keys())
         if self._uses.has_news:
             used = self._uses.take()
             for event in used:
@@ -701,10 +718,16 @@ class Head:
 
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
+    def _take_trouble(self, trouble: Trouble) -> None:
+        try:
+            self._troubles.take(trouble)
+        except Exception:  # a bug of this library: what is decided counts all the same
+            traceback.print_exc()
+
     def tell(self, problem: events.Problem) -> None:
         self._pass_on(Happened(event=problem))
 
-    def ask(self, names: Iterable[str], question: Testify) -> None:
+    def ask(self, names: Iterable[str], question: Inquire) -> None:
         self._tell(names, question)
 
     def workers(self) -> Sequence[str]:
@@ -726,6 +749,9 @@ class Head:
 
     def sees_directory(self) -> bool:
         return bool(self._directory.path) and self._directory.may_write and self._directory.is_held
+
+    def announce(self, text: str) -> None:
+        self._announce(text)
 
     def hand_over(self, name: str, content: str) -> None:
         seers = [agent_id for agent_id in self._directory.seers if agent_id in self._lines]
@@ -776,7 +802,9 @@ class Head:
         for agent_id in agent_ids:
             line = self._lines.get(agent_id)
             # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
-            if line is not None and not (isinstance(message, Happened) and line.queue.qsize() > MAX_STEPS_QUEUED):
+            if line is not None and not (
+                isinstance(message, Happened | Steps) and line.queue.qsize() > MAX_STEPS_QUEUED
+            ):
                 line.put(data)
 
     def _set_timer(self) -> None:

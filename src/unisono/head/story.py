@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -131,37 +131,43 @@ class Uses:
     """What machines use, told together and at a bounded rate."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, MachineUsed] = {}
-        self._untold: dict[str, None] = {}
+        self._newest: dict[str, MachineUsed] = {}  # by agent
+        self._untold: dict[str, None] = {}  # hosts
 
     @property
-    def newest(self) -> Mapping[str, MachineUsed]:
-        """By host."""
-        return self._newest
+    def newest(self) -> list[MachineUsed]:
+        """Of each machine, by host."""
+        return [self._of(host) for host in sorted({use.host for use in self._newest.values()})]
 
     @property
     def has_news(self) -> bool:
         """Whether there is something that was not told yet."""
         return bool(self._untold)
 
-    def add(self, use: MachineUsed) -> None:
-        """Note what a machine uses."""
-        self._newest[use.host] = use
+    def add(self, agent_id: str, use: MachineUsed) -> None:
+        """Note what a machine uses, by one of its agents."""
+        self._newest[agent_id] = use
         self._untold[use.host] = None
 
-    def forget(self, hosts: Iterable[str]) -> None:
-        """Forget all machines but these."""
-        kept = set(hosts)
-        for host in self._newest.keys() - kept:
-            del self._newest[host]
-            self._untold.pop(host, None)
+    def keep(self, agent_ids: Collection[str]) -> None:
+        """Forget all but these agents."""
+        for agent_id in self._newest.keys() - set(agent_ids):
+            del self._newest[agent_id]
+        hosts = {use.host for use in self._newest.values()}
+        self._untold = {host: None for host in self._untold if host in hosts}
 
     def wait_s(self, num_listeners: int) -> float:
-        """Return how long to wait before what there is now is told."""
+        """Return the least time between two messages about it."""
         return max(USE_S, len(self._newest) * num_listeners / USES_PER_S)
 
     def take(self) -> list[Event]:
         """Return, once, what is new."""
-        told: list[Event] = [self._newest[host] for host in self._untold]
-        self._untold.clear()
+        told: list[Event] = [self._of(host) for host in self._untold]
+        self._untold = {}
         return told
+
+    def _of(self, host: str) -> MachineUsed:
+        """Return the use of a machine, with the workers of all its agents."""
+        known = sorted((use for use in self._newest.values() if use.host == host), key=lambda use: use.time)
+        workers = {worker_id: use for each in known for worker_id, use in each.workers.items()}
+        return msgspec.structs.replace(known[-1], workers=workers)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from unisono import overview as overviews
 from unisono.events import Event, RunEnded, StepFinished
 from unisono.history.lines import Lines
+from unisono.history.machines import used_in
 from unisono.history.story import Story
 from unisono.journal.lines import from_line
 from unisono.journal.thinning import newest
 from unisono.journal.times import TIMES, workers_in
-from unisono.overview import Overview
+from unisono.overview import Overview, OverviewBuilder
 
-__all__ = ["Fold"]
+__all__ = ["USE", "Fold"]
 
+USE: Final = "use"
 LAST_EVENTS: Final = 2000
 """So many of the newest events are folded, and those that come."""
 LAST_BLOCKS: Final = 2
@@ -34,26 +34,26 @@ class Fold:
 
     def __init__(self, directory: Path, lines: Lines, story: Story) -> None:
         self._directory, self._lines, self._story = directory, lines, story
-        self._builder: Any = None
+        self._builder = OverviewBuilder()
         self._identity: object = None
         self._next_event = self._next_offset = 0
         self._last_step = -1
+        self._used_until = 0.0
 
     def overview(self, facts: dict[str, Any], now: float) -> Overview:
         """Return the overview at a moment."""
         identity = (self._lines.identity, self._story.identity, facts.get("run_id"))
-        if self._builder is None or identity != self._identity:
+        if identity != self._identity:
             self._begin(facts)
             self._identity = identity
         for event, number in self._fresh(now):
             self._builder.take(event, number)
-        found: Overview = self._builder.overview(now)
-        return found
+        return self._builder.overview(now)
 
     def _begin(self, facts: dict[str, Any]) -> None:
         blocks = self._lines.blocks
         started = next((block.since for block in blocks if block.since), 0.0)
-        self._builder = getattr(overviews, "OverviewBuilder", _Plain)(
+        self._builder = OverviewBuilder(
             run_id=str(facts.get("run_id", "")),
             run_dir=str(self._directory),
             script=_script(facts.get("command")),
@@ -61,7 +61,7 @@ class Fold:
         )
         self._next_event = max(0, len(self._story) - LAST_EVENTS)
         self._next_offset = blocks[-LAST_BLOCKS:][0].offset if blocks else 0
-        self._last_step = -1
+        self._last_step, self._used_until = -1, 0.0
 
     def _fresh(self, now: float) -> list[tuple[Event, int]]:
         """Return what is new, in the order in which it has happened; with the number of its line, if it has one."""
@@ -73,6 +73,10 @@ class Fold:
                 event = msgspec.convert(each, Event, strict=False)
             if event is not None and not isinstance(event, StepFinished):
                 found.append((event, -1))
+        for row in newest(self._directory / USE, 1).rows:
+            if row.last > self._used_until:
+                self._used_until = row.last
+                found += [(used, -1) for used in used_in(row)]
         lines = self._new_lines(now)
         if any(event.time == 0.0 for event, _ in lines):  # an older version has written them
             return [*found, *lines]
@@ -105,25 +109,6 @@ class Fold:
             if event is not None:
                 found.append((event, number))
         return found
-
-
-class _Plain:
-    """Stands for `unisono.overview.OverviewBuilder`."""
-
-    def __init__(self, **known: Any) -> None:
-        known.pop("started", None)
-        self._known = known
-
-    def take(self, event: Event, number: int = -1) -> None:
-        if isinstance(event, StepFinished):
-            names = ("step", "num_steps", "first_step", "epoch", "generation")
-            self._known |= {name: getattr(event, name) for name in names} | {"state": "training"}
-            self._known["loss"] = event.loss if math.isfinite(event.loss) else None
-        elif isinstance(event, RunEnded):
-            self._known |= {"state": "finished" if event.ok else "failed", "reason": event.reason}
-
-    def overview(self, now: float) -> Overview:
-        return Overview(**self._known, time=now)
 
 
 def _event_in(text: bytes) -> tuple[Event | None, int]:

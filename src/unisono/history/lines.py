@@ -31,6 +31,7 @@ __all__ = ["Lines"]
 PIECE_BYTES: Final = 1 << 20
 INDEX_BYTES: Final = 1 << 18
 """When a journal has grown by more than this, its index is asked before its lines are."""
+HEAD_BYTES: Final = 40
 BUDGET_S: Final = 0.25
 """So long a call reads what has no index; the next call goes on."""
 
@@ -51,6 +52,8 @@ class Lines:
         """Of the journal."""
         self.num_broken = 0
         self.first_broken = ""
+        self.head = b""
+        """How the file begins, where it has no whole line."""
         self.error = ""
         self._open: list[Placed] = []
         """The lines of the last block, while it has room."""
@@ -67,9 +70,11 @@ class Lines:
         left = sum(end - begin for begin, end in self._holes)
         return left / self.size if self.size else 0.0
 
-    def refresh(self, budget_s: float = BUDGET_S) -> None:
-        """Look at what is new. Where there is no index, reads lines for ``budget_s`` and goes on in the next call."""
-        deadline = time.monotonic() + budget_s
+    def refresh(self, budget_s: float | None = None) -> None:
+        """Look at what is new. Where there is no index, reads lines for ``budget_s`` (default: `BUDGET_S`), and goes on
+        in the next call.
+        """
+        deadline = time.monotonic() + (BUDGET_S if budget_s is None else budget_s)
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -84,6 +89,7 @@ class Lines:
                 if self.size - self._end > INDEX_BYTES:
                     self._read_index(descriptor)
                 self._read_end(descriptor)
+                self.head = os.pread(descriptor, HEAD_BYTES, 0) if not self.blocks else b""
                 while self._holes and time.monotonic() < deadline:
                     self._fill(descriptor)
         except FileNotFoundError:
@@ -143,6 +149,7 @@ class Lines:
         self.blocks, self.names, self._open, self._holes = [], {}, [], []
         self.size = self._end = self._index_end = self.num_broken = 0
         self.first_broken = self.error = ""
+        self.head = b""
         self.identity = self._with_steps = None
 
     def _read_index(self, descriptor: int) -> None:
@@ -240,7 +247,7 @@ class Lines:
             if each.line is None:
                 self.num_broken += 1
                 if not self.first_broken:
-                    self.first_broken = each.text[:40].decode(errors="replace").rstrip("\n")
+                    self.first_broken = each.text[:HEAD_BYTES].decode(errors="replace").rstrip("\n")
 
 
 def _offset(block: Block) -> int:

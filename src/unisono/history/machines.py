@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
+import msgspec
+
+from unisono.events import GpuUse, MachineUsed
 from unisono.journal.thinning import Row
 
-__all__ = ["times_of", "use_of"]
+__all__ = ["times_of", "use_of", "used_in"]
 
 
 def times_of(columns: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def times_of(columns: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
 
 def use_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the use of the machines by host; None where nothing is known."""
-    records = [_dictionary(row.record.get("machines", row.record)) for row in rows]
+    records = [row.record for row in rows]
     hosts = sorted({host for record in records for host, told in record.items() if isinstance(told, dict)})
     machines: dict[str, dict[str, Any]] = {}
     for host in hosts:
@@ -49,6 +53,44 @@ def use_of(rows: Sequence[Row]) -> dict[str, Any]:
             )
         machines[host] = columns
     return {"time": [row.first if math.isfinite(row.first) else 0.0 for row in rows], "machines": machines}
+
+
+def used_in(row: Row) -> list[MachineUsed]:
+    """Return the events that a record of ``use/`` was made of."""
+    found: list[MachineUsed] = []
+    for host, told in row.record.items():
+        if isinstance(told, dict):
+            gpus = zip(*(told.get(f"gpu_{name}", []) for name in _GPU), strict=False)
+            cores, memory = _dictionary(told.get("worker_cores")), _dictionary(told.get("worker_memory_bytes"))
+            whole = {name: round(value) for name, value in told.items() if name in _WHOLE and _is_number(value)}
+            known = {
+                **{name: value for name, value in told.items() if name in MachineUsed.__struct_fields__},
+                **whole,
+                "time": row.last,
+                "host": host,
+                "gpus": [
+                    {
+                        name: value if name == "utilization" else round(value)
+                        for name, value in zip(_GPU, gpu, strict=True)
+                    }
+                    for gpu in gpus
+                ],
+                "workers": {
+                    worker_id: {"cores": value, "memory_bytes": round(memory.get(worker_id, 0))}
+                    for worker_id, value in cores.items()
+                },
+            }
+            with contextlib.suppress(msgspec.ValidationError, TypeError):  # of another version
+                found.append(msgspec.convert(known, MachineUsed))
+    return found
+
+
+_GPU: Final = GpuUse.__struct_fields__
+_WHOLE: Final = frozenset(field.name for field in msgspec.structs.fields(MachineUsed) if field.type is int)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _dictionary(value: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.events import StepFinished
-from unisono.history.folding import Fold
+from unisono.history.folding import USE, Fold
 from unisono.history.lines import Lines
 from unisono.history.machines import times_of, use_of
 from unisono.history.story import EVENTS, Story
@@ -31,7 +31,6 @@ EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
 RUN_SCHEMA: Final = 1
 """Of ``run.json``, that this version knows."""
-USE: Final = "use"
 _ORDER: Final = ("loss", "samples_per_s", "step_s", "sent_bytes")
 _HIDDEN: Final = ("samples",)
 
@@ -226,12 +225,13 @@ class History:
         """Return the run as it is now, or as it has ended."""
         found = self._fold.overview(self._facts, time.time())
         curve = self.series(["loss"], points=CURVE_POINTS)["loss"]
-        points = [
-            CurvePoint(*each)
-            for each in zip(curve["step"], curve["low"], curve["high"], curve["mean"], strict=True)
-            if not any(isinstance(value, str) for value in each)
+        points = zip(curve["step"], curve["low"], curve["high"], curve["mean"], strict=True)
+        shown = [
+            CurvePoint(step, low, high, (low + high) / 2 if isinstance(mean, str) else mean)
+            for step, low, high, mean in points
+            if not isinstance(low, str) and not isinstance(high, str)
         ]
-        return msgspec.structs.replace(found, curve=points)
+        return msgspec.structs.replace(found, curve=shown)
 
     def _old_times(self, first: int, last: int, points: int) -> tuple[tuple[str, ...], list[thinning.Row]]:
         """Return the times that the lines of an older version have; of some of the steps, if there are many."""
@@ -260,6 +260,10 @@ class History:
             found.append(
                 f"{lines.path} is empty: no step is finished" if lines.path.exists() else f"there is no {lines.path}"
             )
+        elif lines.head:
+            is_begun = lines.head.startswith(b'{"line"')
+            what = "has no whole line yet" if is_begun else "is not a journal"
+            found.append(f"{lines.path} {what}: it begins with {lines.head.decode(errors='replace')!r}")
         num_lines = sum(block.lines for block in lines.blocks)
         if lines.num_broken and lines.num_broken == num_lines:
             found.append(f"{lines.path} is not a journal: it begins with {lines.first_broken!r}")

@@ -196,13 +196,20 @@ def _warn(text: str) -> None:
 
 
 class _Level:
-    """The files of one level, as their only writer sees them."""
+    """The files of one level, as their only writer sees them.
 
-    def __init__(self, directory: Path, level: int, header: dict[str, Any]) -> None:
+    Args:
+        least: files with lower numbers are not written any more.
+    """
+
+    def __init__(self, directory: Path, level: int, header: dict[str, Any], least: int = 0) -> None:
         self._directory, self._level = directory, level
         self._header = msgspec.json.encode({"schema": SCHEMA, "level": level, "fold": FOLD, "header": header}) + b"\n"
         self._sizes = {number: path.stat().st_size for number, path in _files(directory, level)}
         self.number = max(self._sizes, default=0)
+        if self.number < least:
+            self.number = least
+            self._sizes[least] = 0
         self._texts: list[bytes] = []
         self._descriptor: int | None = None
 
@@ -317,7 +324,13 @@ class _Levels:
         if self._levels:
             return
         self._directory.mkdir(exist_ok=True)
-        self._levels = [_Level(self._directory, number, self._header) for number in range(LEVELS)]
+        cuts = _Files(self._directory).cuts
+        self._levels = [
+            _Level(
+                self._directory, level, self._header, max((cut.before.get(str(level), 0) for cut in cuts), default=0)
+            )
+            for level in range(LEVELS)
+        ]
         self._go_on()
 
     def _go_on(self) -> None:
@@ -326,8 +339,7 @@ class _Levels:
         pending: list[list[Row]] = [[]]
         for number in range(LEVELS):
             newest = files.newest(number)
-            if number == 0 and newest:
-                self._last = newest[-1].last
+            self._last = max([self._last, *(row.last for row in newest)])
             if number + 1 < LEVELS:
                 above = files.newest(number + 1)
                 done = above[-1].last if above else -math.inf
@@ -425,11 +437,11 @@ class _Files:
         self._directory = directory
         self.notes: list[str] = []
         self.header: dict[str, Any] = {}
-        self._cuts: list[_Cut] = []
+        self.cuts: list[_Cut] = []
         with contextlib.suppress(OSError):
             for text in (directory / CUTS).read_bytes().splitlines():
                 with contextlib.suppress(msgspec.DecodeError):
-                    self._cuts.append(_cuts.decode(text))
+                    self.cuts.append(_cuts.decode(text))
 
     def rows(self, level: int, number: int, path: Path) -> list[Row]:
         """Return the rows of a file that were not taken back."""
@@ -443,14 +455,14 @@ class _Files:
         self._read_header(texts[0], path)
         rows: list[Row] = []
         num_broken = 0
-        for text in texts[1:-1]:  # behind the last newline is nothing, or half a line
+        for number_of_line, text in enumerate(texts[1:], 2):
             try:
                 rows.append(_rows.decode(text))
-            except msgspec.DecodeError:
-                num_broken += text != b""
+            except (msgspec.DecodeError, UnicodeDecodeError):  # half a line at the end is being written
+                num_broken += text != b"" and number_of_line < len(texts)
         if num_broken:
             self.notes.append(f"{num_broken} of {len(texts) - 2} lines of {path} are broken and left out")
-        for cut in self._cuts:
+        for cut in self.cuts:
             if number < cut.before.get(str(level), 0):
                 rows = [row for row in rows if row.last < cut.key]
         return rows
@@ -472,6 +484,18 @@ class _Files:
                 with contextlib.suppress(msgspec.DecodeError):
                     return _rows.decode(text), os.fstat(file.fileno()).st_size / len(text)
         return None, 0.0
+
+    def last_key(self, path: Path, row: Row) -> float:
+        """Return the last key of a file, whose first row is given."""
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            num_bytes = min(size, 1 << 16)
+            while num_bytes > 0:
+                for text in reversed(os.pread(file.fileno(), num_bytes, size - num_bytes).split(b"\n")):
+                    with contextlib.suppress(msgspec.DecodeError):
+                        return max(_rows.decode(text).last, row.last)
+                num_bytes = min(size, 4 * num_bytes) if num_bytes < size else 0
+        return row.last
 
     def _read_header(self, text: bytes, path: Path) -> None:
         try:
@@ -500,7 +524,7 @@ class _Span(NamedTuple):
     path: Path
     first: float
     end: float
-    """Where the next file begins."""
+    """Where the next file begins; of the newest file: its last key."""
     num_rows: float
 
 
@@ -520,8 +544,11 @@ def read(directory: Path, first: float = -math.inf, last: float = math.inf, poin
     for level in range(chosen + 1, LEVELS):  # older
         end = rows[0].first if rows else math.inf
         if levels[level] and end > first:
-            older = [row for row in _rows_between(levels[level], level, files, first, min(end, last)) if row.last < end]
-            rows = older + rows
+            older = [
+                row for row in _rows_between(levels[level], level, files, first, min(end, last)) if row.first < end
+            ]
+            covered = older[-1].last if older else -math.inf
+            rows = older + [row for row in rows if row.first > covered]
     for level in range(chosen - 1, -1, -1):  # newer
         begin = rows[-1].last if rows else -math.inf
         if levels[level] and begin < last:
@@ -550,6 +577,7 @@ def _spans(directory: Path, level: int, files: _Files) -> list[_Span]:
     for number, path in reversed(_files(directory, level)):
         row, num_rows = files.first_row(path)
         if row is not None:
+            end = end if found else files.last_key(path, row)
             found.append(_Span(number, path, row.first, end, num_rows))
             end = row.first
     return found[::-1]
@@ -559,12 +587,10 @@ def _estimate(spans: list[_Span], first: float, last: float) -> float:
     """Return about how many rows lie between two keys."""
     total = 0.0
     for span in spans:
-        end = span.end if math.isfinite(span.end) else max(last if math.isfinite(last) else span.first, span.first)
-        low, high = max(first, span.first), min(last, end)
+        low, high = max(first, span.first), min(last, span.end)
         if high >= low:
-            length = end - span.first
-            is_whole = length <= 0 or not math.isfinite(span.end)
-            total += span.num_rows * (1.0 if is_whole else (high - low) / length)
+            length = span.end - span.first
+            total += span.num_rows * ((high - low) / length if length > 0 else 1.0)
     return total
 
 

@@ -8,7 +8,6 @@ that a record has for each worker.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -63,10 +62,11 @@ class Times:
             return
         if self._thinned is None:
             self._thinned = Thinned(self._path, {"columns": COLUMNS})
-            self._thinned.cut(min(event.step, *(each.step for each in self._recent), math.inf))
-            for before, after in itertools.pairwise([each for each in self._recent if each.step < event.step]):
+            kept = [each for each in self._recent if each.step < event.step]
+            self._thinned.cut(kept[0].step if kept else event.step)
+            for before, after in itertools.pairwise(kept):
                 self._thinned.add(before.step, partial(record_of, before, after))
-                self._before = after
+            self._before = kept[-1] if kept else None
         self._write_before(event)
         self._before = event
 

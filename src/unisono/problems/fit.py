@@ -14,6 +14,9 @@ from unisono.words import count
 __all__ = ["Held", "Setting", "advice", "asked_bytes", "table"]
 
 REST: Final = "activations, batches, all else"
+UNTIL_ITS_END: Final = 2.0
+"""What a micro-batch would have needed in all, by what it had when memory was used up. Rather too much than too little:
+the advice is to come true."""
 SPARE: Final = 0.9
 """So much of the room may be used: allocators need more than they are asked for."""
 _UNITS: Final = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -45,8 +48,8 @@ class Held:
 
     @property
     def rest(self) -> int:
-        """What a micro-batch needs, as far as it had got."""
-        return max(0, self.used + self.asked - self.fixed)
+        """What a micro-batch needs, about: it had got somewhere between its beginning and its end."""
+        return int(UNTIL_ITS_END * max(0, self.used + self.asked - self.fixed))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,18 @@ from typing import Final, Literal, cast, get_args
 from unisono.errors import DivergenceError, LossError
 from unisono.words import exit_words, position_words
 
-__all__ = ["Kind", "Trouble", "file_name", "kind_of", "kind_or_error", "sentence", "shown_bytes", "text", "what_to_do"]
+__all__ = [
+    "Kind",
+    "Trouble",
+    "file_name",
+    "kind_of",
+    "kind_or_error",
+    "place_of_dump",
+    "sentence",
+    "shown_bytes",
+    "text",
+    "what_to_do",
+]
 
 Kind = Literal["hang", "crash", "error", "nan", "divergence", "out-of-memory", "failed-join", "unreachable"]
 """What can go wrong. crash: a process has ended without a report; error: the script has raised an exception."""
@@ -24,6 +35,10 @@ OUT_OF_MEMORY: Final = re.compile(
 
 
 NOT_FINITE: Final = re.compile(r"(?:LossError: )?the loss of .* is (-?(?:inf|nan)) \(samples")
+
+
+_FRAME: Final = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
+_LIBRARY: Final = re.compile(r"/lib(64)?/python3[^/]*/|/unisono/|^<frozen ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +146,8 @@ def _sentence(trouble: Trouble) -> str:
                 return f"{who} hung{where}: its main thread has been in {trouble.place} {since}"
             return f"{who} hung{where}: it has made no progress {since}"
         case "crash":
-            return f"{who} {exit_words(trouble.exit_code)}{where}"
+            place = f": it was in {trouble.place}" if trouble.place else ""
+            return f"{who} {exit_words(trouble.exit_code)}{where}{place}"
         case "nan":
             found = NOT_FINITE.match(trouble.error)
             what = f"the loss is {found[1]}" if found else trouble.error
@@ -159,6 +175,24 @@ def _who(trouble: Trouble) -> str:
     if not trouble.worker_id:
         return f"a worker{where}" if where else "a worker"
     return f"{trouble.worker_id}{where}"
+
+
+def place_of_dump(output: Sequence[str]) -> str:
+    """Return the line of the script that native code was called from when it failed, as faulthandler has written it.
+
+    Args:
+        output: the last lines of a process; "" is returned where these have no such stack.
+    """
+    begin = next((number for number, line in enumerate(output) if line.startswith("Current thread 0x")), None)
+    if begin is None:
+        return ""
+    found = []
+    for line in output[begin + 1 :]:
+        if (frame := _FRAME.match(line)) is None:
+            break
+        found.append((frame[1], f"{frame[1].rpartition('/')[2]}:{frame[2]} {frame[3]}"))
+    own = [place for file, place in found if not _LIBRARY.search(file)]
+    return next(iter(own or [place for _, place in found]), "")
 
 
 def what_to_do(trouble: Trouble) -> str:
@@ -216,10 +250,10 @@ def shown_bytes(number: float) -> str:
 
 
 def file_name(kind: str, step: int, when: str, taken: Sequence[str] = ()) -> str:
-    """Return the name of a file of evidence that no other one has.
+    """Return the name of a file of evidence that no other one has. Names are in the order of time.
 
     Args:
-        when: ``20261122-130405``: so that names are in the order of time.
+        when: ``20261122-130405-125`` (`unisono.problems.writing.stamp`).
         taken: names that are given already.
     """
     stem = f"{when}-{kind}" + (f"-step{step}" if step >= 0 else "")

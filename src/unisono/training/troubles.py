@@ -27,7 +27,7 @@ from unisono.problems.kinds import Trouble, file_name, kind_of, text
 from unisono.problems.limits import memory_limit, own_memory
 from unisono.problems.memory import held_now, kinds
 from unisono.problems.witness import about_machine, about_process, own_stacks, versions
-from unisono.problems.writing import FOLDER, write
+from unisono.problems.writing import FOLDER, stamp, write
 from unisono.process import tell
 from unisono.rounds.finite import NotFinite
 from unisono.rounds.life import Rounds
@@ -154,7 +154,7 @@ class OwnTroubles:
         directory = self._directory
         name = ""
         if directory is not None:
-            name = file_name(trouble.kind, trouble.step, time.strftime("%Y%m%d-%H%M%S"), self._names)
+            name = file_name(trouble.kind, trouble.step, stamp(time.time()), self._names)
             self._names.append(name)
         said = redacted(text(trouble))
         path = f"{FOLDER}/{name}" if name else ""

@@ -126,6 +126,7 @@ def _say_exit(draft: Draft, worker: Worker, message: WorkerExit, *, ends_run: bo
             worker_id=worker.worker_id,
             where=position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else "",
             exit_code=message.exit_code,
+            place=message.place,
             killed_for=message.killed_for,
             peak_bytes=message.peak_bytes,
             limit_bytes=message.limit_bytes,

@@ -159,7 +159,8 @@ export class Chart {
     if (low === null) return [0, 1];
     if (this.most !== null) return [0, this.most];
     if (this.zero || this.shown.stacked) return [0, high > 0 ? high * 1.06 : 1];
-    const room = (high - low) * 0.07 || Math.abs(high) * 0.05 || 1;
+    const isFlat = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+    const room = isFlat ? Math.abs(high) * 0.05 || 1 : (high - low) * 0.07;
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
   }
 

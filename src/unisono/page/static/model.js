@@ -3,6 +3,8 @@
 import { value } from "./format.js";
 
 const POINTS = 900;
+/** Of more new steps than this, e.g. after the page was hidden, the whole curves are asked for again. */
+const MOST_EXTENDED = 300;
 const TIMES_POINTS = 160;
 const USE_POINTS = 400;
 const EVENTS_AT_ONCE = 2000;
@@ -66,9 +68,21 @@ export class Run {
 
   takeOverview(overview) {
     if (overview.step !== this.overview?.step) this.steppedAt = Date.now();
+    const isOther = this.overview !== null && overview.run_id !== this.overview.run_id;
+    if (isOther || overview.step < this.covered) this.forget(isOther);
     this.overview = overview;
     this.error = "";
     this.changed("overview");
+  }
+
+  /** Drop the curves: the run has gone back to a checkpoint, or (`isOther`) another one has its directory. */
+  forget(isOther) {
+    this.covered = -1;
+    this.clock = { step: [], seconds: [] };
+    if (!isOther) return;
+    Object.assign(this, { series: new Map(), events: [], next: null, times: null, use: null, asked: {} });
+    this.known.clear();
+    this.load().then(() => this.loadEvents()).catch(() => {});
   }
 
   takePush(message) {
@@ -131,7 +145,7 @@ export class Run {
     const known = new Set(this.names);
     const names = [...new Set([...this.wanted, "step_s"])].filter((name) => known.has(name));
     if (!names.length) return;
-    const got = await this.ask("series", { names, first: this.covered + 1, last: -1, points: 300 });
+    const got = await this.ask("series", { names, first: this.covered + 1, last: -1, points: MOST_EXTENDED });
     let newest = this.covered;
     for (const [name, curve] of Object.entries(got)) {
       const more = read(curve);
@@ -198,7 +212,8 @@ export class Run {
       if (!range) {
         const length = this.series.get("loss")?.step.length ?? 0;
         const isMissing = names.some((name) => this.names.includes(name) && !this.series.has(name));
-        if (length > 2.2 * POINTS || this.range || this.covered < 0 || isMissing) {
+        const isFar = (this.overview?.step ?? -1) - this.covered > MOST_EXTENDED;
+        if (length > 2.2 * POINTS || isFar || this.range || this.covered < 0 || isMissing) {
           this.takeNames(await this.ask("names"));
           await this.loadSeries(names, null);
         } else if ((this.overview?.step ?? -1) > this.covered) {

@@ -1,0 +1,520 @@
+"""The history of a run from its files: what the index says is what the lines say, wherever a writer was cut off."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.test_journal import end, evaluation, step
+from tests.watch.long_run import make_long_run
+from unisono.events import Seconds, StepFinished, WorkerTimes
+from unisono.history import History
+from unisono.history import lines as lines_module
+from unisono.history import reading as reading_module
+from unisono.history.lines import Lines
+from unisono.journal import JOURNAL, Journal, conclude, read, to_line, truncate
+from unisono.journal import index as index_module
+from unisono.journal.index import INDEX, read_blocks
+from unisono.journal.lines import LineEvent, number_in, text_of
+from unisono.journal.times import by_step
+
+ODD = {math.nan: "nan", math.inf: "inf", -math.inf: "-inf"}
+STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of few lines, so that few lines have many."""
+    shrink(monkeypatch)
+
+
+def shrink(patch: pytest.MonkeyPatch, *, exact: int = 6) -> None:
+    patch.setattr(index_module, "BLOCK_LINES", 4)
+    patch.setattr(index_module, "CATCH_UP_BYTES", 3000)
+    patch.setattr(index_module, "PIECE_BYTES", 1000)
+    patch.setattr(lines_module, "BLOCK_LINES", 4)
+    patch.setattr(lines_module, "INDEX_BYTES", 1000)
+    patch.setattr(lines_module, "PIECE_BYTES", 2000)
+    patch.setattr(reading_module, "EXACT_STEPS", exact)
+
+
+def some_step(number: int, loss: float = 0.5, **logs: float) -> StepFinished:
+    seconds = Seconds(compute=0.5 + number / 100, other=0.25)
+    return step(number, loss=loss, logs=logs, seconds=seconds, time=1000.0 + number)
+
+
+def told(value: float) -> Any:
+    return value if math.isfinite(value) else "nan" if math.isnan(value) else ODD[value]
+
+
+def series_of(directory: Path, name: str) -> list[tuple[int, float]]:
+    """Read all lines, and look at each."""
+    found: list[tuple[int, float]] = []
+    for line in read(directory):
+        value: Any = None
+        if line["kind"] == "step":
+            seconds = line["seconds"]
+            match name.split("/"):
+                case ["loss"]:
+                    value = number_in(line["loss"])
+                case ["step_s"]:
+                    value = sum(seconds.values())
+                case ["samples_per_s"]:
+                    value = line["samples"] / sum(seconds.values())
+                case ["part", part]:
+                    value = seconds[part]
+                case ["log", key]:
+                    value = line["logs"].get(key)
+        elif line["kind"] == "evaluation" and name.startswith("evaluation/"):
+            value = line["totals"].get(name.partition("/")[2])
+        if value is not None:
+            found.append((line["step"], number_in(value)))
+    return found
+
+
+NAMES = ("loss", "step_s", "samples_per_s", "part/compute", "log/a", "log/b", "evaluation/right")
+
+
+def check(directory: Path, history: History) -> None:
+    """Compare every series with all lines: exactly, and in few points."""
+    if not (directory / JOURNAL).exists():
+        assert history.names() == []
+        return
+    whole = {name: series_of(directory, name) for name in NAMES}
+    steps = [line["step"] for line in read(directory) if line["kind"] == "step"]
+    assert history.span() == ((steps[0], steps[-1]) if steps else (0, -1))
+    assert {name for name in NAMES if whole[name]} <= {*history.names()}
+    for points in (1, 3, 1000):
+        found = history.series(NAMES, points=points)
+        for name in NAMES:
+            assert len(found[name]["step"]) <= points
+            check_points(found[name], whole[name])
+    if len(steps) > 8:
+        first, last = steps[len(steps) // 3], steps[2 * len(steps) // 3]
+        found = history.series(NAMES, first, last, points=3)
+        for name in NAMES[:-1]:
+            check_points(found[name], [each for each in whole[name] if first <= each[0] <= last])
+    for number in steps[:: max(1, len(steps) // 3)]:
+        (loss,) = (value for step_, value in whole["loss"] if step_ == number)
+        exact = history.series(["loss"], number, number)["loss"]
+        assert [exact[key] for key in ("step", "low", "high")] == [[number], [told(loss)], [told(loss)]]
+
+
+def check_points(points: dict[str, list[Any]], there: list[tuple[int, float]]) -> None:
+    starts = points["step"]
+    assert starts == sorted(starts)
+    values = [value for _, value in there if not math.isnan(value)]
+    lows = [value for value in map(float, points["low"]) if not math.isnan(value)]
+    highs = [value for value in map(float, points["high"]) if not math.isnan(value)]
+    assert (min(lows, default=0), max(highs, default=0)) == (min(values, default=0), max(values, default=0))
+    if any(math.isnan(value) for _, value in there):
+        assert "nan" in points["mean"]
+    if len(starts) == 1 and all(math.isfinite(value) for _, value in there):
+        low, mean, high = points["low"][0], points["mean"][0], points["high"][0]
+        assert low - 1e-9 <= mean <= high + 1e-9
+
+
+def write(directory: Path, events: Sequence[LineEvent]) -> Journal:
+    directory.mkdir(exist_ok=True)
+    journal = Journal(directory / JOURNAL)
+    journal.start(writer=True)
+    for event in events:
+        journal.emit(event)
+    return journal
+
+
+def blocks_in(directory: Path) -> int:
+    blocks, num_broken = read_blocks((directory / INDEX).read_bytes())
+    assert num_broken == 0
+    return len(blocks)
+
+
+def stale(journal: Path) -> bytes:
+    """Return the block of lines that a journal has no more, or has in another place."""
+    size = journal.stat().st_size
+    return b'{"offset":%d,"end":%d,"check":7,"lines":3,"steps":3}\n' % (size - 50, size + 50)
+
+
+# -- the index is what the lines are -----------------------------------------------------------------
+
+
+LOSSES = st.sampled_from([0.5, 1.5, -2.0, 1e300, 5e-324, math.nan, math.inf, -math.inf])
+
+
+@st.composite
+def events_from(draw: st.DrawFn, first: int) -> list[LineEvent]:
+    found: list[LineEvent] = []
+    for number in range(first, first + draw(st.integers(0, 25))):
+        logs = {name: draw(LOSSES) for name in ("a", "b") if draw(st.integers(0, 3)) == 0}
+        found.append(some_step(number, draw(LOSSES), **logs))
+        if draw(st.integers(0, 7)) == 0:
+            found.append(evaluation(number + 1, right=draw(LOSSES), names=["x"]))
+    return found
+
+
+@given(st.data())
+def test_the_index_says_what_the_lines_say(data: st.DataObject) -> None:
+    """Whoever writes, is killed in the middle of a line or of the index, and goes on, or goes back to a checkpoint."""
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        directory = Path(place)
+        path, index = directory / JOURNAL, directory / INDEX
+        seen = History(directory)  # a reader that is there all the time
+        for _ in range(data.draw(st.integers(1, 4))):
+            lines = list(read(directory)) if path.exists() else []
+            if lines and data.draw(st.booleans()):
+                truncate(path, data.draw(st.integers(0, len(lines))))
+                lines = list(read(directory))
+            steps = [line["step"] for line in lines if line["kind"] == "step"]
+            journal = Journal(path)
+            journal.go_on_at(len(lines))
+            journal.start(writer=True)
+            for event in data.draw(events_from(steps[-1] + 1 if steps else 0)):
+                journal.emit(event)
+                if data.draw(st.integers(0, 19)) == 0:
+                    seen.refresh()
+            journal.close()
+            if path.exists() and data.draw(st.booleans()):
+                with path.open("ab") as file:
+                    file.write(b'{"line": 7, "kind": "st')
+            match data.draw(st.integers(0, 5)) if index.exists() else 9:
+                case 0:
+                    index.unlink()
+                case 1:
+                    index.write_bytes(index.read_bytes()[: -data.draw(st.integers(1, 300))])
+                case 2:
+                    index.write_bytes(b"\x00\xff nonsense\n" + index.read_bytes())
+                case 3:
+                    index.write_bytes(index.read_bytes() + stale(path))
+            if path.exists() and data.draw(st.booleans()):
+                seen.refresh()
+        seen.refresh()
+        for history in (seen, History(directory)):
+            history.complete()
+            check(directory, history)
+
+
+def test_a_writer_completes_the_index_that_it_finds(tmp_path: Path) -> None:
+    write(tmp_path, [some_step(number) for number in range(STEPS)])
+    assert blocks_in(tmp_path) == STEPS // 4
+    (tmp_path / INDEX).unlink()
+    journal = Journal(tmp_path / JOURNAL)
+    journal.go_on_at(STEPS)
+    journal.start(writer=True)
+    for number in range(STEPS, 3 * STEPS):
+        journal.emit(some_step(number))
+    lines = Lines(tmp_path / JOURNAL)
+    lines.refresh(budget_s=0.0)
+    assert (lines.missing, sum(block.lines for block in lines.blocks)) == (0.0, 3 * STEPS)
+
+
+def test_a_new_writer_reads_little_of_a_long_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [some_step(number) for number in range(STEPS)])
+    before = (tmp_path / INDEX).read_bytes()
+    monkeypatch.setattr(index_module, "true_blocks", None)
+    journal = Journal(tmp_path / JOURNAL)
+    journal.go_on_at(STEPS)
+    journal.start(writer=True)
+    for number in range(STEPS, STEPS + 8):
+        journal.emit(some_step(number))
+    assert (tmp_path / INDEX).read_bytes().startswith(before)
+    assert blocks_in(tmp_path) == STEPS // 4 + 2
+
+
+def test_an_index_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
+    (tmp_path / INDEX).mkdir()
+    write(tmp_path, [some_step(number) for number in range(STEPS)])
+    history = History(tmp_path)
+    history.complete()
+    check(tmp_path, history)
+
+
+def test_an_index_of_another_journal_is_not_believed(tmp_path: Path) -> None:
+    write(tmp_path / "a", [some_step(number, loss=1.0) for number in range(STEPS)])
+    write(tmp_path / "b", [some_step(number, loss=2.0) for number in range(STEPS)])
+    (tmp_path / "b" / INDEX).write_bytes((tmp_path / "a" / INDEX).read_bytes())
+    check(tmp_path / "b", History(tmp_path / "b"))
+
+
+def test_a_long_journal_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where its index ends, and what a zoom asks for."""
+    write(tmp_path, [some_step(number) for number in range(10 * STEPS)])
+    scanned: list[int] = []
+    scan = lines_module.scan
+    monkeypatch.setattr(lines_module, "scan", lambda offset, data: scanned.append(len(data)) or scan(offset, data))
+    history = History(tmp_path)
+    assert sum(scanned) < 2000
+    assert history.series(["loss"], points=10)["loss"]["step"] == [40 * each for each in range(10)]
+    assert history.span() == (0, 10 * STEPS - 1)
+    exact = history.series(["step_s"], 100, 103)["step_s"]
+    assert exact["low"] == exact["high"] == [some_step(number).seconds.total() for number in range(100, 104)]
+
+
+def test_without_an_index_a_journal_is_read_by_and_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end first, and what is missing is said."""
+    monkeypatch.setattr(lines_module, "BUDGET_S", 0.0)
+    write(tmp_path, [some_step(number) for number in range(10 * STEPS)])
+    (tmp_path / INDEX).unlink()
+    history = History(tmp_path)
+    history._lines.refresh(budget_s=0.0)
+    assert history.span()[1] == 10 * STEPS - 1
+    assert any("has no index, or only a part of one; 100%" in note for note in history.notes)
+    history.complete()
+    assert not any("no index" in note for note in history.notes)
+    check(tmp_path, history)
+
+
+# -- what is in the directory ------------------------------------------------------------------------
+
+
+def test_a_run_that_was_resumed_from_a_checkpoint_is_seen_by_who_watches(tmp_path: Path) -> None:
+    write(tmp_path, [some_step(number, loss=1.0) for number in range(STEPS)])
+    history = History(tmp_path)
+    truncate(tmp_path / JOURNAL, 10)
+    journal = Journal(tmp_path / JOURNAL)
+    journal.go_on_at(10)
+    journal.start(writer=True)
+    for number in range(10, 2 * STEPS):
+        journal.emit(some_step(number, loss=2.0))
+    history.refresh()
+    check(tmp_path, history)
+
+
+def times(number: int, workers: Sequence[str]) -> dict[str, WorkerTimes]:
+    """Return what is told with a step: its micro-batches, and the seconds of the step before."""
+    last = Seconds(compute=0.5 + (number - 1) / 100, waiting=0.25)
+    return {each: WorkerTimes(leaves=number, compute=0.1, last=last, waits_for="w0", waits_s=0.125) for each in workers}
+
+
+def test_the_times_of_workers_are_with_the_step_that_they_are_about(tmp_path: Path) -> None:
+    journal = write(tmp_path, [])
+    for number in range(4):
+        journal.emit(step(number, workers=times(number, ["w0", "w1"] if number < 2 else ["w0", "w10", "w2"])))
+    journal.close()
+    found = History(tmp_path).times()
+    assert found["workers"] == ["w0", "w1", "w2", "w10"]
+    assert found["step"] == [0, 1, 2, 3]
+    assert found["values"]["leaves"] == [[0, 0, None, None], [1, 1, None, None], [2, None, 2, 2], [3, None, 3, 3]]
+    compute = [[0.5, 0.5, None, None], [0.51, None, None, None], [0.52, None, 0.52, 0.52], [0.1, None, 0.1, 0.1]]
+    assert found["values"]["compute"][0] == compute[0]
+    assert found["values"]["compute"][2:] == compute[2:]
+    assert found["values"]["waiting"][3] == [None] * 4, "nobody has told it"
+    assert found["waits_for"][2] == ["w0", None, "w0", "w0"]
+    assert list(by_step(tmp_path)[2]) == ["w0", "w10", "w2"], "by rank"
+
+
+def test_the_next_writer_tells_the_times_that_the_last_one_has_lost(tmp_path: Path) -> None:
+    """It was killed before it wrote them: all members keep the newest."""
+    first, second = write(tmp_path, []), Journal(tmp_path / JOURNAL)
+    second.start(writer=False)
+    for number in range(6):
+        event = step(number, workers=times(number, ["w0", "w1"]))
+        first.emit(event)
+        second.emit(event)
+    second.start(writer=True)  # the first one never came to write
+    second.emit(step(6, workers=times(6, ["w1"])))
+    second.close()
+    assert {number: list(found) for number, found in by_step(tmp_path).items()} == {
+        **{number: ["w0", "w1"] for number in range(6)},
+        6: ["w1"],
+    }
+
+
+def test_times_after_a_checkpoint_are_taken_back_with_the_steps(tmp_path: Path) -> None:
+    for begin, leaves in ((0, 1), (5, 2)):
+        truncate(tmp_path / JOURNAL, begin)
+        journal = Journal(tmp_path / JOURNAL)
+        journal.go_on_at(begin)
+        journal.start(writer=True)
+        for number in range(begin, 8):
+            journal.emit(step(number, workers={"w0": WorkerTimes(leaves=leaves)}))
+        journal.close()
+    assert [found["w0"]["leaves"] for found in by_step(tmp_path).values()] == [1] * 5 + [2] * 3
+
+
+def old_line(number: int) -> dict[str, Any]:
+    """Return a line as an older version has written it."""
+    line = to_line(some_step(number, loss=1.0 / (number + 1)))
+    del line["time"]
+    del line["seconds"]["network"], line["seconds"]["update"]
+    last = {"data": 0.0, "compute": 0.5, "exchange": 0.0, "waiting": 0.1, "other": 0.0}
+    return {"line": number, **line, "workers": {"w0": {"leaves": 4, "data": 0.1, "compute": 0.2, "last": last}}}
+
+
+def test_the_journal_of_an_older_version_is_shown(tmp_path: Path) -> None:
+    """It has what workers told in its lines, no times of day, and no index."""
+    lines = [*map(old_line, range(STEPS)), {"line": STEPS, "kind": "end", "ok": True, "reason": "", "digests": {}}]
+    (tmp_path / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    history = History(tmp_path)
+    history.complete()
+    check(tmp_path, history)
+    found = history.times(points=10)
+    assert found["workers"] == ["w0"]
+    assert found["values"]["leaves"][0] == [4]
+    assert len(found["step"]) <= 10
+    overview = history.overview()
+    assert (overview.state, overview.step, overview.loss) == ("finished", STEPS - 1, 1.0 / STEPS)
+    assert overview.workers[0].worker_id == "w0"
+
+
+def test_what_a_newer_version_has_written_is_shown_as_far_as_it_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch, exact=100)
+    lines: list[dict[str, Any]] = [{"line": n, **to_line(some_step(n)), "colour": "red"} for n in range(10)]
+    lines[3]["seconds"] = [1, 2]
+    lines[4]["loss"] = {"mean": 1.0}
+    lines.insert(5, {"line": 99, "kind": "dance", "step": {"a": 1}})
+    (tmp_path / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "r", "schema": 7}))
+    (tmp_path / "events.jsonl").write_text('{"time": 1.0, "kind": "sung", "song": 3}\n{"kind": 3}\nnonsense\n')
+    history = History(tmp_path)
+    loss = history.series(["loss"])["loss"]
+    assert loss["step"] == list(range(10))
+    assert loss["mean"] == [0.5] * 4 + ["nan"] + [0.5] * 5
+    assert history.facts() == {"run_id": "r", "schema": 7}
+    assert history.events() == {"events": [{"time": 1.0, "kind": "sung", "song": 3}], "next": 3}
+    assert history.overview().step == 9
+    notes = " ".join(history.notes)
+    assert "run.json was written by a newer version (schema 7, this one knows 1)" in notes
+    assert "events.jsonl is no event: 'nonsense'" in notes
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "is empty: no step is finished"),
+        (b'{"line": 0, "ki', 'has no whole line yet: it begins with \'{"line": 0, "ki\''),
+        (b"dear diary,\ntoday\n", "is not a journal: it begins with 'dear diary,'"),
+        (b"\x00\x01\xff\xfe" * 999, "is not a journal: it begins with"),
+        (b"\x00\x01\n\xff\xfe" * 999, "is not a journal: it begins with"),
+        (b'{"a": 1}\n[2]\n7\n', "is not a journal: it begins with '{\"a\": 1}'"),
+        (b"x" * 5000, "is not a journal: it begins with 'xxx"),
+    ],
+)
+def test_what_is_no_journal_is_said(data: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).write_bytes(data)
+    history = History(tmp_path)
+    history.complete()
+    assert any(said in note for note in history.notes), history.notes
+    assert history.series(["loss"])["loss"]["step"] == []
+    assert history.times()["step"] == []
+    assert history.overview().step == -1
+
+
+def test_broken_lines_are_left_out_and_named(tmp_path: Path) -> None:
+    write(tmp_path, [some_step(number) for number in range(6)])
+    (tmp_path / INDEX).unlink()
+    lines = (tmp_path / JOURNAL).read_bytes().splitlines(keepends=True)
+    lines[2] = b"\x00" * 20 + b"\n"
+    (tmp_path / JOURNAL).write_bytes(b"".join(lines))
+    history = History(tmp_path)
+    assert history.series(["loss"])["loss"]["step"] == [0, 1, 3, 4, 5]
+    assert any("1 line of" in note and "cannot be read and is left out" in note for note in history.notes)
+
+
+def test_an_empty_place_is_an_empty_history(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        history = History(place)
+        assert history.span() == (0, -1)
+        assert (history.names(), history.facts()) == ([], {})
+        assert history.events() == {"events": [], "next": 0}
+        assert history.use() == {"time": [], "machines": {}}
+        assert history.times()["workers"] == []
+        assert history.overview().step == -1
+        assert any(f"there is no {place / JOURNAL}" in note for note in history.notes)
+
+
+# -- a long run --------------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown_as_it_was(tmp_path: Path) -> None:
+    history = History(make_long_run(tmp_path / "run", steps=6000, workers=9))
+    overview = history.overview()
+    assert (overview.state, overview.step, overview.run_id) == ("finished", 5999, "long")
+    assert {worker.worker_id for worker in overview.workers} >= {"w0", "w9"}
+    assert overview.workers[0].waits_for == "w8"
+    assert history.notes == []
+    used = history.use(points=20)
+    assert used["machines"]["node1"]["num_cores"] == 16
+    assert len(used["time"]) == len(used["machines"]["node0"]["cores"]) <= 60
+    events = history.events(after=-3)
+    assert [event["kind"] for event in events["events"]] == ["joined", "membership", "end"]
+    assert history.events(after=events["next"]) == {"events": [], "next": events["next"]}
+    assert history.events(after=1, most=2)["next"] == 3
+
+
+def test_a_million_steps_of_64_workers_take_less_than_a_gigabyte(tmp_path: Path) -> None:
+    """By the line, and by what thinned records may take at most."""
+    steps = 2000
+    make_long_run(tmp_path / "run", steps=steps, workers=64)
+    by_line = sum((tmp_path / "run" / name).stat().st_size for name in (JOURNAL, INDEX)) / steps
+    levels = {path.name.partition("-")[0] for path in (tmp_path / "run" / "times").glob("*-*.jsonl")}
+    assert len(levels) == len([1 for each in range(9) if 8**each <= steps])
+    needed = 7  # 8**7 > 1,000,000
+    bounded = 2 * needed * (index_levels() + (1 << 20))  # times/ and use/
+    assert by_line * 1_000_000 + bounded < 1e9
+
+
+def index_levels() -> int:
+    from unisono.journal.thinning import LEVEL_BYTES
+
+    return LEVEL_BYTES
+
+
+def test_the_index_costs_a_new_writer_nothing_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not indexed when the disk was full is so when there is room."""
+    journal = write(tmp_path, [some_step(number) for number in range(8)])
+    (tmp_path / INDEX).rename(tmp_path / "away")
+    (tmp_path / INDEX).mkdir()
+    for number in range(8, 16):
+        journal.emit(some_step(number))
+    (tmp_path / INDEX).rmdir()
+    (tmp_path / "away").rename(tmp_path / INDEX)
+    for number in range(16, 32):
+        journal.emit(some_step(number))
+    lines = Lines(tmp_path / JOURNAL)
+    lines.refresh(budget_s=0.0)
+    assert sum(block.lines for block in lines.blocks) == 32
+    assert lines.missing == 0.0
+    assert blocks_in(tmp_path) >= 8
+
+
+def test_the_end_of_a_run_whose_members_are_gone_is_seen(tmp_path: Path) -> None:
+    write(tmp_path, [some_step(0)])
+    history = History(tmp_path)
+    assert history.overview().state != "failed"
+    conclude(tmp_path, "all are gone")
+    history.refresh()
+    assert (history.overview().state, history.overview().reason) == ("failed", "all are gone")
+
+
+def lines_of(events: Sequence[LineEvent]) -> Iterator[str]:
+    for number, event in enumerate(events):
+        yield text_of({"line": number, **to_line(event)}) + "\n"
+
+
+def test_a_journal_by_itself_is_a_history(tmp_path: Path) -> None:
+    """Wherever it lies, and whatever its name is."""
+    path = tmp_path / "old.jsonl"
+    path.write_text("".join(lines_of([*map(some_step, range(5)), end()])))
+    history = History(path)
+    assert history.span() == (0, 4)
+    assert history.overview().state == "finished"
+
+
+def test_each_step_pays_for_its_own_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is made for a whole block at once, and times by a thread."""
+    made: list[int] = []
+    block_of = index_module.block_of
+    monkeypatch.setattr(index_module, "block_of", lambda placed: made.append(len(placed)) or block_of(placed))
+    write(tmp_path, [some_step(number) for number in range(STEPS)])
+    assert made == [4] * (STEPS // 4)
