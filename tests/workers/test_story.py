@@ -1,4 +1,4 @@
-"""What a run has lived through, from its files alone: who came, who went, when, why, on which host, and how it ended."""
+"""What a run has lived through, from its files alone: who came, who went, when, why, where, and how it ended."""
 
 from __future__ import annotations
 
