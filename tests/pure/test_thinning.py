@@ -220,3 +220,14 @@ def test_what_is_never_used_starts_nothing(tmp_path: Path) -> None:
         Thinned(tmp_path / "times").close()
     assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_records_of_another_form_are_not_mixed(tmp_path: Path) -> None:
+    """A newer version goes on with the run, and has other columns."""
+    write(tmp_path / "times", range(5), columns=["x"])
+    write(tmp_path / "times", range(5, 9), columns=["y", "x"])
+    header, rows, notes = read(tmp_path / "times")
+    assert header == {"columns": ["y", "x"]}
+    assert [row.first for row in rows] == [5, 6, 7, 8]
+    (note,) = notes
+    assert "written by another version: their header differs" in note
