@@ -231,3 +231,20 @@ def test_records_of_another_form_are_not_mixed(tmp_path: Path) -> None:
     assert [row.first for row in rows] == [5, 6, 7, 8]
     (note,) = notes
     assert "written by another version: their header differs" in note
+
+
+def test_many_writers_leave_few_files(tmp_path: Path) -> None:
+    """In a run that loses workers all the time: each of them takes back what the last one may have lost."""
+    for turn in range(30):
+        levels = thinning._Levels(tmp_path / "times", {})
+        levels.cut(max(0, 5 * turn - 3))
+        for key in range(max(0, 5 * turn - 3), 5 * turn + 5):
+            levels.add(key, {"x": float(turn)})
+        levels.write()
+        levels.close()
+    assert sorted(path.name for path in (tmp_path / "times").iterdir()) == [
+        "0-000000.jsonl", "1-000000.jsonl", "2-000000.jsonl", "cuts.jsonl",
+    ]  # fmt: skip
+    rows = read(tmp_path / "times").rows
+    assert [row.first for row in rows] == list(range(150))
+    assert [row.record["x"] for row in rows[:14]] == [0.0] * 2 + [1.0] * 5 + [2.0] * 5 + [3.0] * 2

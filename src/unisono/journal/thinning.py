@@ -10,6 +10,7 @@ a `Row`.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import os
@@ -66,10 +67,11 @@ class Reading(NamedTuple):
 
 class _Cut(msgspec.Struct, frozen=True):
     key: float
-    before: dict[str, int]
-    """By level: rows of files with lower numbers are taken back from ``key`` on."""
+    before: dict[str, tuple[int, int]]
+    """By level: rows before this place (the number of a file, and the offset in it) are taken back from ``key`` on."""
 
 
+_BEGIN: Final = (0, 0)
 _rows: Final = msgspec.json.Decoder(Row)
 _cuts: Final = msgspec.json.Decoder(_Cut)
 
@@ -199,19 +201,24 @@ class _Level:
     """The files of one level, as their only writer sees them.
 
     Args:
-        least: files with lower numbers are not written any more.
+        least: no row is written before this place any more.
     """
 
-    def __init__(self, directory: Path, level: int, header: dict[str, Any], least: int = 0) -> None:
+    def __init__(self, directory: Path, level: int, header: dict[str, Any], least: tuple[int, int] = (0, 0)) -> None:
         self._directory, self._level = directory, level
         self._header = msgspec.json.encode({"schema": SCHEMA, "level": level, "fold": FOLD, "header": header}) + b"\n"
         self._sizes = {number: path.stat().st_size for number, path in _files(directory, level)}
         self.number = max(self._sizes, default=0)
-        if self.number < least:
-            self.number = least
-            self._sizes[least] = 0
+        if self.place < least:  # a disk has lost the end of a file
+            self.number = max(self.number, least[0]) + 1
+            self._sizes[self.number] = 0
         self._texts: list[bytes] = []
         self._descriptor: int | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The end of what is written."""
+        return self.number, self._sizes.get(self.number, 0)
 
     def put(self, row: Row) -> None:
         self._texts.append(msgspec.json.encode(row) + b"\n")
@@ -296,9 +303,7 @@ class _Levels:
         if key > self._last:
             return
         self.write()
-        for level in self._levels:
-            level.next_file()
-        cut = _Cut(key, {str(number): level.number for number, level in enumerate(self._levels)})
+        cut = _Cut(key, {str(number): level.place for number, level in enumerate(self._levels)})
         with (self._directory / CUTS).open("ab") as file:
             file.write(b"\n" + msgspec.json.encode(cut) + b"\n")  # also after half a line
         self._go_on()
@@ -331,7 +336,10 @@ class _Levels:
         cuts = _Files(self._directory).cuts
         self._levels = [
             _Level(
-                self._directory, level, self._header, max((cut.before.get(str(level), 0) for cut in cuts), default=0)
+                self._directory,
+                level,
+                self._header,
+                max((cut.before.get(str(level), _BEGIN) for cut in cuts), default=_BEGIN),
             )
             for level in range(LEVELS)
         ]
@@ -469,17 +477,24 @@ class _Files:
         if not self._is_like_the_newest(texts[0], path):
             return []
         rows: list[Row] = []
-        num_broken = 0
-        for number_of_line, text in enumerate(texts[1:], 2):
-            try:
-                rows.append(_rows.decode(text))
-            except (msgspec.DecodeError, UnicodeDecodeError):  # half a line at the end is being written
-                num_broken += text != b"" and number_of_line < len(texts)
+        offsets: list[int] = []
+        num_broken = offset = 0
+        for number_of_line, text in enumerate(texts, 1):
+            if number_of_line > 1:
+                try:
+                    rows.append(_rows.decode(text))
+                    offsets.append(offset)
+                except (msgspec.DecodeError, UnicodeDecodeError):  # half a line at the end is being written
+                    num_broken += text != b"" and number_of_line < len(texts)
+            offset += len(text) + 1
         if num_broken:
             self.notes.append(f"{num_broken} of {len(texts) - 2} lines of {path} are broken and left out")
+        highest = max((row.last for row in rows), default=-math.inf)
         for cut in self.cuts:
-            if number < cut.before.get(str(level), 0):
-                rows = [row for row in rows if row.last < cut.key]
+            if cut.key <= highest and number <= (before := cut.before.get(str(level), _BEGIN))[0]:
+                end = bisect.bisect_left(offsets, before[1]) if number == before[0] else len(rows)
+                kept = [at for at, row in enumerate(rows) if at >= end or row.last < cut.key]
+                rows, offsets = [rows[at] for at in kept], [offsets[at] for at in kept]
         return rows
 
     def newest(self, level: int) -> list[Row]:
