@@ -15,17 +15,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from unisono.events import Event, LinesLost, RunEnded, RunStarted
+from unisono.events import EvaluationFinished, Event, LinesLost, MachineUsed, RunEnded, RunStarted
 from unisono.journal.lines import plain
-from unisono.rundir import EVENTS_FILE, holder
+from unisono.journal.thinning import Thinned
+from unisono.rundir import EVENTS_FILE, USE_FOLDER, holder
 
-__all__ = ["KEPT", "Chronicle", "line_of"]
+__all__ = ["KEPT", "Chronicle", "line_of", "record_of"]
 
 KEPT: Final = 4_000
 """So many of the newest lines are kept while they cannot be written, or another process writes them."""
@@ -37,6 +38,12 @@ OTHERS_S: Final = 15.0
 """How often another one does."""
 CLOSE_S: Final = 2.0
 """How long the end of a process waits for the disk."""
+EVALUATION_S: Final = 5.0
+"""Least time between two evaluations in the file; the journal has all of them."""
+USE_SCHEMA: Final = 1
+USE_COLUMNS: Final = (
+    *("cores", "num_cores", "memory_bytes", "memory_total_bytes", "sent_bytes_per_s", "received_bytes_per_s"),
+)
 _WITHOUT_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -45,6 +52,19 @@ def line_of(event: Event, run_id: str) -> str:
     known: dict[str, Any] = msgspec.to_builtins(event)
     first = {"time": round(event.time, 6), "kind": known.pop("kind"), "run_id": run_id}
     return json.dumps(plain({**first, **{name: value for name, value in known.items() if name not in first}}))
+
+
+def record_of(used: MachineUsed) -> dict[str, Any]:
+    """Return the use of a machine as a record, of which means can be made."""
+    record = {name: getattr(used, name) for name in USE_COLUMNS}
+    if used.gpus:
+        record["gpu_utilization"] = [gpu.utilization for gpu in used.gpus]
+        record["gpu_memory_bytes"] = [gpu.memory_bytes for gpu in used.gpus]
+        record["gpu_memory_total_bytes"] = [gpu.memory_total_bytes for gpu in used.gpus]
+    if used.workers:
+        record["worker_cores"] = {worker_id: use.cores for worker_id, use in used.workers.items()}
+        record["worker_memory_bytes"] = {worker_id: use.memory_bytes for worker_id, use in used.workers.items()}
+    return record
 
 
 class Chronicle:
@@ -69,6 +89,8 @@ class Chronicle:
         self._is_new = False  # where to write
         self._pid = os.getpid()
         self._file: _File | None = None
+        self._uses: Thinned | None = None
+        self._evaluated_at = 0.0
         self._has_end = False
 
     @property
@@ -97,6 +119,10 @@ class Chronicle:
             if 0 <= number <= self._number or key in self._known:
                 return False
             self._number = max(self._number, number)
+            if isinstance(event, EvaluationFinished):
+                if 0 <= event.time - self._evaluated_at < EVALUATION_S:
+                    return True
+                self._evaluated_at = event.time
             self._known[key] = None
             if len(self._known) > 2 * KEPT:
                 del self._known[next(iter(self._known))]
@@ -107,6 +133,15 @@ class Chronicle:
                 self._num_dropped += 1
             self._changed.notify()
         return True
+
+    def use(self, used: Sequence[MachineUsed]) -> None:
+        """Keep what machines use at the moment, where this process writes (`unisono.journal.thinning`)."""
+        directory = self._directory
+        if self._file is None or directory is None or not used:
+            return
+        if self._uses is None:
+            self._uses = Thinned(directory / USE_FOLDER, {"schema": USE_SCHEMA, "key": "time"}, report=lambda _: None)
+        self._uses.add(max(each.time for each in used), {each.host: record_of(each) for each in used})
 
     def write_to(self, directory: Path, run_id: str) -> None:
         """Write into this directory of the run, as soon as it is there and no other process does."""
@@ -184,6 +219,9 @@ class Chronicle:
             self._num_dropped -= num_dropped
 
     def _free(self) -> None:
+        uses, self._uses = self._uses, None
+        if uses is not None:
+            uses.close()
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -197,12 +235,25 @@ def holder_of(directory: Path) -> str | None:
         return None
 
 
+_open: set[_File] = set()
+
+
+def _close_in_child() -> None:
+    """A fork of a script shares the lock, and may outlive this process: let it go there."""
+    for file in list(_open):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class _File:
     """The file, locked by this process."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
+        _open.add(self)
         self.fails = False
         """The last attempt to write has failed."""
         self.tail: set[str] = set()
@@ -255,6 +306,7 @@ class _File:
         return True
 
     def close(self) -> None:
+        _open.discard(self)
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
 

@@ -24,6 +24,7 @@ import msgspec
 
 from unisono.decisions.following import learn_term
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
+from unisono.events import StepFinished
 from unisono.invitation import shown
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
@@ -35,20 +36,21 @@ from unisono.messages import (
     Heads,
     Hello,
     Holding,
+    Inquire,
     Leaving,
     Left,
     MemberInfo,
     Message,
     Notice,
     Ready,
+    Statement,
     StepDone,
+    Steps,
     StoreAnswer,
     Suspect,
     TalkAnswer,
     TalkCall,
     TalkDone,
-    Testify,
-    Testimony,
     Welcome,
     WorkerLate,
     decode,
@@ -73,6 +75,10 @@ FLUSH_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 LATE_S = 1.0  # when a heartbeat goes out so much too late, this whole process stood still
 MAX_EVENT_BYTES = 1 << 20
+STEPS_S = 0.25
+"""Events of steps that come faster than this are sent together, after this time."""
+MOST_STEPS = 32
+"""Or when there are so many."""
 
 _current: Member | None = None
 
@@ -138,6 +144,9 @@ class Member:
         self._ended: Ended | None = None
         self._callbacks: list[Callable[[Notice | None], None]] = []
         self._outbox: deque[bytes] = deque()
+        self._steps: list[Happened] = []  # that wait to be sent together
+        self._steps_sent_at = -STEPS_S
+        self._steps_lock = threading.Lock()
         self._repeated: dict[str, Message] = {}  # the last one of each kind that a new connection repeats
         self._store_calls = StoreCalls(self.send)
         self._talk_answer: TalkAnswer | None = None
@@ -302,13 +311,39 @@ class Member:
         self._send_repeatedly(done)
 
     def happened(self, message: Happened) -> None:
-        """Send an event to the head, for the sinks of all machines; an event that is too large for that is not sent."""
+        """Send an event to the head, for the sinks of all machines; an event that is too large for that is not sent.
+
+        Steps that come fast are sent together, a moment later.
+        """
+        if isinstance(message.event, StepFinished) and message.number >= 0:
+            with self._steps_lock:
+                self._steps.append(message)
+                is_due = len(self._steps) >= MOST_STEPS or time.monotonic() - self._steps_sent_at >= STEPS_S
+            if is_due:
+                self._send_steps()
+            return
+        self._send_steps()  # they come before it
         if len(encode(message)) > MAX_EVENT_BYTES:
             return
         if message.number < 0:  # without a number a receiver cannot recognize a repetition
             self.send(message)
         else:
             self._send_repeatedly(message, type(message.event).__name__)
+
+    def _send_steps(self) -> None:
+        """Send the events of steps that wait. Called by the training loop, or by the connection's thread."""
+        with self._steps_lock:
+            steps, self._steps = self._steps, []
+            if not steps:
+                return
+            self._steps_sent_at = time.monotonic()
+            message: Message = Steps(steps=steps) if len(steps) > 1 else steps[0]
+            if len(encode(message)) <= MAX_EVENT_BYTES:
+                self._send_repeatedly(message, StepFinished.__name__)
+                return
+            for step in steps:
+                if len(encode(step)) <= MAX_EVENT_BYTES:
+                    self._send_repeatedly(step, StepFinished.__name__)
 
     def finished(self) -> None:
         """Report that the script has returned."""
@@ -446,6 +481,7 @@ class Member:
 
     def _flush(self) -> None:
         """Wait until all messages are handed to the operating system."""
+        self._send_steps()
         deadline = time.monotonic() + FLUSH_TIMEOUT_S
         with self._changed:
             while self._thread.is_alive() and not self._closing and (left := deadline - time.monotonic()) > 0:
@@ -551,6 +587,7 @@ class Member:
                         link.put(beat)
                     # With the other workers of this machine, so that their agent can report all of them just then.
                     next_beat = now + self._welcome.heartbeat_s - now % self._welcome.heartbeat_s
+                    self._send_steps()
                 while self._outbox and not link.wants_to_write:
                     link.put(self._outbox[0])
                     self._outbox.popleft()
@@ -588,23 +625,27 @@ class Member:
                 self._stop(RunStopped(message.reason))
             case WorkerLate():
                 show_stacks(self.worker_id)
-                self._testify(-1)
-            case Testify():
-                self._testify(message.number)
+                self._make_statement(-1)
+            case Inquire():
+                self._make_statement(message.number)
             case Announcement():
                 if self._welcome is None:
                     self._stop(RunStopped(message.text))
             case _:
                 raise ProtocolError(f"the head sent {type(message).__name__}, which workers do not understand")
 
-    def _testify(self, number: int) -> None:
+    def _make_statement(self, number: int) -> None:
         """Say what this process is doing. The head asks when something has gone wrong."""
         now = self._progress.beat(self._generation, time.monotonic())
         at = position_words(now.step, now.microbatch, now.samples, evaluates=now.evaluates) or "before its training"
         doing = "waits for others" if now.waiting else "computes"
-        text = f"at {at}: {doing}, for {now.seconds_at:.1f} s\n{about_process()}\n{own_stacks()}"
-        known = shown_environment(os.environ)
-        self.send(Testimony(number=number, text=text, place=main_place(), environment=known))
+        text, place, known = f"at {at}: {doing}, for {now.seconds_at:.1f} s", "", {}
+        try:
+            text, place = f"{text}\n{about_process()}\n{own_stacks()}", main_place()
+            known = shown_environment(os.environ)
+        except Exception as error:  # evidence never ends a worker
+            text += f"\n(nothing more could be found out: {in_one_line(error)})"
+        self.send(Statement(number=number, text=text, place=place, environment=known))
 
     def _notify(self, notice: Notice) -> None:
         with self._changed:

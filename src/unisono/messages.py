@@ -16,12 +16,12 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
                                           <-------------------  Beats, every heartbeat_s, with the workers' progress
       Beat    ------------------->  the same, of a worker whose agent does not report
       StepDone (rank 0) --------->
-      Happened (rank 0) --------->  Happened  ------------------>  terminal and other sinks
+      Happened, Steps (rank 0) -->  Happened, Steps ------------>  terminal and other sinks
                                     Told  -------------------->  who came, who has gone, what was decided, and why
                                           <-------------------  Used: what the machine uses
       Failed / Finished --------->          <-------------------  WorkerExit
-              <-------------------  Testify  ------------------>  something has gone wrong
-      Testimony ----------------->          <-------------------  Testimony
+              <-------------------  Inquire  ------------------>  something has gone wrong
+      Statement ----------------->          <-------------------  Statement
                                  Announcement ----------------->  "what was decided, and why"
               <-------------------  Ended    ------------------->
 
@@ -57,6 +57,7 @@ __all__ = [
     "Hello",
     "Holding",
     "Holds",
+    "Inquire",
     "Kept",
     "Leaving",
     "Left",
@@ -76,7 +77,9 @@ __all__ = [
     "Scale",
     "Snapshot",
     "Start",
+    "Statement",
     "StepDone",
+    "Steps",
     "Stop",
     "StoreAnswer",
     "StoreCall",
@@ -85,8 +88,6 @@ __all__ = [
     "TalkCall",
     "TalkDone",
     "Team",
-    "Testify",
-    "Testimony",
     "Told",
     "Used",
     "Verdict",
@@ -226,6 +227,15 @@ class Happened(Message):
     """Of the event's line in the journal; -1: it has none. Equal for the same event from any worker."""
 
 
+class Steps(Message):
+    """Events of steps, from rank 0 or the head, on their way to the sinks of every machine: those of a moment together,
+    because a message costs each that takes it more than what is in it.
+    """
+
+    steps: list[Happened]
+    """In their order."""
+
+
 class Told(Message):
     """Head to agents: events of the story of the run, in their order. An event that has been told already may come
     again, after a head has taken over or a connection broke: it is the same value.
@@ -283,8 +293,8 @@ class Holds(Message):
     microbatches: int
 
 
-class Testimony(Message):
-    """The answer to a `Testify`, of a worker or an agent; or what a worker says when it is told that it is late."""
+class Statement(Message):
+    """The answer to a `Inquire`, of a worker or an agent; or what a worker says when it is told that it is late."""
 
     number: int
     """Of the question; -1: the worker is late."""
@@ -495,12 +505,14 @@ class WorkerExit(Message):
     """Negative: killed by that signal."""
     last_output: str = ""
     """The end of its standard error."""
+    place: str = ""
+    """The line of the script at which native code has failed, where that is known."""
     killed_for: str = ""
     """Why the kernel has killed the process, where that is known: for its memory."""
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
     limit_bytes: int = 0
-    """The most that it could have had, where the kernel has killed it for its memory; 0: unknown."""
+    """What all processes together could have, where the kernel has killed it for its memory; 0: unknown."""
     failed_at: float = 0.0
     """Seconds since 1970: when it began to show an error, or ended by itself; 0: it has done neither, but was ended."""
 
@@ -624,10 +636,12 @@ class Verdict(Message):
     """See `Proposal`."""
 
 
-class Testify(Message):
+class Inquire(Message):
     """Question to workers and agents when something has gone wrong: what are you, and your processes, doing?"""
 
     number: int
+    about: str = ""
+    """The worker of whose output the most is wanted."""
 
 
 class Evidence(Message):
@@ -696,7 +710,7 @@ _ALL = (
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
-    | Ailing | Holds | Testify | Testimony | Evidence | Told | Used
+    | Ailing | Holds | Inquire | Statement | Evidence | Steps | Told | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

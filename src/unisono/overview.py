@@ -46,6 +46,7 @@ __all__ = [
     "OverviewBuilder",
     "Recent",
     "WorkerNow",
+    "link_words",
 ]
 
 SCHEMA: Final = 1
@@ -157,6 +158,7 @@ _UNUSED_S: Final = 60.0
 """A machine that has not said for so long what it uses is left out, while the run goes on."""
 _KNOWN: Final = 64
 """A repeated event is found among so many of the last ones."""
+_GENERATION: Final = "generation"
 _PAUSED: Final = "paused: "
 """In the reason of a generation that does not train (`unisono.decisions.membership`)."""
 
@@ -222,8 +224,6 @@ class OverviewBuilder:
         if step.checkpoint:
             self._checkpoint = step.checkpoint
             self._told.replace("checkpoint", step.time, _checkpoint_words(step.checkpoint))
-        if step.balance:
-            self._told.replace("balance", step.time, step.balance)
         for warning in step.warnings:
             self._told.add(step.time, warning, "warning")
 
@@ -257,7 +257,7 @@ class OverviewBuilder:
                 where = f" (evidence: {event.evidence})" if event.evidence else ""
                 self._told.add(event.time, event.text + where, "error")
             case LinkSlow():
-                self._told.add(event.time, _link_words(event), "info" if event.is_over else "warning")
+                self._told.add(event.time, link_words(event), "info" if event.is_over else "warning")
             case MachineJoined():
                 self._agents[event.agent_id] = event.host
                 self._told.add(event.time, f"{event.host} offers {count(event.num_workers, 'worker')}")
@@ -305,11 +305,8 @@ class OverviewBuilder:
     def _change(self, event: MembershipChanged) -> None:
         if event.generation < self._generation:
             return
-        if event.generation > self._generation and not self._told.has_said_who(event.generation):
-            reason = f": {event.reason}" if event.reason else ""
-            self._told.add(
-                event.time, f"generation {event.generation} with {count(len(event.worker_ids), 'worker')}{reason}"
-            )
+        if event.generation > self._generation:
+            self._told.changed(event, set(self._members) ^ set(event.worker_ids))
         self._generation, self._reason = event.generation, event.reason
         for worker_id in set(self._members) - set(event.worker_ids):
             worker = self._workers.get(worker_id)
@@ -329,7 +326,7 @@ class OverviewBuilder:
         worker.host, worker.how, worker.gone_at = event.host or worker.host, event.how, event.time
         self._late.pop(event.worker_id, None)
         if event.how != "finished":  # all of them do, and the run says so
-            self._told.gone(event, self._generation)
+            self._told.gone(event)
 
     def _forget(self, event: MachineGone) -> None:
         self._agents.pop(event.agent_id, None)
@@ -631,6 +628,7 @@ class _Sentence:
     topic: str
     """Of what there is one sentence; "": of no such thing."""
     names: list[str] = field(default_factory=list)
+    """Workers that it is about."""
 
 
 class _Told:
@@ -638,8 +636,8 @@ class _Told:
 
     def __init__(self) -> None:
         self._sentences: list[_Sentence] = []
-        self._said_who = -1
-        """The newest generation of which a sentence has said who has joined or gone."""
+        self._said: set[str] = set()
+        """Workers of which sentences have said that they have joined or gone, and no generation since."""
 
     def add(self, time: float, text: str, level: str = "info", topic: str = "") -> None:
         self._sentences.append(_Sentence(time, text, level, topic))
@@ -650,9 +648,19 @@ class _Told:
         self._sentences = [each for each in self._sentences if each.topic != topic]
         self.add(time, text, level, topic)
 
+    def changed(self, event: MembershipChanged, who: set[str]) -> None:
+        """Say that there is another generation, unless sentences say who has joined and gone."""
+        unsaid = who - self._said
+        self._said.clear()
+        if unsaid or not who:
+            reason = f": {event.reason}" if event.reason else ""
+            workers = count(len(event.worker_ids), "worker")
+            self.add(event.time, f"generation {event.generation} with {workers}{reason}", topic=_GENERATION)
+            self._sentences[-1].names = sorted(unsaid)
+
     def joined(self, event: WorkerJoined) -> None:
         """Say who has joined; workers that join together, in one sentence."""
-        self._said_who = max(self._said_who, event.generation)
+        self._says(event.worker_id)
         topic = f"joined {event.generation} {event.reason}"
         found = next((each for each in self._sentences[-4:] if each.topic == topic), None)
         if found is None:
@@ -667,18 +675,23 @@ class _Told:
         at = f" at step {event.step}" if event.step > 0 else ""
         found.text = f"{who} {verb}{where}{at}" + (f": {event.reason}" if event.reason else "")
 
-    def gone(self, event: WorkerGone, generation: int) -> None:
-        self._said_who = max(self._said_who, generation + 1)
+    def gone(self, event: WorkerGone) -> None:
+        self._says(event.worker_id)
         verb = {"left": "has left", "lost": "was lost", "failed": "has failed", "evicted": "was ended"}[event.how]
         after = f" after step {event.step}" if event.step >= 0 else ""
         where = f" on {event.host}" if event.host else ""
         level = {"left": "info", "failed": "error"}.get(event.how, "warning")
-        self.add(
-            event.time, f"{event.worker_id}{where} {verb}{after}" + (f": {event.reason}" if event.reason else ""), level
-        )
+        why = f": {event.reason}" if event.reason else ""
+        self.add(event.time, f"{event.worker_id}{where} {verb}{after}{why}", level)
 
-    def has_said_who(self, generation: int) -> bool:
-        return self._said_who >= generation
+    def _says(self, worker_id: str) -> None:
+        """Note that a sentence is about this worker, and drop that about the generation, if nobody else has changed."""
+        self._said.add(worker_id)
+        for each in [each for each in self._sentences[-8:] if each.topic == _GENERATION and worker_id in each.names]:
+            each.names.remove(worker_id)
+            if not each.names:
+                self._sentences.remove(each)
+                self._said.discard(worker_id)
 
     def recent(self) -> list[Recent]:
         return [Recent(time=each.time, text=each.text, level=each.level) for each in self._sentences]
@@ -689,7 +702,8 @@ def _late_words(event: WorkerLate) -> str:
     return f"{event.worker_id} makes no progress for {event.seconds:.0f} s {where}; the others wait for it"
 
 
-def _link_words(event: LinkSlow) -> str:
+def link_words(event: LinkSlow) -> str:
+    """Return what has happened to a link, in one sentence."""
     link = f"the network from {event.source} to {event.target}"
     if event.is_over:
         return f"{link} is as fast as before"

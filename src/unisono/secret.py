@@ -15,7 +15,8 @@ PROOF: Final = "/proof"
 READER_PROOF: Final = "/proof/reader"
 """The same, for those who hold the token for looking only (`reader_token`)."""
 _SALT: Final = b"unisono"
-_READER: Final = re.compile("r-[0-9a-f]{64}")
+READER_BYTES: Final = 16  # 128 bits: nobody guesses them, and the address for a browser fits into a line
+_READER: Final = re.compile("r-[0-9a-f]{32}")
 
 
 def key_for(token: str, purpose: str) -> bytes:
@@ -31,7 +32,7 @@ def proof_of(token: str, question: str) -> str:
 
 def reader_token(token: str) -> str:
     """Return the token of those who may look at the run and do nothing else: every head of the run knows it."""
-    return f"r-{key_for(token, 'token for looking only').hex()}"
+    return f"r-{key_for(token, 'token for looking only')[:READER_BYTES].hex()}"
 
 
 def is_reader(token: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-__all__ = ["count", "exit_words", "listed", "position_words", "progress"]
+__all__ = ["count", "duration", "exit_words", "listed", "position_words", "progress"]
 
 
 def count(number: int, noun: str) -> str:
@@ -13,6 +13,22 @@ def count(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Return ``0.35 s``, ``12.3 s``, ``4 min 12 s``, ``2 h 5 min`` or ``3 d 4 h``."""
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
 
 
 def listed(names: Sequence[str]) -> str:

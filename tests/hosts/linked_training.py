@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--gates", type=Path, required=True)
     parser.add_argument("--slow-host", default="")
     parser.add_argument("--slow-from", type=int, default=0)
+    parser.add_argument("--slow-until", type=int, default=0)
     parser.add_argument("--slow-s", type=float, default=0.0)
     arguments = parser.parse_args()
     with unisono.Run(seed=3, balance=False) as run:
@@ -40,7 +41,7 @@ def main() -> None:
         for step in run.steps(data, batch_size=8, microbatches=4, epochs=1000, max_steps=arguments.steps):
             wait_at(arguments.gates / str(step.number))
             for batch in step:
-                if is_slow and step.number >= arguments.slow_from:
+                if is_slow and arguments.slow_from <= step.number < arguments.slow_until:
                     time.sleep(arguments.slow_s)
                 model(batch).square().mean().backward()
             optimizer.step()

@@ -112,7 +112,7 @@ def test_where_no_certificate_can_be_made_the_user_is_told_what_to_do(monkeypatc
 
 
 def test_the_token_for_looking_is_the_same_on_every_machine_and_does_not_give_away_the_other_one() -> None:
-    assert reader_token("token") == "r-7fbfd6fcf1ab2b0b7354cad5b9cc3c8f7ba0ca58492554d5d042621a778cffdc"
+    assert reader_token("token") == "r-7fbfd6fcf1ab2b0b7354cad5b9cc3c8f"
     assert reader_token("another") != reader_token("token")
     assert is_reader(reader_token("token"))
     assert not is_reader("token")
@@ -190,13 +190,17 @@ def test_the_line_is_shown_on_a_terminal_and_written_into_no_file(
     monkeypatch.setattr("sys.stdout", Terminal(is_one))
     monkeypatch.setattr("sys.stderr", Terminal(False))
     invitation = Invitation(f"wss://10.0.0.1:4000#{FINGERPRINT}", "token")
-    (words,) = welcome_words(invitation, Service(policy=POLICY, bind="10.0.0.1"), "runs/a run")
+    words, *more = welcome_words(invitation, Service(policy=POLICY, bind="10.0.0.1"), "runs/a run")
+    assert more == [f"watch it in a browser: {invitation.page}"] * is_one
     assert (f"other machines join with: {invitation.command}" in words) is is_one
     assert ("the line that `unisono status 'runs/a run'` shows" in words) is not is_one
 
 
-def test_a_run_that_only_this_machine_can_reach_invites_nobody() -> None:
-    assert welcome_words(Invitation("ws://127.0.0.1:4000", "token"), Service(policy=POLICY), "") == []
+def test_a_run_that_only_this_machine_can_reach_invites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    invitation = Invitation("ws://127.0.0.1:4000", "token")
+    assert welcome_words(invitation, Service(policy=POLICY), "") == []
+    monkeypatch.setattr("sys.stdout", Terminal(True))
+    assert welcome_words(invitation, Service(policy=POLICY), "") == [f"watch it in a browser: {invitation.page}"]
 
 
 @pytest.mark.parametrize(

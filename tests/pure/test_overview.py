@@ -323,6 +323,18 @@ def test_a_generation_is_said_where_nobody_has_said_who_came_or_left() -> None:
     assert texts(found) == ["generation 1 with 2 workers", "generation 2 with 1 worker: w1 was lost"]
 
 
+def test_a_generation_is_not_said_twice_whichever_comes_first() -> None:
+    first = [joined("w0"), joined("w1"), members(1, "w0", "w1")]
+    orders: list[list[Event]] = [
+        [gone("w1"), members(2, "w0"), joined("w2", 3, reason="instead of w1"), members(3, "w0", "w2")],
+        [members(2, "w0"), gone("w1"), members(3, "w0", "w2"), joined("w2", 3, reason="instead of w1")],
+    ]
+    for order in orders:
+        said = texts(folded(*first, *order))
+        assert not [text for text in said if text.startswith(("generation 2", "generation 3"))]
+        assert len([text for text in said if text.startswith(("w1 on red was lost", "w2 joins on red"))]) == 2
+
+
 def test_of_checkpoints_and_evaluations_the_newest_is_said() -> None:
     news = {"bytes": 2_500_000, "seconds": 0.25}
     found = folded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from tests.pure.test_watch import Kept, started
 from unisono.errors import UsageError
 from unisono.events import (
+    Announcement,
     EvaluationFinished,
     MembershipChanged,
     RunEnded,
@@ -22,7 +24,7 @@ from unisono.events import (
 )
 from unisono.journal import JOURNAL, Journal, read
 from unisono.messages import Happened, StepDone
-from unisono.telemetry import StepTelemetry
+from unisono.telemetry import StepTelemetry, StepTimes
 from unisono.training.recording import OUTSIDE, Recorder, Role
 
 NOW = 1790000000.125
@@ -224,3 +226,29 @@ def test_a_worker_that_becomes_the_writer_again_says_anew_that_the_run_started(t
         worker.finish(number, role(0, is_writer=writes))
     assert worker.sink.events.count(started()) == 2
     assert worker.steps() == [0, 1, 2]
+
+
+def test_what_makes_steps_longer_is_said_to_the_head_and_the_sinks_and_is_no_line(tmp_path: Path) -> None:
+    """Each once: by rank 0 to the head, by the writer to its sinks. Hosts are named, and times are given."""
+    writer, other = Worker(tmp_path), Worker(tmp_path)
+
+    def step(number: int, compute: float) -> None:
+        last = Seconds(compute=compute, waiting=1.0 - compute)
+        waits = StepTimes(waits_for=1, waits_s=compute - 0.1) if compute > 0.1 else StepTimes()
+        telemetry = {
+            "w0": StepTelemetry(leaves=1, compute_s=0.1, last=last, times=waits),
+            "w1": StepTelemetry(leaves=1, compute_s=compute, last=last),
+        }
+        for worker, rank in ((writer, 0), (other, 1)):
+            worker.finish(number, dataclasses.replace(role(rank), hosts=("a", "b")), telemetry=telemetry)
+
+    for number in range(20):
+        step(number, 0.1 if number < 10 else 0.5)
+    assert [event.text[:30] for event in writer.sink.events if isinstance(event, Announcement)] == [
+        "w1 on b takes 5.0x as long for"
+    ]
+    assert [each.event for each in writer.head.happened_ if isinstance(each.event, Announcement)] == [
+        event for event in writer.sink.events if isinstance(event, Announcement)
+    ]
+    assert not [each for each in other.head.happened_ if isinstance(each.event, Announcement)]
+    assert all(line["kind"] == "step" for line in read(tmp_path))

@@ -162,16 +162,27 @@ def test_what_is_broken_or_newer_is_said_and_the_rest_is_read(tmp_path: Path) ->
 
 
 def test_a_disk_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     said: list[str] = []
-    thinned = Thinned(tmp_path / "not here" / "times", report=said.append)
+    thinned = Thinned(tmp_path / "file" / "times", report=said.append)
     for key in range(3):
         thinned.add(key, {"x": 1.0})
         assert not thinned.flush(0.01) or key
     thinned.add(4, {"x": object()})
     thinned.close()
     (text,) = said
-    assert text.startswith(f"{tmp_path / 'not here' / 'times'} cannot be written: [Errno 2]")
+    assert text.startswith(f"{tmp_path / 'file' / 'times'} cannot be written: [Errno 20]")
     assert "; training goes on" in text
+
+
+def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    """Who writes the journal says that it is gone."""
+    said: list[str] = []
+    thinned = Thinned(tmp_path / "not here" / "times", report=said.append)
+    thinned.add(0, {"x": 1.0})
+    thinned.close()
+    assert said == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_there_again_is_written_again(tmp_path: Path) -> None:

@@ -211,9 +211,11 @@ def test_a_page_without_a_token_says_where_to_get_one() -> None:
 def test_what_a_viewer_sends_has_a_bound() -> None:
     now = [0.0]
     allowance = Allowance(1000, lambda: 100.0, lambda: now[0])
-    assert allowance.take(600)
-    assert allowance.take(400)
-    assert not allowance.take(1)
-    now[0] = 5.0
-    assert allowance.take(499), "after five seconds, 500 bytes more"
-    assert not allowance.take(500)
+    assert allowance.take(600) == 0
+    assert allowance.take(400) == 0
+    assert allowance.take(100) == 1.0
+    now[0] = 1.0
+    assert allowance.take(0) == 0
+    now[0] = 6.0
+    assert allowance.take(500) == 0, "after five seconds, 500 bytes more"
+    assert allowance.take(200) == 2.0

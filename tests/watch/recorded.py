@@ -16,6 +16,7 @@ import msgspec
 
 from unisono.events import (
     Announcement,
+    CheckpointWritten,
     EvaluationFinished,
     Event,
     GpuUse,
@@ -33,7 +34,7 @@ from unisono.events import (
     WorkerTimes,
     WorkerUse,
 )
-from unisono.journal import JOURNAL, Journal
+from unisono.journal import JOURNAL, Journal, truncate
 from unisono.journal.thinning import Thinned
 from unisono.rundir import RUN_FILE
 
@@ -110,6 +111,8 @@ class Recording:
             if self.num_workers > 1 and step == back_at:
                 self._recover(step)
             self._step(step)
+            if step and step % 100 == 0:
+                self.story.append(CheckpointWritten(time=self._now, step=step, bytes=44_700_000, seconds=0.38))
             if step % 100 == 99:
                 totals = {"accuracy": 0.9 - 0.5 * math.exp(-step / self.num_steps)}
                 self._journal.emit(EvaluationFinished(time=self._now, step=step + 1, totals=totals))
@@ -117,15 +120,29 @@ class Recording:
                 self._measure(is_told=step + max(1, self.num_steps // 200) >= self.num_steps)
         self.save()
 
+    def back_to(self, step: int) -> None:
+        """Resume the run from the checkpoint of a step: another run, in the same directory."""
+        self._journal.close()
+        truncate(self.directory / JOURNAL, step)
+        self._journal = Journal(self.directory / JOURNAL)
+        self._journal.start(writer=True)
+        self._journal.go_on_at(step)
+        facts = json.loads((self.directory / RUN_FILE).read_text())
+        (self.directory / RUN_FILE).write_text(json.dumps({**facts, "run_id": "resumed", "earlier": [facts["run_id"]]}))
+
     def end(self, *, ok: bool = True) -> None:
         """End the run."""
         reason = "finished" if ok else f"w1 raised ValueError: it went wrong{self.bad}"
         end = RunEnded(time=self._now, ok=ok, reason=reason, digests={"model": "ab" * 8}, step=self.num_steps - 1)
         self._journal.emit(end)
         self.story.append(end)
+        self.save()
+        self.close()
+
+    def close(self) -> None:
+        """Write nothing more."""
         self._journal.close()
         self._use.close()
-        self.save()
 
     def save(self) -> None:
         """Write what has happened besides steps."""

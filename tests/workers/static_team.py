@@ -50,6 +50,7 @@ class StaticTeam(AloneTeam):
         self.exchange = exchange
         self.rank, self.size = exchange.rank, exchange.size
         self.worker_ids = tuple(f"w{rank}" for rank in range(exchange.size))
+        self.hosts = ("",) * exchange.size
 
     def join(self, phase: int, report: Report) -> list[Report]:
         return self.meet(report)

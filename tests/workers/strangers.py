@@ -102,12 +102,75 @@ def nonsense_with_the_token(to: Invitation) -> None:
                 connection.recv(WAIT_S)
 
 
+def frames(opcode: Opcode, data: bytes, number: int) -> bytes:
+    return b"".join(Frame(opcode, data).serialize(mask=True) for _ in range(number))
+
+
+FLOODS = {
+    "questions": frames(Opcode.TEXT, b'{"id": 1, "get": "overview"}', 20_000),
+    "empty messages": frames(Opcode.TEXT, b"", 100_000),
+    "pings": frames(Opcode.PING, b"", 100_000),
+    "pieces of a message without end": Frame(Opcode.TEXT, b"x", fin=False).serialize(mask=True)
+    + b"".join(Frame(Opcode.CONT, b"x", fin=False).serialize(mask=True) for _ in range(50_000)),
+    "a huge message": Frame(Opcode.TEXT, b"x" * (8 << 20)).serialize(mask=True),
+    "the beginning of a huger one": b"\x81\xff\x7f\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\x00",
+    "no frames": os.urandom(1 << 20),
+}
+"""What a viewer may send that is no question."""
+
+
+def asks_to_watch(to: Invitation) -> bytes:
+    """The request of somebody who has the line for watching."""
+    return (
+        f"GET /watch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {to.for_looking.token}\r\n"
+        "Connection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    ).encode()
+
+
+def floods_of_viewers(to: Invitation) -> None:
+    for said in FLOODS.values():
+        with sealed(to) as connection:
+            connection.sendall(asks_to_watch(to))
+            assert connection.recv(12) == b"HTTP/1.1 101"
+            connection.setblocking(False)
+            with contextlib.suppress(OSError):  # it is not all taken
+                connection.sendall(said)
+            assert ask_status(to)["workers"]
+
+
+def more_viewers_than_there_is_room_for(to: Invitation) -> None:
+    """They read nothing, and some send half a question."""
+    with contextlib.ExitStack() as held:
+        answers = []
+        for number in range(80):
+            connection = held.enter_context(sealed(to))
+            connection.sendall(asks_to_watch(to))
+            answers.append(connection.recv(12))
+            with contextlib.suppress(OSError):
+                connection.sendall(b"\x81\xfe\x10\x00"[: number % 5])
+        assert {b"HTTP/1.1 101", b"HTTP/1.1 429"} == set(answers)
+        assert ask_status(to)["workers"], "a command finds room"
+
+
+def looks_with_a_wish_for_more(to: Invitation) -> None:
+    reader = to.for_looking.token
+    for path in ("/", f"/?token={reader}", "/watch/../", "/token", "/../token"):
+        with sealed(to) as connection:
+            request = asks_to_watch(to).decode().replace("/watch", path, 1)
+            connection.sendall(request.encode())
+            assert answer(connection).partition(b"\r\n")[0].split()[1] in (b"403", b"404")
+
+
 ATTACKS: dict[str, Callable[[Invitation], None]] = {
     "a wrong token": wrong_token,
     "no TLS": no_tls,
     "no HTTP": no_http,
     "a request without end": request_without_end,
     "nonsense, with the token": nonsense_with_the_token,
+    "more than looking, with the token for looking": looks_with_a_wish_for_more,
+    "viewers that flood the head": floods_of_viewers,
+    "more viewers than there is room for": more_viewers_than_there_is_room_for,
 }
 
 

@@ -11,8 +11,10 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
@@ -29,12 +31,13 @@ from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
 from unisono.decisions.membership import Policy
 from unisono.errors import CheckpointError, UsageError
-from unisono.events import RunEnded, Seconds, StepFinished, WorkerTimes
+from unisono.events import RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.interfaces import Interface
 from unisono.journal import JOURNAL
 from unisono.machine.headprocess import Service, listen, reserve
 from unisono.tasks import TAKEN
-from unisono.watch.terminal import BALANCE_EVERY_S, PLAIN_EVERY_S, Plain
+from unisono.watch.cadence import Cadence
+from unisono.watch.terminal import Plain
 
 Script = Callable[..., str]
 
@@ -458,8 +461,9 @@ def test_steps_are_shown_and_summed_up(unisono: Unisono, script: Script) -> None
     )
     command = unisono("run", name, "--workers", 2)
     assert command.wait() == 0
-    assert "unisono: 3 of 3 steps  loss 0.3333  16 samples/s  0:00 left  2 workers" in command.out
-    assert command.out[-1].startswith("unisono: finished: 3 steps in ")
+    shown = "unisono: 3 of 3 steps  loss 0.3333  16 samples/s  0:00 left  2 workers"
+    assert any(line.endswith(shown) for line in command.out)
+    assert " unisono: finished: 3 steps in " in command.out[-1]
     assert command.out[-1].endswith(" s on 2 workers")
 
 
@@ -526,48 +530,75 @@ def finished(step: int, balance: str = "") -> StepFinished:
     )
 
 
-def test_plain_lines_come_at_most_every_two_seconds_and_the_last_always() -> None:
+MORNING: Final = 1.7e9
+"""A time of day."""
+
+
+def at(seconds: float = 0.0) -> str:
+    """How a line of that time begins."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(MORNING + seconds))
+
+
+def test_plain_lines_have_the_time_of_day_come_rarer_and_rarer_and_the_last_always() -> None:
     now = [0.0]
     out, err = io.StringIO(), io.StringIO()
-    screen = Plain(out, err, clock=lambda: now[0])
+    screen = Plain(out, err, clock=lambda: now[0], wall=lambda: MORNING + now[0])
     for step in range(10):
         screen.emit(finished(step))
-        now[0] += PLAIN_EVERY_S / 4
+        now[0] += 0.5
     screen.emit(RunEnded(ok=True, reason="finished", digests={}))
     screen.close()
     lines = out.getvalue().splitlines()
-    assert [line.split()[1] for line in lines[:-1]] == ["1", "5", "9", "10"]
-    assert lines[0] == "unisono: 1 of 100 steps  loss 2.0000  10 samples/s  1:39 left  4 workers"
-    assert lines[-1] == "unisono: finished: 10 steps in 5.0 s on 4 workers"
+    assert [line.split()[3] for line in lines[:-1]] == ["1", "3", "7", "10"]
+    assert lines[0] == f"{at()} unisono: 1 of 100 steps  loss 2.0000  10 samples/s  1:39 left  4 workers"
+    assert lines[-1] == f"{at(5)} unisono: finished: 10 steps in 5.0 s on 4 workers"
+
+
+def test_what_workers_print_is_passed_on_as_it_is() -> None:
+    out = io.StringIO()
+    screen = Plain(out, io.StringIO())
+    screen.emit(WorkerOutput(source="w1", text="epoch 3: 0.25", is_error=False))
+    assert out.getvalue() == "[w1] epoch 3: 0.25\n"
+
+
+def test_a_day_has_a_few_hundred_lines() -> None:
+    cadence, lines = Cadence(), []
+    for half in range(2 * 86_400):
+        if cadence.is_due(half / 2):
+            cadence.said(half / 2)
+            lines.append(half / 2)
+    assert len(lines) < 200
+    assert lines[:5] == [0.0, 1.0, 3.0, 5.0, 10.0]
+    assert lines[-1] - lines[-2] == 600.0
 
 
 @pytest.mark.parametrize(
     ("reason", "line"),
     [
-        ("finished", "unisono: finished after 0.0 s, without a step"),
+        ("finished", "finished after 0.0 s, without a step"),
         (
             "all 2 processes have ended with exit code 0",
-            "unisono: all 2 processes have ended with exit code 0 after 0.0 s",
+            "all 2 processes have ended with exit code 0 after 0.0 s",
         ),
     ],
 )
 def test_the_last_line_of_a_run_without_steps(reason: str, line: str) -> None:
     out = io.StringIO()
-    screen = Plain(out, io.StringIO(), clock=lambda: 0.0)
+    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
     screen.emit(RunEnded(ok=True, reason=reason, digests={}))
     screen.close()
-    assert out.getvalue().splitlines() == [line]
+    assert out.getvalue().splitlines() == [f"{at()} unisono: {line}"]
 
 
-def test_news_of_the_balance_come_at_most_every_five_seconds() -> None:
-    """The journal has all of them; on a screen, steps of milliseconds would show nothing else."""
+def test_news_of_the_balance_come_rarer_and_rarer() -> None:
+    """The journal has all of them; in a log, steps of milliseconds would show nothing else."""
     now = [100.0]
     err = io.StringIO()
-    screen = Plain(io.StringIO(), err, clock=lambda: now[0])
+    screen = Plain(io.StringIO(), err, clock=lambda: now[0], wall=lambda: MORNING)
     for step in range(3):
         screen.emit(finished(step, balance=f"w0 gets {step} of 8 now"))
-        now[0] += 0.6 * BALANCE_EVERY_S
-    assert err.getvalue().splitlines() == ["unisono: w0 gets 0 of 8 now", "unisono: w0 gets 2 of 8 now"]
+        now[0] += 0.6
+    assert err.getvalue().splitlines() == [f"{at()} unisono: w0 gets {step} of 8 now" for step in (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -583,7 +614,7 @@ def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int]
         screen.emit(finished(step))
     screen.emit(RunEnded(ok=True, reason="finished", digests={}, step=last))
     screen.close()
-    assert out.getvalue().splitlines()[-1] == f"unisono: finished: {steps} steps in 0.0 s on 4 workers"
+    assert out.getvalue().splitlines()[-1].endswith(f" unisono: finished: {steps} steps in 0.0 s on 4 workers")
 
 
 def test_launch_returns_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) -> None:

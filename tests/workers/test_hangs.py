@@ -52,7 +52,7 @@ def test_a_sample_that_never_comes_ends_the_run_by_name(unisono: Unisono, script
         "[w0]",
         "[w1]",
     }, "their stacks"
-    assert told[-1].startswith("unisono: failed: worker w")
+    assert " unisono: failed: worker w" in told[-1]
     assert f"at {place}, where worker w" in told[-1]
 
 

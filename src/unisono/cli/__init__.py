@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "slurm": ("unisono.cli.slurm:slurm", "Train in a job of Slurm: submit it, and follow it."),
     "watch": ("unisono.cli.watch:watch", "Look at a run, live or finished, in this terminal or a browser."),
     "status": ("unisono.cli.status:status", "Show how a run is, or how it went."),
+    "report": ("unisono.cli.report:report", "Write an HTML file about a run, or about several side by side."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
     "stop": ("unisono.cli.control:stop", "End a run at the end of the step."),
     "doctor": ("unisono.cli.doctor:doctor", "Say what of these machines will hurt a run, and what to do."),

@@ -163,10 +163,12 @@ def computing_seconds(loads: Sequence[Load], setting: Setting, microbatches: int
     """Return how long the slowest worker would compute with so many micro-batches of the same global batch.
 
     The model: a micro-batch with half the samples takes half the time, but for a fixed part (`FIXED_S`, at most half of
-    it); and shares are planned as the run plans them. For the number that was measured, it is what was measured.
+    it); and shares are planned as the run plans them. For the number that was measured, it is what was measured: where
+    the largest share goes from worker to worker, no mean shows it, but all of them compute or wait so long.
     """
     if microbatches == setting.microbatches:
-        return max(load.seconds.data + load.seconds.compute for load in loads)
+        longest = max(load.seconds.data + load.seconds.compute for load in loads)
+        return max(longest, min(each.seconds.data + each.seconds.compute + each.seconds.waiting for each in loads))
     smaller = setting.microbatches / microbatches
     paces = [max(1e-9, _smaller(load.pace, smaller)) for load in loads]
     shares = _shares(paces, microbatches, loads, balance=setting.balance)

@@ -45,6 +45,8 @@ class Connections:
     def __init__(self, descriptors: Mapping[int, Sequence[int]] | None = None) -> None:
         self._descriptors = {rank: tuple(numbers) for rank, numbers in (descriptors or {}).items()}
         self._info = ctypes.create_string_buffer(_COUNTS.size)
+        self._length = ctypes.c_uint32()
+        self._at_length = ctypes.byref(self._length)
 
     @property
     def is_known(self) -> bool:
@@ -58,10 +60,10 @@ class Connections:
     def _read(self, descriptors: Sequence[int]) -> Counts:
         busy_us, nbytes, queued = 0, 0, 0
         for descriptor in descriptors:
-            length = ctypes.c_uint32(_COUNTS.size)
-            if _libc.getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, self._info, ctypes.byref(length)):
+            self._length.value = _COUNTS.size
+            if _getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, self._info, self._at_length):
                 continue  # it is closed
-            if length.value < _COUNTS.size:
+            if self._length.value < _COUNTS.size:
                 continue  # of an older kernel
             segment, in_flight, acked, unsent, busy = _COUNTS.unpack_from(self._info)
             busy_us, nbytes, queued = max(busy_us, busy), nbytes + acked, queued + unsent + in_flight * segment
@@ -106,4 +108,4 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:").partition("%")[0]
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_getsockopt = ctypes.PyDLL(None).getsockopt  # it never waits, so it need not give up the interpreter

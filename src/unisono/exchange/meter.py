@@ -5,8 +5,8 @@ A member **arrives** when it has computed everything that it brings to a combine
 sent: the vote stands behind that. When all votes are there, a member knows when each other one has arrived. It has
 waited for the last of them, from its own arrival on, but not while its own links were busy, because then the network
 was what took long. The rest of the time in which a member was blocked
-belongs to the network, as far as any member's links were busy for so long; what is left is the time in which members
-added up.
+belongs to the network; but where links were idle for most of it, members were adding up, and only what is left of it
+does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ WORD_BYTES: Final = _WORD.size
 UNKNOWN: Final = -1.0
 GRAIN_S: Final = 0.004
 """The kernel counts how long links are busy in steps of this length."""
-DELAYED_ACK_S: Final = 0.04
-"""A receiver may confirm so much later, and the link looks busy meanwhile."""
+AT_ONCE_S: Final = 0.0005
+"""Between two readings that are so close, nothing is counted."""
+MOSTLY: Final = 0.5
+"""Where links were busy for this part of a time at least, all of it was the network's: the kernel's count is coarse."""
+DELAYED_ACK_S: Final = 0.1
+"""A receiver may confirm 40 ms later, twice in a combine, and the link looks busy meanwhile."""
 
 
 class Meter:
@@ -48,6 +52,7 @@ class Meter:
         self._latest = rank
         self._arrived_at = math.inf
         self._blocked_s = 0.0
+        self._opened_at = -math.inf
         self._opened: Mapping[int, Counts] = {}
         self._at_arrival: Mapping[int, Counts] = {}
         self._last: Mapping[int, Counts] = {}
@@ -55,7 +60,7 @@ class Meter:
     def open(self) -> None:
         """Note that the first rows of a combine are about to be sent."""
         self._arrived_at, self._blocked_s = math.inf, 0.0
-        self._opened = self.connections.read()
+        self._opened, self._opened_at = self.connections.read(), time.perf_counter()
 
     def arrive(self, latest: int) -> None:
         """Note that everything which this member brings is computed.
@@ -64,8 +69,9 @@ class Meter:
             latest: rank, in the generation, of the member of this host that has computed longest.
         """
         self._latest = latest
-        self._at_arrival = self.connections.read()
-        self._arrived_at = time.perf_counter()
+        now = time.perf_counter()
+        self._at_arrival = self._opened if now - self._opened_at < AT_ONCE_S else self.connections.read()
+        self._arrived_at = now
 
     def block(self, started: float) -> None:
         """Note that this member has waited for a message since ``started``, by ``time.perf_counter``."""
@@ -120,8 +126,8 @@ def told_apart(
     last = min((each for each in range(len(since)) if each != rank), key=since.__getitem__, default=rank)
     waiting_s = max(0.0, min(blocked_s, took_s - max(since[last], busy[rank] - DELAYED_ACK_S)))
     network_s = blocked_s - waiting_s
-    if min(busy) >= 0.0:
-        network_s = min(network_s, max(busy) + GRAIN_S)
+    if min(busy) >= 0.0 and max(busy) + GRAIN_S < network_s * MOSTLY:
+        network_s = max(busy) + GRAIN_S
     return last, waiting_s, network_s
 
 

@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import sys
+from asyncio.sslproto import SSLProtocol
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -20,6 +22,11 @@ from unisono.lifetime import bind_to_parent, close_inherited, name_process, rais
 from unisono.spec import RunSpec
 
 __all__ = ["Settings", "main"]
+
+TLS_BUFFER_BYTES: Final = 32_768
+"""The event loop gives every TLS connection a buffer of 256 KB, a quarter of a gigabyte for a thousand of them; what
+members and viewers send is short.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,7 @@ def main() -> int:
     bind_to_parent(signal.SIGTERM)
     name_process("unisono head")
     raise_file_limit()
+    SSLProtocol.max_size = TLS_BUFFER_BYTES
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     token = take_token(os.environ)
     os.set_inheritable(settings.listener, False)

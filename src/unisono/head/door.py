@@ -32,9 +32,10 @@ FEWEST_STRANGERS, MOST_STRANGERS = 64, 4096
 WITHOUT_TOKEN: Final = "without the run's token"
 NO_REQUEST: Final = "that spoke another protocol"
 TOO_SLOW: Final = f"that had not said what it wants after {OPEN_S:.0f} s"
-TOO_MUCH: Final = "that was for looking, and sent too much"
 PIECE_BYTES: Final = 512
 FRAME_BYTES: Final = 64  # what reading a frame costs, in bytes of a long one
+MOST_UNREAD_BYTES: Final = 2**20
+LOOK_S: Final = 0.05
 NO_ROOM: Final = "that was silent while others waited"
 
 
@@ -93,12 +94,12 @@ class Allowance:
         self._clock = clock
         self._used, self._at = 0.0, clock()
 
-    def take(self, num_bytes: int) -> bool:
-        """Count what has come; return whether it was not too much."""
-        now = self._clock()
-        self._used = max(0.0, self._used - (now - self._at) * self._bytes_per_s()) + num_bytes
+    def take(self, num_bytes: int) -> float:
+        """Count what has come; return for how many seconds nothing more may come."""
+        now, rate = self._clock(), self._bytes_per_s()
+        self._used = max(0.0, self._used - (now - self._at) * rate) + num_bytes
         self._at = now
-        return self._used <= self._most
+        return max(0.0, (self._used - self._most) / rate)
 
 
 class Caller(ServerConnection):
@@ -107,25 +108,50 @@ class Caller(ServerConnection):
     refusals: Refusals
     where = ""
     """The address that it comes from."""
-    allowance: Allowance | None = None
+    _allowance: Allowance | None = None
     """What may come over it; None: anything, because it is a member's."""
 
+    def slow_down(self, allowance: Allowance) -> None:
+        """From now on, read no more than that."""
+        self._unread = bytearray()
+        self._is_waiting = False
+        self._allowance = allowance
+
     def data_received(self, data: bytes) -> None:
-        if self.allowance is None:
+        if self._allowance is None:
             super().data_received(data)
             return
-        # In small pieces, because it takes a moment to read each of the frames that a flood consists of.
-        for start in range(0, len(data), PIECE_BYTES):
-            piece = data[start : start + PIECE_BYTES]
-            if not self.allowance.take(len(piece)):
-                self.refusals.note(TOO_MUCH, self.where)
-                self.transport.abort()
-                return
+        self._unread += data
+        if len(self._unread) > MOST_UNREAD_BYTES:
+            self.transport.abort()
+        elif not self._is_waiting:
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """Read what has come, in small pieces: each of the frames that a flood consists of takes a moment to read."""
+        assert self._allowance is not None
+        was_waiting, self._is_waiting = self._is_waiting, False
+        if self.transport.is_closing():
+            return
+        wait_s = 0.0
+        while self._unread and not wait_s:
+            if self.recv_messages.paused:  # so many messages wait to be dealt with
+                wait_s = LOOK_S
+                break
+            piece = bytes(self._unread[:PIECE_BYTES])
+            del self._unread[:PIECE_BYTES]
             super().data_received(piece)
+            wait_s = self._allowance.take(len(piece))
+        if wait_s:
+            self._is_waiting = True
+            self.transport.pause_reading()
+            self.loop.call_later(max(wait_s, LOOK_S), self._read_on)
+        elif was_waiting:
+            self.transport.resume_reading()
 
     def process_event(self, event: Any) -> None:
-        if self.allowance is not None and isinstance(event, Frame):
-            self.allowance.take(FRAME_BYTES)
+        if self._allowance is not None and isinstance(event, Frame):
+            self._allowance.take(FRAME_BYTES)
         super().process_event(event)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -136,7 +162,7 @@ class Caller(ServerConnection):
         try:
             await super().handshake(*arguments, **more)
         except asyncio.CancelledError:  # its time is up, or the head ends
-            if self.server.is_serving():
+            if self.server.is_serving() and self.response is None:  # else it was slow to take its answer
                 self.refusals.note(NO_REQUEST if self.protocol.handshake_exc else TOO_SLOW, self.where)
             raise
         failure = self.protocol.handshake_exc

@@ -19,7 +19,8 @@ __all__ = ["Kept"]
 
 MOST_STEPS: Final = 4_000
 MOST_TIMES: Final = 120
-"""Steps of which the times of all workers are kept, at most one a second."""
+"""Steps of which the times of all workers are kept, at most one a second, and `MOST_ROWS` rows of one worker."""
+MOST_ROWS: Final = 8_000
 MOST_EVENTS: Final = 1_000
 MOST_USES: Final = 2_000
 _PARTS: Final = Seconds.__struct_fields__
@@ -38,7 +39,7 @@ class Kept:
         self.described = ""
         """`facts`, as JSON."""
         self._steps: deque[dict[str, float]] = deque(maxlen=MOST_STEPS)
-        self._times: deque[StepFinished] = deque(maxlen=MOST_TIMES)
+        self._times: deque[StepFinished] = deque()
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._num_events = 0
         self._uses: deque[MachineUsed] = deque(maxlen=MOST_USES)
@@ -68,6 +69,8 @@ class Kept:
             values[f"log/{name}"] = value
         self._steps.append(values)
         if not self._times or not 0 <= step.time - self._times[-1].time < 1.0:
+            if len(self._times) >= max(1, min(MOST_TIMES, MOST_ROWS // max(1, len(step.workers)))):
+                self._times.popleft()
             self._times.append(step)
 
     @property
@@ -176,7 +179,7 @@ def _at(uses: list[MachineUsed], times: Sequence[float]) -> list[MachineUsed | N
     found: list[MachineUsed | None] = []
     number = 0
     for time in times:
-        while number < len(uses) and uses[number].time <= time + 1.0:
+        while number < len(uses) and uses[number].time <= time + 0.5:
             number += 1
         found.append(uses[number - 1] if number else None)
     return found

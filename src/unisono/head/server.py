@@ -13,18 +13,16 @@ import shlex
 import signal
 import socket
 import ssl
-import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from websockets.exceptions import ConnectionClosed
 
 from unisono import events
-from unisono.decisions.following import MAX_HEIRS, Rank, Standpoint, merged, verdict
+from unisono.decisions.following import MAX_HEIRS
 from unisono.decisions.membership import (
     Action,
     Alarm,
@@ -47,15 +45,15 @@ from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, re
 from unisono.errors import ProtocolError
 from unisono.events import MachineUsed, StepFinished
 from unisono.head.address import AddressFiles
-from unisono.head.copying import go_on_in
+from unisono.head.directory import Directory
 from unisono.head.door import Caller, open_door
 from unisono.head.keys import Keys
 from unisono.head.line import Line
+from unisono.head.meeting import Meeting
 from unisono.head.memory import Memory
-from unisono.head.pen import Pen, leave
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
-from unisono.head.status import workers_status
+from unisono.head.status import machines_status, workers_status
 from unisono.head.story import Story, Uses
 from unisono.head.troubles import Troubles
 from unisono.head.versions import Outgoing, Versions
@@ -63,6 +61,7 @@ from unisono.head.viewing import Viewing
 from unisono.head.visitors import Visitors
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
+from unisono.journal.lines import plain
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
     AgentHello,
@@ -78,6 +77,7 @@ from unisono.messages import (
     Hello,
     Holding,
     Holds,
+    Inquire,
     Kept,
     Lost,
     Message,
@@ -86,15 +86,14 @@ from unisono.messages import (
     Ready,
     RunDirectory,
     Scale,
+    Statement,
     StepDone,
+    Steps,
     Stop,
     StoreCall,
     TalkCall,
-    Testify,
-    Testimony,
     Told,
     Used,
-    Verdict,
     Welcome,
     WorkerExit,
     WorkerLate,
@@ -104,7 +103,7 @@ from unisono.messages import (
 from unisono.packed import pack
 from unisono.page.site import WATCH
 from unisono.problems.kinds import Trouble
-from unisono.rundir import holder
+from unisono.rundir import STATUS_SCHEMA
 from unisono.spec import RunSpec
 from unisono.watch.prometheus import CONTENT_TYPE, exposition
 
@@ -112,9 +111,8 @@ __all__ = ["Head"]
 
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
-PEN_S = 0.2
-MOVE_S = 5.0
-LOOK_S = 0.02
+EVENTS_SHOWN = 20  # in a status
+TOGETHER_S = 0.2  # in which what several machines use is told together
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
@@ -167,17 +165,15 @@ class Head:
         self._token = token
         self._run_id = run_id
         self._spec = spec
-        self._run_dir = spec.run_dir or memory.run_dir
         self._lines: dict[str, Line] = {}
         self._keys = Keys()
-        self._facts = memory.facts
-        self._seers = dict.fromkeys(memory.seers)
         self._reason = memory.reason
         self._started = memory.started
         self._last: StepFinished | None = None
         self._story = Story(memory.story)
         self._uses = Uses()
         self._telling: asyncio.TimerHandle | None = None
+        self._told_uses_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None
         self._remembering: asyncio.TimerHandle | None = None
@@ -188,7 +184,17 @@ class Head:
             self._tell_refusal,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        self._address = AddressFiles(run_id, local_url or url, token, made=self._run_dir if snapshot else "")
+        run_dir = spec.run_dir or memory.run_dir
+        self._address = AddressFiles(run_id, local_url or url, token, made=run_dir if snapshot else "")
+        self._directory = Directory(
+            run_id,
+            run_dir,
+            memory.facts,
+            memory.seers,
+            self._address,
+            told=self._announce,
+            changed=self._may_write_has_changed,
+        )
         # Pids and start times of the workers of this machine whose end was not reported to this head: the report may
         # have been lost with the head before.
         self._here: dict[str, tuple[int, str]] = {}
@@ -203,13 +209,9 @@ class Head:
         self._viewing = Viewing(
             run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
         )
-        self._viewing.reads_from(self._run_dir, self._facts)
+        self._viewing.reads_from(run_dir, memory.facts)
         self._troubles = Troubles(self, run_id, [token])
-        self._pen = Pen(run_id)
-        self._may_write = True
-        self._they_write = False  # the other head that this one has met last
-        self._moving: asyncio.Task[None] | None = None
-        self._stand = Standpoint(Rank.of(-1, term, seat))
+        self._meeting = Meeting(self, run_id, url, self._directory)
         self.superseded_by = 0
         """The term of a head that has taken over from this one."""
         self.over = asyncio.Event()
@@ -231,25 +233,25 @@ class Head:
             refused=lambda why, connection: self._refusals.note(why, connection.where),
         )
         server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
-        tasks = [asyncio.create_task(work) for work in (Reunion(self, self._token).run(), self._look_at_directory())]
+        tasks = [
+            asyncio.create_task(work) for work in (Reunion(self._meeting, self._token).run(), self._directory.look())
+        ]
         try:
-            self._take_pen()
+            self._directory.take_pen()
             has_moved = self._took_over.before not in ("", seat_of(self._state))
             if has_moved:
                 self._happens("", self._took_over)
-                self._go_on_in_copy()
-            if self._run_dir and (not has_moved or holder(Path(self._run_dir)) == self._run_id):
-                self._write_address(self._run_dir)
+                others = self._state.agents.keys() - {seat_of(self._state)}
+                self._reason = self._directory.go_on_here(others) or self._reason
+            self._directory.open(has_moved=has_moved)
             await self.over.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await self._troubles.end()
-            if self._moving is not None:  # else the other side would write while workers of this one still do
-                await self._moving
-            self._pen.release()
+            await self._meeting.moved()  # else the other side would write while workers of this one still do
+            self._directory.close(forgets_address=not self.superseded_by)
             if not self.superseded_by:
-                self._address.remove()
                 self._versions.change_heirs(())
             await self._viewing.end()
             for line in list(self._lines.values()):
@@ -270,22 +272,32 @@ class Head:
     # -- http ----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return the values that ``unisono status`` shows."""
-        state, last = self._state, self._last
-        return {
+        """Return the values that ``unisono status`` shows (docs/files.md)."""
+        state, last, story = self._state, self._last, self._story
+        found = {
+            "schema": STATUS_SCHEMA,
             "run_id": self._run_id,
             "state": state.label,
             "reason": self._reason,
             "generation": state.generation,
             "step": last.step if last else None,
             "num_steps": last.num_steps if last else 0,
+            "epoch": last.epoch if last else 0,
             "loss": last.loss if last else None,
             "started": self._started,
+            "ended": 0.0,
             "url": self._url,
-            "run_dir": self._run_dir,
+            "run_dir": self._directory.path,
             "job": msgspec.to_builtins(self._spec),
+            "machines": machines_status(state, self._uses.newest),
             "workers": workers_status(state),
+            "efficiency": story.efficiency,
+            "interrupted_s": story.interrupted_s,
+            "interruptions": [msgspec.to_builtins(each) for each in story.interruptions],
+            "events": [msgspec.to_builtins(each) for each in story.recent[-EVENTS_SHOWN:]],
         }
+        shown: dict[str, Any] = plain(found)
+        return shown
 
     # -- connections ---------------------------------------------------------------------------------
 
@@ -315,9 +327,10 @@ class Head:
                 await self._outside(line, first)
                 return
             if isinstance(first, Proposal):
-                self._meet(line, first)
+                line.put(encode(self._meeting.answer(first)))
+                self._meeting.act()
                 return
-            if self._moving is not None:
+            if self._meeting.is_moving:
                 return
             if isinstance(first, Hello | AgentHello) and first.run_id not in ("", self._run_id):
                 self._refuse(line, first)
@@ -326,7 +339,7 @@ class Head:
                 line.put(encode(Foreign(step=self._state.committed)))
                 return
             if isinstance(first, Hello | AgentHello) and first.term > self._state.term:
-                self._give_way(first.term)
+                self.give_way(first.term)
                 return
             name = self._welcome(line, first)
             async for data in connection:
@@ -361,23 +374,25 @@ class Head:
                 await self._store(line, message)
             case RunDirectory():
                 self._tell_agents(message)
-                self._facts = message.facts or self._facts
-                self._viewing.reads_from(self._run_dir or message.path, self._facts)
+                self._directory.facts = message.facts or self._directory.facts
+                self._viewing.reads_from(self._directory.path or message.path, self._directory.facts)
                 worker = self._state.workers.get(name)
-                if worker is not None and worker.agent not in self._seers:
-                    self._seers[worker.agent] = None
+                if worker is not None and worker.agent not in self._directory.seers:
+                    self._directory.seers[worker.agent] = None
                     self._remember_soon()
-                if self._run_dir in ("", message.path):
-                    self._write_address(message.path)
-                    self._take_pen()
+                if self._directory.path in ("", message.path):
+                    self._directory.write_address(message.path)
+                    self._directory.take_pen()
                     self._remember()
             case Happened():
                 self._pass_on(message)
+            case Steps():
+                self._pass_on_steps(message)
             case Used() if name in self._state.agents:
-                self._take_use(message.use)
+                self._take_use(name, message.use)
             case Kept():
                 self._kept(name, message)
-            case Testimony():
+            case Statement():
                 self._troubles.heard(name, message)
             case Ailing():
                 self._troubles.ails(name, message)
@@ -417,7 +432,7 @@ class Head:
             warnings=warnings,
             agent_id=name if isinstance(first, AgentHello) else "",
             branch=self._state.branch_name,
-            may_write=self._may_write,
+            may_write=self._directory.may_write,
             num_machines=len(self._state.agents) + 1 if isinstance(first, AgentHello) else 0,
             machines=machines(self._state) if isinstance(first, AgentHello) else [],
         )
@@ -462,85 +477,23 @@ class Head:
         why = f"the head at this address is that of run {self._run_id}, and no longer of run {first.run_id}"
         line.put(encode(Ended(ok=False, reason=why, exit_code=1)))
 
-    def _give_way(self, term: int) -> None:
+    # -- other heads of this run (`unisono.head.meeting.Party`) ---------------------------------------
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def move(self, url: str, text: str) -> None:
+        self._announce(text)
+        self._tell_agents(Moved(url=url))
+
+    def has_workers(self) -> bool:
+        return bool(self._lines.keys() & self._state.workers.keys())
+
+    def give_way(self, term: int) -> None:
         """End this head, and nothing else, because another one has taken over."""
         self.superseded_by = term
         self.over.set()
-
-    # -- other heads of this run ---------------------------------------------------------------------
-
-    def lost_addresses(self) -> list[str]:
-        """Return where machines that this side has lost may have a head (`Side`)."""
-        state = self._state
-        if state.ended is not None:
-            return []
-        here = {agent.url for agent in state.agents.values()}
-        return [agent.url for agent in state.absent.values() if agent.wanted and agent.url and agent.url not in here]
-
-    def propose(self) -> Proposal | None:
-        """Return what to ask another head now (`Side`)."""
-        own, state = self._standpoint(), self._state
-        if own.gives_way_to or state.ended is not None:
-            return None
-        self._stand = dataclasses.replace(own, is_asking=True)
-        return Proposal(
-            run_id=self._run_id,
-            agent_id=seat_of(state),
-            term=state.term,
-            step=state.committed,
-            url=self._url,
-            writes=self._pen.is_held,
-        )
-
-    def answered(self, url: str, answer: Verdict | None) -> None:
-        """Receive the answer of the head at this address (`Side`)."""
-        self._stand = merged(self._standpoint(), url, answer)
-        self._they_write = answer is not None and answer.writes
-        self._move_if_giving_way()
-
-    def _meet(self, line: Line, other: Proposal) -> None:
-        """Answer another head."""
-        if other.run_id != self._run_id:
-            raise ProtocolError(f"this is the head of run {self._run_id}, not of {other.run_id}")
-        if self._state.ended is not None:
-            line.put(encode(Verdict(gives_way="")))
-            return
-        self._stand, answer = verdict(self._standpoint(), other)
-        self._they_write = other.writes
-        line.put(encode(msgspec.structs.replace(answer, writes=self._pen.is_held)))
-        self._move_if_giving_way()
-
-    def _standpoint(self) -> Standpoint:
-        state = self._state
-        return dataclasses.replace(self._stand, rank=Rank.of(state.committed, state.term, seat_of(state)))
-
-    def _move_if_giving_way(self) -> None:
-        """Send all machines of this side to the head that it gives way to, and end."""
-        stand = self._standpoint()
-        if not stand.gives_way_to or self._moving is not None:
-            return
-        self._may_write = False  # the workers must not write when the other side does
-        for worker_id in self._state.workers:
-            self._tell([worker_id], Heads(branch=self._state.branch_name, may_write=False))
-        text = (
-            f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
-            f"has done {stand.rank.step + 1}: all machines of this side join the other one"
-        )
-        self._announce(text)
-        self._tell_agents(Moved(url=stand.gives_way_to))
-        self._address.remove()
-        self._moving = asyncio.create_task(self._end_when_workers_have())
-
-    async def _end_when_workers_have(self) -> None:
-        """End this head, and with it the right to write, when the machines have ended their workers."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MOVE_S):
-                while self._lines.keys() & self._state.workers.keys():
-                    await asyncio.sleep(LOOK_S)
-        # Each side has locked a directory: so these are two.
-        if self._they_write and self._pen.is_held and (said := leave(self._run_dir, self._run_id)):
-            print(f"unisono: {said}", file=sys.stderr, flush=True)
-        self._give_way(self._state.term)
 
     async def _store(self, line: Line, call: StoreCall) -> None:
         line.put(encode(await self._keys.answer(call)))
@@ -549,7 +502,7 @@ class Head:
 
     def _happens(self, source: str, message: Message | Tick | Lags | TookOver) -> None:
         """Pass one event to the table, and act on its decisions."""
-        if self._moving is not None:
+        if self._meeting.is_moving:
             return  # this side ends
         if isinstance(message, Tick):
             self._timer = None
@@ -583,7 +536,10 @@ class Head:
             self._keys.end_generations(self._state.generation - 1)
         if self._state.ended is not None:
             self._troubles.hurry()
-        following: list[Action] = [action for action in actions if not isinstance(action, Invite)]
+        for action in actions:
+            if isinstance(action, Alarm):  # not when the heirs know: the culprit may have ended by then
+                self._take_trouble(action.trouble)
+        following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
         self._set_timer()
@@ -619,7 +575,10 @@ class Head:
         state = self._state
         known = machines(state)
         heads = Heads(
-            branch=state.branch_name, num_machines=len(state.agents), machines=known, may_write=self._may_write
+            branch=state.branch_name,
+            num_machines=len(state.agents),
+            machines=known,
+            may_write=self._directory.may_write,
         )
         if state.branch != before.branch:
             self._remember()
@@ -650,9 +609,9 @@ class Head:
             self._state,
             self._started,
             self._reason,
-            self._run_dir,
-            facts=self._facts,
-            seers=tuple(self._seers),
+            self._directory.path,
+            facts=self._directory.facts,
+            seers=tuple(self._directory.seers),
             story=self._story.kept(),
             clock=time.monotonic(),
         )
@@ -680,9 +639,7 @@ class Head:
         if isinstance(message, Invite):
             self._announce(self._how_to_join())
             return
-        if isinstance(message, Alarm):
-            self._troubles.take(message.trouble)
-            return
+        assert not isinstance(message, Alarm), "it was taken before"
         line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
         if line is None:
             return
@@ -707,26 +664,37 @@ class Head:
     def _pass_on(self, message: Happened) -> None:
         """Give an event to the sinks of all machines that have some."""
         event = message.event
+        if isinstance(event, StepFinished):
+            self._take_step(event)
+            self._tell(self._listeners(), message)
+            return
         self._viewing.take(event)
         self._troubles.note(event)
-        if not isinstance(event, StepFinished):
-            self._story.take_other(event)
-            self._tell(self._audience(), message)
-            return
+        self._story.take_other(event)
+        self._tell(self._audience(), message)
+
+    def _pass_on_steps(self, message: Steps) -> None:
+        for each in message.steps:
+            if isinstance(each.event, StepFinished):
+                self._take_step(each.event)
+        self._tell(self._listeners(), message)
+
+    def _take_step(self, event: StepFinished) -> None:
+        self._viewing.take(event)
+        self._troubles.note(event)
         # A worker that connects again repeats its last step.
         if self._last is None or event.step >= self._last.step:
             is_new = self._last is None or event.step > self._last.step
             self._last = event
             if is_new and (told := self._story.take_step(event)):
                 self._tell_story(told)
-        self._tell(self._listeners(), message)
 
     def _listeners(self) -> list[str]:
         return [agent_id for agent_id, agent in self._state.agents.items() if not agent.launched]
 
     def _audience(self) -> list[str]:
         """Return who hears the story: who shows it, and who may write it."""
-        writers = [*self._state.heirs, *itertools.islice(self._seers, MAX_HEIRS)]
+        writers = [*self._state.heirs, *itertools.islice(self._directory.seers, MAX_HEIRS)]
         return list(dict.fromkeys([*self._listeners(), *writers]))
 
     def _announce(self, text: str) -> None:
@@ -741,16 +709,16 @@ class Head:
 
     # -- what machines use -----------------------------------------------------------------------------
 
-    def _take_use(self, use: MachineUsed) -> None:
-        self._uses.add(use)
+    def _take_use(self, agent_id: str, use: MachineUsed) -> None:
+        self._uses.add(agent_id, use)
         if self._telling is None:
-            wait_s = self._uses.wait_s(len(self._audience()))
-            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell_uses)
+            due = self._told_uses_at + self._uses.wait_s(len(self._audience()))
+            delay = max(TOGETHER_S, due - time.monotonic())
+            self._telling = asyncio.get_running_loop().call_later(delay, self._tell_uses)
 
     def _tell_uses(self) -> None:
-        self._telling = None
-        agents = self._state.agents.values()
-        self._uses.forget(agent.host for agent in agents)
+        self._telling, self._told_uses_at = None, time.monotonic()
+        self._uses.keep(self._state.agents.keys())
         if self._uses.has_news:
             used = self._uses.take()
             for event in used:
@@ -763,10 +731,16 @@ class Head:
 
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
+    def _take_trouble(self, trouble: Trouble) -> None:
+        try:
+            self._troubles.take(trouble)
+        except Exception:  # a bug of this library: what is decided counts all the same
+            traceback.print_exc()
+
     def tell(self, problem: events.Problem) -> None:
         self._pass_on(Happened(event=problem))
 
-    def ask(self, names: Iterable[str], question: Testify) -> None:
+    def ask(self, names: Iterable[str], question: Inquire) -> None:
         self._tell(names, question)
 
     def workers(self) -> Sequence[str]:
@@ -784,20 +758,23 @@ class Head:
         return {name: agents[name].host for name in self._lines if name in agents}
 
     def directory(self) -> str:
-        return self._run_dir if self.sees_directory() or self._seers else ""
+        return self._directory.path if self.sees_directory() or self._directory.seers else ""
 
     def sees_directory(self) -> bool:
-        return bool(self._run_dir) and self._may_write and self._pen.is_held
+        return bool(self._directory.path) and self._directory.may_write and self._directory.is_held
+
+    def announce(self, text: str) -> None:
+        self._announce(text)
 
     def hand_over(self, name: str, content: str) -> None:
-        seers = [agent_id for agent_id in self._seers if agent_id in self._lines]
-        self._tell(seers[:1], Evidence(directory=self._run_dir, name=name, text=content))
+        seers = [agent_id for agent_id in self._directory.seers if agent_id in self._lines]
+        self._tell(seers[:1], Evidence(directory=self._directory.path, name=name, text=content))
 
     def facts(self) -> dict[str, str]:
         state = self._state
         return {
             "run": self._run_id,
-            "directory": self._run_dir,
+            "directory": self._directory.path,
             "when": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "last step": str(state.committed) if state.committed >= 0 else "none",
             "generation": str(state.generation),
@@ -809,11 +786,13 @@ class Head:
         return json.dumps(msgspec.to_builtins(self._spec), indent=1)
 
     def recipe(self) -> str:
-        return self._facts
+        return self._directory.facts
 
     def _how_to_join(self) -> str:
         """Return the sentence that says how another machine joins."""
-        status = shlex.join(["unisono", "status", self._run_dir]) if self._run_dir else "unisono status RUN"
+        status = (
+            shlex.join(["unisono", "status", self._directory.path]) if self._directory.path else "unisono status RUN"
+        )
         line = f"with the line that `{status}` shows"
         if is_local(HeadUrl.parse(self._url).host):
             return (
@@ -836,7 +815,9 @@ class Head:
         for agent_id in agent_ids:
             line = self._lines.get(agent_id)
             # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
-            if line is not None and not (isinstance(message, Happened) and line.queue.qsize() > MAX_STEPS_QUEUED):
+            if line is not None and not (
+                isinstance(message, Happened | Steps) and line.queue.qsize() > MAX_STEPS_QUEUED
+            ):
                 line.put(data)
 
     def _set_timer(self) -> None:
@@ -853,44 +834,9 @@ class Head:
             delay = self._due - now
             self._timer = asyncio.get_running_loop().call_later(delay, self._happens, "", Tick())
 
-    async def _look_at_directory(self) -> None:
-        """While another side of the run writes into the directory, look whether it still does."""
-        while True:
-            await asyncio.sleep(PEN_S)
-            if not self._may_write and self._moving is None:
-                self._take_pen()
-
-    def _take_pen(self) -> None:
-        """Have this side write into the run's directory, unless another side does."""
-        before, self._may_write = self._may_write, self._pen.take(self._run_dir)
-        if self._may_write == before:
-            return
-        self._tell(self._state.workers, Heads(branch=self._state.branch_name, may_write=self._may_write))
-        if self._may_write:
-            self._write_address(self._run_dir)
-            text = f"this side of the run writes into {self._run_dir} now"
-        else:
-            text = f"another side of the run writes into {self._run_dir}: this one keeps what it has to write"
-        self._announce(text)
-
-    def _go_on_in_copy(self) -> None:
-        """Make the run's directory here, if the lost machine alone has seen it."""
-        others = self._state.agents.keys() - {seat_of(self._state)}
-        if not self._run_dir or not self._facts or others & self._seers.keys():
-            return
-        if said := go_on_in(self._run_dir, self._run_id, self._facts):
-            self._reason = said
-            print(f"unisono: {said}", file=sys.stderr, flush=True)
-            self._take_pen()
-
-    def _write_address(self, run_dir: str) -> None:
-        if not self._may_write:
-            return
-        try:
-            if self._address.write(run_dir):
-                self._run_dir = run_dir
-        except OSError as error:
-            self._announce(f"cannot write the head's address to {run_dir}: {error}")
+    def _may_write_has_changed(self) -> None:
+        heads = Heads(branch=self._state.branch_name, may_write=self._directory.may_write)
+        self._tell(self._state.workers, heads)
 
 
 def _tens(state: State) -> int:

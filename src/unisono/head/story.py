@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ import msgspec
 
 from unisono.decisions.asides import Asides
 from unisono.decisions.interruptions import Interruptions
+from unisono.decisions.usefulness import Usefulness
 from unisono.events import (
     Announcement,
     Event,
@@ -33,6 +34,7 @@ RECENT: Final = 1_000
 """So many of the newest events are told again to an agent that connects again."""
 KEPT_S: Final = 10.0
 """The events of so long a time are a part of the head's state."""
+INTERRUPTIONS: Final = 20
 USE_S: Final = 2.0
 """Least time between two messages about the use of machines."""
 USES_PER_S: Final = 500.0
@@ -47,6 +49,12 @@ class Kept:
     last_step_at: float = 0.0
     usual_s: float = 0.0
     """The usual time of a step."""
+    interruptions: tuple[Interruption, ...] = ()
+    """The newest."""
+    interrupted_s: float = 0.0
+    """By all of them."""
+    useful_s: float = 0.0
+    total_s: float = 0.0
 
 
 NOTHING: Final = Kept()
@@ -65,11 +73,21 @@ class Story:
         self._interruptions = Interruptions(kept.last_step_at, kept.usual_s)
         self._digests: dict[str, str] = {}
         self._asides = Asides()
+        self._usefulness = Usefulness(kept.useful_s, kept.total_s)
+        self.interruptions: deque[Interruption] = deque(kept.interruptions, INTERRUPTIONS)
+        """The newest."""
+        self.interrupted_s = kept.interrupted_s
+        """By which all interruptions have made the run longer."""
 
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell."""
         return bool(self._untold)
+
+    @property
+    def efficiency(self) -> float | None:
+        """The part of the workers' time that was spent on computing; None: nothing is known yet."""
+        return self._usefulness.share
 
     @property
     def recent(self) -> list[Event]:
@@ -105,7 +123,15 @@ class Story:
         """Return the part of the story that the next head needs."""
         since = time.time() - KEPT_S
         told = tuple(event for event in (*self._recent, *self._untold) if event.time >= since)
-        return Kept(told, self._interruptions.last, self._interruptions.usual_s)
+        return Kept(
+            told,
+            last_step_at=self._interruptions.last,
+            usual_s=self._interruptions.usual_s,
+            interruptions=tuple(self.interruptions),
+            interrupted_s=self.interrupted_s,
+            useful_s=self._usefulness.useful_s,
+            total_s=self._usefulness.total_s,
+        )
 
     def take_step(self, event: StepFinished) -> list[Event]:
         """Return what a step has to tell besides its result."""
@@ -113,6 +139,9 @@ class Story:
         interruption: Interruption | None = self._interruptions.step(event)
         if interruption is not None:
             told.append(interruption)
+            self.interruptions.append(interruption)
+            self.interrupted_s = round(self.interrupted_s + interruption.seconds, 6)
+        self._usefulness.add(event)
         told += self._asides.of(event)
         self._recent += told
         return told
@@ -131,37 +160,43 @@ class Uses:
     """What machines use, told together and at a bounded rate."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, MachineUsed] = {}
-        self._untold: dict[str, None] = {}
+        self._newest: dict[str, MachineUsed] = {}  # by agent
+        self._untold: dict[str, None] = {}  # hosts
 
     @property
-    def newest(self) -> Mapping[str, MachineUsed]:
-        """By host."""
-        return self._newest
+    def newest(self) -> list[MachineUsed]:
+        """Of each machine, by host."""
+        return [self._of(host) for host in sorted({use.host for use in self._newest.values()})]
 
     @property
     def has_news(self) -> bool:
         """Whether there is something that was not told yet."""
         return bool(self._untold)
 
-    def add(self, use: MachineUsed) -> None:
-        """Note what a machine uses."""
-        self._newest[use.host] = use
+    def add(self, agent_id: str, use: MachineUsed) -> None:
+        """Note what a machine uses, by one of its agents."""
+        self._newest[agent_id] = use
         self._untold[use.host] = None
 
-    def forget(self, hosts: Iterable[str]) -> None:
-        """Forget all machines but these."""
-        kept = set(hosts)
-        for host in self._newest.keys() - kept:
-            del self._newest[host]
-            self._untold.pop(host, None)
+    def keep(self, agent_ids: Collection[str]) -> None:
+        """Forget all but these agents."""
+        for agent_id in self._newest.keys() - set(agent_ids):
+            del self._newest[agent_id]
+        hosts = {use.host for use in self._newest.values()}
+        self._untold = {host: None for host in self._untold if host in hosts}
 
     def wait_s(self, num_listeners: int) -> float:
-        """Return how long to wait before what there is now is told."""
+        """Return the least time between two messages about it."""
         return max(USE_S, len(self._newest) * num_listeners / USES_PER_S)
 
     def take(self) -> list[Event]:
         """Return, once, what is new."""
-        told: list[Event] = [self._newest[host] for host in self._untold]
-        self._untold.clear()
+        told: list[Event] = [self._of(host) for host in self._untold]
+        self._untold = {}
         return told
+
+    def _of(self, host: str) -> MachineUsed:
+        """Return the use of a machine, with the workers of all its agents."""
+        known = sorted((use for use in self._newest.values() if use.host == host), key=lambda use: use.time)
+        workers = {worker_id: use for each in known for worker_id, use in each.workers.items()}
+        return msgspec.structs.replace(known[-1], workers=workers)

@@ -10,24 +10,26 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar, cast
 
-from unisono.errors import RunDirectoryError
 from unisono.events import Announcement, Event, Problem, StepFinished
-from unisono.messages import Ailing, Holds, Testify, Testimony
+from unisono.messages import Ailing, Holds, Inquire, Statement
 from unisono.problems import evidence as files
 from unisono.problems.evidence import Witness, redacted, shown_environment
 from unisono.problems.fit import Held, Setting, advice, table
 from unisono.problems.kinds import Trouble, file_name, text
 from unisono.problems.witness import versions
-from unisono.problems.writing import FOLDER, write
+from unisono.problems.writing import FOLDER, stamp, write
 
 __all__ = ["House", "Troubles"]
+
+T = TypeVar("T")
 
 ANSWER_S: Final = 3.0
 """So long the head waits for answers; a worker whose interpreter is held by native code gives none."""
@@ -47,7 +49,7 @@ class House(Protocol):
     def tell(self, problem: Problem) -> None:
         """Give the event to the sinks of all machines."""
 
-    def ask(self, names: Iterable[str], question: Testify) -> None:
+    def ask(self, names: Iterable[str], question: Inquire) -> None:
         """Send a question to workers and agents."""
 
     def workers(self) -> Sequence[str]:
@@ -68,6 +70,9 @@ class House(Protocol):
     def sees_directory(self) -> bool:
         """Return whether this process may write into it."""
 
+    def announce(self, text: str) -> None:
+        """Show a sentence on all machines."""
+
     def hand_over(self, name: str, content: str) -> None:
         """Let a machine that sees the directory write a file of evidence."""
 
@@ -81,7 +86,7 @@ class House(Protocol):
         """Return the recipe of the run, as far as it is known."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Inquiry:
     """One file of evidence that is being put together."""
 
@@ -91,7 +96,7 @@ class _Inquiry:
     asked: list[str]
     facts: dict[str, str]
     events: list[str]
-    heard: dict[str, Testimony] = field(default_factory=dict)
+    heard: dict[str, Statement] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -110,9 +115,10 @@ class Troubles:
         self._names: list[str] = []
         self._said: set[tuple[str, str, int]] = set()
         self._inquiries: dict[int, _Inquiry] = {}
+        self._waiting: list[_Inquiry] = []  # nobody is asked yet
         self._ailing: dict[str, Ailing] = {}
         self._held: dict[str, Holds] = {}
-        self._late: dict[str, Testimony] = {}  # what workers have said when they were late
+        self._late: dict[str, Statement] = {}  # what workers have said when they were late
         self._recent: deque[tuple[float, Event]] = deque(maxlen=LAST_EVENTS)
         self._steps: deque[tuple[float, Event]] = deque(maxlen=LAST_STEPS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +128,7 @@ class Troubles:
         """Remember an event, for the next file. Cheap."""
         (self._steps if isinstance(event, StepFinished) else self._recent).append((time.time(), event))
 
-    def heard(self, name: str, message: Testimony) -> None:
+    def heard(self, name: str, message: Statement) -> None:
         """Receive an answer."""
         if message.number < 0:
             self._late[name] = message
@@ -163,8 +169,8 @@ class Troubles:
         held = Held(
             kinds=known.kinds,
             used=trouble.peak_bytes,
-            limit=max(trouble.limit_bytes, trouble.peak_bytes),
-            is_shared=True,
+            limit=trouble.peak_bytes,  # all was used when it was killed
+            shared=trouble.limit_bytes,
         )
         setting = Setting(batch_size=known.batch_size, microbatches=known.microbatches, num_workers=others + 1)
         return dataclasses.replace(trouble, detail=table(held), advice=advice(held, setting))
@@ -173,7 +179,7 @@ class Troubles:
         """Note that a worker or an agent has gone: it answers nothing any more."""
         for inquiry in self._inquiries.values():
             if name in inquiry.asked and name not in inquiry.heard:
-                inquiry.heard[name] = Testimony(number=-1, text="")
+                inquiry.heard[name] = Statement(number=-1, text="")
                 self._look(inquiry)
 
     def take(self, trouble: Trouble) -> None:
@@ -188,7 +194,7 @@ class Troubles:
         trouble = self._with_memory(trouble)
         name = ""
         if self._house.directory() and len(self._names) < MOST_FILES:
-            name = file_name(trouble.kind, trouble.step, time.strftime("%Y%m%d-%H%M%S"), self._names)
+            name = file_name(trouble.kind, trouble.step, stamp(time.time()), self._names)
             self._names.append(name)
         self.say(trouble, f"{FOLDER}/{name}" if name else "")
         if not name:
@@ -200,8 +206,9 @@ class Troubles:
             delay_s = 0.0
         else:
             delay_s = AFTER_LOSS_S
+            self._waiting.append(inquiry)
         if trouble.ends_run and not self._house.sees_directory():  # whoever sees it ends with the run
-            self._house.hand_over(name, self._content(inquiry))
+            self._house.hand_over(name, self._content(self._found(inquiry)))
             return
         task = asyncio.create_task(self._follow(inquiry, delay_s))
         self._tasks.add(task)
@@ -221,9 +228,12 @@ class Troubles:
         self._house.tell(problem)
 
     def hurry(self) -> None:
-        """Say all that was put off: the run is over."""
+        """Say and ask all that was put off: the run is over, and all end in a moment."""
         if self._ailing:
             self._say_ailing()
+        for inquiry in self._waiting:
+            self._ask(inquiry)
+        self._waiting.clear()
 
     async def end(self) -> None:
         """Write what is being put together, and wait for that."""
@@ -239,7 +249,7 @@ class Troubles:
         workers = sorted(self._house.workers(), key=lambda name: name != inquiry.trouble.worker_id)
         inquiry.asked = [*workers[:MOST_ASKED], *list(self._house.agents())[:MOST_ASKED]]
         self._inquiries[inquiry.number] = inquiry
-        self._house.ask(inquiry.asked, Testify(number=inquiry.number))
+        self._house.ask(inquiry.asked, Inquire(number=inquiry.number, about=inquiry.trouble.worker_id))
 
     def _look(self, inquiry: _Inquiry) -> None:
         if all(name in inquiry.heard for name in inquiry.asked):
@@ -248,21 +258,34 @@ class Troubles:
     async def _follow(self, inquiry: _Inquiry, delay_s: float) -> None:
         if delay_s and not self._is_ending:
             await asyncio.sleep(delay_s)
-        if not inquiry.asked:
+        if inquiry in self._waiting:
+            self._waiting.remove(inquiry)
             self._ask(inquiry)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.0 if self._is_ending else ANSWER_S):
                 await inquiry.done.wait()
-        content = self._content(inquiry)
+        found = self._found(inquiry)
         self._inquiries.pop(inquiry.number, None)
-        if not self._house.sees_directory():
-            self._house.hand_over(inquiry.name, content)
-            return
-        directory = Path(self._house.directory())
-        with contextlib.suppress(OSError, RunDirectoryError):
-            await asyncio.to_thread(write, directory, self._run_id, inquiry.name, content)
+        sees, directory = self._house.sees_directory(), Path(self._house.directory())
 
-    def _content(self, inquiry: _Inquiry) -> str:
+        def work() -> str:
+            content = self._content(found)
+            if sees:
+                write(directory, self._run_id, inquiry.name, content)
+            return content
+
+        try:
+            content = await _in_thread(work)
+        except OSError as error:
+            self._house.announce(f"{FOLDER}/{inquiry.name} could not be written: {error.strerror}")
+            return
+        if not sees:
+            self._house.hand_over(inquiry.name, content)
+
+    def _content(self, found: files.Evidence) -> str:
+        return files.shown(dataclasses.replace(found, versions=versions()), self._secrets)
+
+    def _found(self, inquiry: _Inquiry) -> files.Evidence:
         hosts = self._house.agents()
         silent = f"nothing within {ANSWER_S:.0f} s: its process has ended, or native code holds its interpreter"
         workers: list[Witness] = []
@@ -276,24 +299,47 @@ class Troubles:
             witness = Witness(name=hosts.get(name, name), text=said, missing=missing)
             (machines if name in hosts or name.startswith("agent") else workers).append(witness)
         environment = next((each.environment for each in inquiry.heard.values() if each.environment), None)
-        return files.shown(
-            files.Evidence(
-                trouble=inquiry.trouble,
-                facts=inquiry.facts,
-                workers=workers,
-                machines=machines,
-                events=inquiry.events,
-                versions=versions(),
-                environment=environment or shown_environment(os.environ),
-                settings=self._house.settings(),
-                recipe=self._house.recipe(),
-            ),
-            self._secrets,
+        return files.Evidence(
+            trouble=inquiry.trouble,
+            facts=inquiry.facts,
+            workers=workers,
+            machines=machines,
+            events=inquiry.events,
+            environment=environment or shown_environment(os.environ),
+            settings=self._house.settings(),
+            recipe=self._house.recipe(),
         )
 
     def _last_events(self) -> list[str]:
         known = sorted([*self._recent, *self._steps], key=lambda item: item[0])
         return [f"{time.strftime('%H:%M:%S', time.localtime(when))}  {_line(event)}" for when, event in known]
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Do this in a thread that this process does not wait for at its end: the disk may stand still."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast("T", result))
+
+    def run() -> None:
+        result: T | None = None
+        failed: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, result, failed)
+
+    threading.Thread(target=run, name="unisono-evidence", daemon=True).start()
+    return await done
 
 
 def _line(event: Event) -> str:

@@ -123,6 +123,10 @@ class Journal:
             self._note(event, is_written=self._is_writer and self._last == number)
         self._forget()
 
+    def skip(self) -> None:
+        """Count a line, and write none."""
+        self._number += 1
+
     def close(self) -> None:
         """Write what is told by worker. Every line is written when it is emitted."""
         if self._times is not None:

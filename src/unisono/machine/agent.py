@@ -47,6 +47,7 @@ from unisono.machine.headprocess import HeadProcess, Service, listen, local_url,
 from unisono.machine.holder import LOST
 from unisono.machine.idleness import Watching
 from unisono.machine.inviting import welcome_words
+from unisono.machine.metering import Metering
 from unisono.machine.plain import free_port, variables
 from unisono.machine.workers import Workers, machine_label
 from unisono.messages import (
@@ -56,6 +57,7 @@ from unisono.messages import (
     Evict,
     Evidence,
     Happened,
+    Inquire,
     MachinesGone,
     Meet,
     MeetingPoint,
@@ -63,17 +65,17 @@ from unisono.messages import (
     Offer,
     RunDirectory,
     Start,
+    Statement,
     Stop,
-    Testify,
-    Testimony,
     Told,
+    Used,
     WorkerExit,
 )
-from unisono.problems.evidence import redacted
 from unisono.problems.witness import about_machine
 from unisono.problems.writing import write
 from unisono.rundir import forget_head, holder
 from unisono.spec import MachineSpec
+from unisono.unwatched import IS_WATCHED
 from unisono.watch import Stream, make
 
 __all__ = ["Machines", "join", "run"]
@@ -145,7 +147,9 @@ async def _run(
         "spec": spec.run,
     }
     head = HeadProcess(settings, listener, secret, url, certificate)
-    agent = _Agent(spec, own_url, token, secret, Stream([make("terminal")]), head, machines, is_primary=True)
+    agent = _Agent(
+        spec, own_url, token, secret, Stream([make("terminal")] if IS_WATCHED else []), head, machines, is_primary=True
+    )
     for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
         agent.say(text)
     try:
@@ -270,6 +274,12 @@ class _Agent:
             limits = Limits(idle_s=idle.idle_s, load=idle.load)
             tasks.append(asyncio.create_task(Watching(limits, idle.inputs, self._on_idle).run()))
         reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.heartbeat_s)
+        metering = Metering(
+            self._host,
+            lambda: dict(self._workers.processes()),
+            lambda: self._following.num_machines,
+            lambda use: self._following.report(Used(use=use)),
+        )
         try:
             if self._machines is not None:
                 self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
@@ -280,6 +290,7 @@ class _Agent:
             ended = await self._over
         finally:
             self._following.leave()
+            metering.close()
             machines = asyncio.ensure_future(self._end_machines(self._result()))
             await self._end_workers(self._result(), reporter)
             await self._following.sent(LAST_WORDS_S)  # every end that this agent has seen
@@ -315,6 +326,7 @@ class _Agent:
             case Told():
                 for told in message.events:
                     self._take_told(told)
+                self._chronicle.use([told for told in message.events if isinstance(told, MachineUsed)])
             case messages.Announcement():
                 if not self._spec.launched:  # the command that has started the run shows it
                     self.say(message.text)
@@ -323,8 +335,8 @@ class _Agent:
                     self._machines.resize(message.num_workers)
             case Evict():
                 self._workers.evict(message.worker_id, message.patience_s)
-            case Testify():
-                self._following.send(Testimony(number=message.number, text=self._about_machine()))
+            case Inquire():
+                self._following.send(Statement(number=message.number, text=self._about_machine(message.about)))
             case Evidence():
                 self._write_evidence(message)
             case Ended():  # of the run (which is told before), or for this machine alone
@@ -347,11 +359,15 @@ class _Agent:
             told = variables(order.team, order.worker_ids, self._following.run_id)
         self._workers.start(order.worker_ids, order.delay_s, told)
 
-    def _about_machine(self) -> str:
-        """Return what the kernel knows of this machine and the workers on it, and the last that these have said."""
+    def _about_machine(self, worker_id: str) -> str:
+        """Return what the kernel knows of this machine and the workers on it, and the last that these have said.
+
+        Args:
+            worker_id: of whose output the most is wanted.
+        """
         processes = [("the agent", os.getpid()), *self._workers.processes()]
-        said = [f"last lines of {name}:\n{lines}" for name, lines in self._workers.last_lines().items() if lines]
-        return redacted("\n".join([about_machine(processes), *said]))
+        said = [f"last lines of {name}:\n{lines}" for name, lines in self._workers.last_lines(worker_id).items()]
+        return "\n".join([about_machine(processes), *said])
 
     def _write_evidence(self, message: Evidence) -> None:
         """Write a file into the run's directory, which the head does not see."""
@@ -563,7 +579,14 @@ class _Agent:
         traceback = "" if self._spec.outcome else ended.traceback
         digests = self._digests if ended.ok else {}
         self._stream.emit(
-            RunEnded(ok=ended.ok, reason=ended.reason, digests=digests, step=ended.step, traceback=traceback)
+            RunEnded(
+                time=time.time(),
+                ok=ended.ok,
+                reason=ended.reason,
+                digests=digests,
+                step=ended.step,
+                traceback=traceback,
+            )
         )
         self._stream.close()
 

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 LAST_LINES: Final = 20
+MORE_LINES: Final = 120
 MAX_LINE_BYTES: Final = 65536
 TRACEBACK: Final = "Traceback (most recent call last)"
 PIPE_BYTES: Final = 1 << 20  # the most that a pipe holds
@@ -62,7 +63,8 @@ class Output:
 
     def __init__(self, descriptors: tuple[int, int], on_line: Callable[[str, bool], None]) -> None:
         self._on_line = on_line
-        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.more_lines: deque[str] = deque(maxlen=MORE_LINES)
+        """The last lines of its standard error."""
         self.error_at = 0.0
         """When the last traceback was begun (`time.time`); 0: there was none."""
         self._loop = asyncio.get_running_loop()
@@ -71,6 +73,11 @@ class Output:
         for descriptor in descriptors:
             os.set_blocking(descriptor, False)
             self._loop.add_reader(descriptor, self._read, descriptor)
+
+    @property
+    def last_lines(self) -> list[str]:
+        """Its very last lines, as an announcement shows them."""
+        return list(self.more_lines)[-LAST_LINES:]
 
     def drain(self) -> None:
         """Read the rest, and close the pipes.
@@ -109,7 +116,7 @@ class Output:
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         is_error = descriptor == self._error
         if is_error:
-            self.last_lines.append(text)
+            self.more_lines.append(text)
             if TRACEBACK in text:
                 self.error_at = time.time()
         self._on_line(text, is_error)

@@ -34,6 +34,7 @@ from unisono.messages import (
     Message,
     Moved,
     Snapshot,
+    Steps,
     Welcome,
     WorkerExit,
     decode,
@@ -140,6 +141,7 @@ class Following:
         self._is_answered.set()
         self.agent_id = ""
         self.run_id = ""
+        self.num_machines = 1
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -429,11 +431,13 @@ class Following:
                 self.agent_id, self.run_id = message.agent_id, message.run_id
                 self._url, self._branch, self._is_fresh, self._absence = self._found, message.branch, False, None
                 self._learn_machines(message.machines)
+                self.num_machines = message.num_machines
                 self._owner.follow(self._url)
                 self._is_welcome = True
                 self._outbox = deque(self._reports.values())
             case Heads():
                 self._branch = message.branch
+                self.num_machines = message.num_machines
                 self._learn_machines(message.machines)
             case Foreign():
                 self._avoided[self._found] = time.monotonic() + AVOID_S
@@ -446,6 +450,9 @@ class Following:
             case Happened(event=StepFinished() as event):
                 self._last_step = max(self._last_step, event.step)
                 self._owner.receive(message)
+            case Steps():
+                for each in message.steps:
+                    self._take(each)
             case Snapshot():
                 self._known, answer = self._known.keep(message)
                 self._outbox.append(answer)

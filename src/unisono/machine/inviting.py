@@ -1,4 +1,4 @@
-"""The sentences with which a run says how other machines join it."""
+"""The sentences with which a run says how other machines join it, and where to look at it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ __all__ = ["welcome_words"]
 
 
 def welcome_words(invitation: Invitation, service: Service, run_dir: str) -> list[str]:
-    """Return how other machines join; nothing for a run that only this machine can reach.
+    """Return how other machines join, if they can reach the run; on a terminal, also where to look at it.
 
-    The line itself is for a terminal. It is not written into a file or a pipe, which others may be able to read:
-    whoever has the token can run code as this user.
+    Lines with a token are for a terminal. They are not written into a file or a pipe, which others may be able to read:
+    whoever has the run's token can run code as this user.
     """
+    is_terminal = (sys.stdout if sys.stdout.isatty() else sys.stderr).isatty()  # see `watch.terminal`
+    found = []
     host = HeadUrl.parse(invitation.url).host
-    if is_local(host):
-        return []
-    status = shlex.join(["unisono", "status", run_dir]) if run_dir else "unisono status RUN"
-    words = f"other machines join with the line that `{status}` shows (it is secret, so it is not written here)"
-    if (sys.stdout if sys.stdout.isatty() else sys.stderr).isatty():  # see `watch.terminal`
-        words = f"other machines join with: {invitation.command}"
-    others = [f"{found.address} ({found.name})" for found in other_addresses(service)]
-    if others:
-        words += (
-            f"\nthe head is reached at {host}; this machine has {listed(others)} as well: --advertise names another"
-        )
-    return [words]
+    if not is_local(host):
+        status = shlex.join(["unisono", "status", run_dir]) if run_dir else "unisono status RUN"
+        words = f"other machines join with the line that `{status}` shows (it is secret, so it is not written here)"
+        if is_terminal:
+            words = f"other machines join with: {invitation.command}"
+        others = [f"{each.address} ({each.name})" for each in other_addresses(service)]
+        if others:
+            words += (
+                f"\nthe head is reached at {host}; this machine has {listed(others)} as well: --advertise names another"
+            )
+        found.append(words)
+    if is_terminal:
+        found.append(f"watch it in a browser: {invitation.page}")
+    return found

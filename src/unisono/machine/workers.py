@@ -22,6 +22,7 @@ from unisono.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
 from unisono.machine.placement import PLACEMENTS, Placement
 from unisono.machine.places import Places
 from unisono.messages import WorkerExit
+from unisono.problems.kinds import place_of_dump
 from unisono.problems.limits import Kills, memory_limit
 from unisono.spec import MachineSpec, WorkerSpec
 
@@ -38,6 +39,8 @@ def machine_label() -> str:
 
 
 FORGET_S: Final = 0.05
+MOST_QUOTED: Final = 16
+FEW_LINES: Final = 10
 
 
 @dataclass(frozen=True)
@@ -183,10 +186,20 @@ class Workers:
         """Return the running workers: (id, process id)."""
         return [(state.child.name, state.child.pid) for state in self._started() if state.is_running]
 
-    def last_lines(self) -> dict[str, str]:
-        """Return the end of the standard error of each worker that runs, or that has not ended well."""
+    def last_lines(self, worker_id: str) -> dict[str, str]:
+        """Return the end of the standard error of each worker that runs or has not ended well, if it has written any.
+
+        Args:
+            worker_id: comes first, with more than the others.
+        """
         children = [state.child for state in self._started() if state.child.exit_code != 0]
-        return {child.name: "\n".join(child.output.last_lines) for child in children[-64:]}
+        children.sort(key=lambda child: child.name != worker_id)
+        lines = {child.name: list(child.output.more_lines) for child in children[:MOST_QUOTED]}
+        return {
+            name: "\n".join(found if name == worker_id else found[-FEW_LINES:])
+            for name, found in lines.items()
+            if found
+        }
 
     async def ended_within(self, seconds: float) -> bool:
         """Return whether all workers have ended by themselves within this time. From now on none starts."""
@@ -248,9 +261,10 @@ class Workers:
                 exit_code=child.exit_code,
                 last_output=words,
                 failed_at=failed_at,
+                place=place_of_dump(list(child.output.more_lines)) if child.exit_code < 0 else "",
                 killed_for=killed_for,
                 peak_bytes=child.peak_bytes,
-                limit_bytes=child.peak_bytes + max(0, limit.limit - limit.used) if limit is not None else 0,
+                limit_bytes=limit.limit if limit is not None else 0,
             )
         )
 

@@ -46,6 +46,7 @@ MOST_EVENTS_PUSHED: Final = 200
 MOST_UNSENT_BYTES: Final = 1 << 20
 """A viewer that has not taken so much yet is told nothing unasked."""
 MAX_QUESTION_BYTES: Final = 1 << 16
+CLOSE_S: Final = 1.0
 WRONG_TOKEN: Final = 4401
 """Code with which a connection without the token is closed: a browser shows a page no other answer."""
 
@@ -94,6 +95,7 @@ class Directories:
             process_request=self._respond,
             compression=None,
             max_size=MAX_QUESTION_BYTES,
+            close_timeout=CLOSE_S,
             logger=_SILENT,
         )
         self._port = _port_of(server)
@@ -122,12 +124,11 @@ class Directories:
         asset = site.find(path)
         if asset is None:
             return connection.respond(http.HTTPStatus.NOT_FOUND, "there is no such file\n")
-        headers = Headers([*site.HEADERS.items(), ("ETag", asset.etag)])
+        headers = Headers([*site.HEADERS.items(), ("ETag", asset.etag), ("Connection", "close")])
         if asset.etag in request.headers.get_all("If-None-Match"):
             return Response(304, "Not Modified", headers, b"")
         headers["Content-Type"] = asset.content_type
         headers["Content-Length"] = str(len(asset.body))
-        headers["Connection"] = "close"
         return Response(200, "OK", headers, asset.body)
 
     async def _talk(self, connection: ServerConnection) -> None:

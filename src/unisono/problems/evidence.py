@@ -18,16 +18,16 @@ MAX_PARTS: Final = 64
 HIDDEN: Final = "(hidden)"
 
 _NAMES: Final = (
-    r"[\w.-]*(?:token(?!iz|s)|passw(?:or)?d|passphrase|secret|credential|api[-_]?key|access[-_]?key|private[-_]?key"
-    r"|authorization)[\w.-]*"
+    r"[\w.-]{0,40}(?:token(?!iz|s)|passw(?:or)?d|passphrase|secret|credential|api[-_]?key|access[-_]?key|private[-_]?key"
+    r"|authorization)[\w.-]{0,40}"
 )
 _VALUE: Final = r"""(?:"[^"\n]*"|'[^'\n]*'|(?:bearer |basic )?[^\s,;"'&)\]}]+)"""
 _PATTERNS: Final = (
     # A user and a password in an address, and whatever follows a "#" of an invitation.
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@\"']+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
-    (re.compile(r"(\b(?:wss?|https?|unisono)://[^\s\"'#]+#)[^\s\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,500}@", re.IGNORECASE), rf"\1{HIDDEN}@"),
+    (re.compile(r"(\b(?:wss?|https?|unisono)://[^\s\"'#]{1,500}#)[^\s\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
     # --token X, --api-key=X, password: X, "secret": "X", API_KEY=X; also as two elements of a list.
-    (re.compile(rf"(--?{_NAMES}[\"']?(?:\s*=\s*|\s*,\s*|\s+))(?!-){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(rf"((?<![\w-])--?{_NAMES}[\"']?(?:\s*=\s*|\s*,\s*|\s+))(?!-){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(rf"(\b{_NAMES}[\"']?\s*[=:]\s*){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
     # What is a key by its form.
     (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|glpat-|AKIA)[A-Za-z0-9_-]{10,}"), HIDDEN),
@@ -79,23 +79,29 @@ def shown(evidence: Evidence, secrets: Collection[str] = ()) -> str:
     trouble = evidence.trouble
     culprit = trouble.worker_id
     first = sorted(evidence.workers, key=lambda witness: witness.name != culprit)[:MAX_PARTS]
+
+    def part(title: str, text: str) -> list[str]:
+        return _part(title, redacted(_cut(text), secrets))
+
+    said = redacted(f"{sentence(trouble)}.\n\nWhat to do: {what_to_do(trouble)}.", secrets)
     parts = [
-        _title(f"Unisono: {trouble.kind}", "="),
-        f"{sentence(trouble)}.\n\nWhat to do: {what_to_do(trouble)}.\n",
-        _table(evidence.facts),
+        f"{_title(f'Unisono: {trouble.kind}', '=')}\n\n{said}",
+        redacted(_table(evidence.facts), secrets),
         "Nothing that looked like a password, a token or a key was written here. Look through the output and the "
         "settings all the same before you give this file to others.",
     ]
-    parts += _part("What the culprit says", _cut(trouble.detail))
-    parts += _part("Traceback, or last output of the culprit", _cut(trouble.traceback))
-    parts += _part("Stacks of all workers, at the moment of the problem", _witnesses(first))
-    parts += _part("Machines, and the memory of their processes", _witnesses(list(evidence.machines)[:MAX_PARTS]))
-    parts += _part("Last events", "\n".join(evidence.events))
-    parts += _part("Versions", _table(evidence.versions))
-    parts += _part("Environment variables that matter here", _table(evidence.environment))
-    parts += _part("Settings of the run", _cut(evidence.settings))
-    parts += _part("Recipe", _cut(evidence.recipe))
-    whole = redacted("\n\n".join(filter(None, (part.rstrip("\n") for part in parts))), secrets) + "\n"
+    parts += part("What the culprit says", trouble.detail)
+    parts += part("Traceback, or last output of the culprit", trouble.traceback)
+    stacks = _witnesses(first, secrets) or "(no worker was left to be asked)"
+    parts += _part("Stacks of all workers, at the moment of the problem", stacks)
+    machines = list(evidence.machines)[:MAX_PARTS]
+    parts += _part("Machines, and the memory of their processes", _witnesses(machines, secrets))
+    parts += part("Last events", "\n".join(evidence.events))
+    parts += part("Versions", _table(evidence.versions))
+    parts += part("Environment variables that matter here", _table(evidence.environment))
+    parts += part("Settings of the run", evidence.settings)
+    parts += part("Recipe", evidence.recipe)
+    whole = "\n\n".join(filter(None, parts)) + "\n"
     return whole if len(whole) <= MAX_CHARACTERS else whole[:MAX_CHARACTERS] + "\n(cut here)\n"
 
 
@@ -114,11 +120,12 @@ def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value[:500] for name, value in sorted(environment.items()) if SHOWN.fullmatch(name)}
 
 
-def _witnesses(witnesses: Sequence[Witness]) -> str:
+def _witnesses(witnesses: Sequence[Witness], secrets: Collection[str]) -> str:
     """Return what each has said; those that have said the same stand together."""
     said: dict[str, list[str]] = {}
     for witness in witnesses:
-        said.setdefault(_cut(witness.text) or f"(no answer: {witness.missing})", []).append(witness.name)
+        text = _cut(witness.text) or f"(no answer: {witness.missing})"
+        said.setdefault(redacted(text, secrets), []).append(witness.name)
     return "\n\n".join(f"[{', '.join(names)}]\n{text}".rstrip() for text, names in said.items())
 
 

@@ -14,6 +14,9 @@ from unisono.words import count
 __all__ = ["Held", "Setting", "advice", "asked_bytes", "table"]
 
 REST: Final = "activations, batches, all else"
+UNTIL_ITS_END: Final = 2.0
+"""What a micro-batch would have needed in all, by what it had when memory was used up. Rather too much than too little:
+the advice is to come true."""
 SPARE: Final = 0.9
 """So much of the room may be used: allocators need more than they are asked for."""
 _UNITS: Final = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -34,8 +37,8 @@ class Held:
     """What it could have had at most; 0: unknown."""
     of: str = "memory"
     """What the limit is one of."""
-    is_shared: bool = False
-    """The other workers of this machine use the same memory."""
+    shared: int = 0
+    """What all workers of this machine together could have; 0: they do not share it, or it is unknown."""
     biggest: Sequence[tuple[str, int]] = ()
     """The largest tensors, by name."""
 
@@ -45,8 +48,8 @@ class Held:
 
     @property
     def rest(self) -> int:
-        """What a micro-batch needs, as far as it had got."""
-        return max(0, self.used + self.asked - self.fixed)
+        """What a micro-batch needs, about: it had got somewhere between its beginning and its end."""
+        return int(UNTIL_ITS_END * max(0, self.used + self.asked - self.fixed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +112,9 @@ def advice(held: Held, setting: Setting) -> str:
 
 
 def _fewer_workers(held: Held, setting: Setting) -> str:
-    if not held.is_shared or setting.num_workers < 2:
+    if setting.num_workers < 2:
         return ""
-    # `limit` is what this worker could have while the others have theirs: together they have about this.
-    whole = held.limit + (setting.num_workers - 1) * held.used
-    fitting = min(setting.num_workers - 1, int(SPARE * whole / (held.fixed + held.rest)))
+    fitting = min(setting.num_workers - 1, int(SPARE * held.shared / (held.fixed + held.rest)))
     if fitting < 1:
         return ""
     return f"{count(fitting, 'worker')} on this machine instead of {setting.num_workers} (the bits stay the same)"

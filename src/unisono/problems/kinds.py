@@ -11,7 +11,18 @@ from typing import Final, Literal, cast, get_args
 from unisono.errors import DivergenceError, LossError
 from unisono.words import exit_words, position_words
 
-__all__ = ["Kind", "Trouble", "file_name", "kind_of", "kind_or_error", "sentence", "shown_bytes", "text", "what_to_do"]
+__all__ = [
+    "Kind",
+    "Trouble",
+    "file_name",
+    "kind_of",
+    "kind_or_error",
+    "place_of_dump",
+    "sentence",
+    "shown_bytes",
+    "text",
+    "what_to_do",
+]
 
 Kind = Literal["hang", "crash", "error", "nan", "divergence", "out-of-memory", "failed-join", "unreachable"]
 """What can go wrong. crash: a process has ended without a report; error: the script has raised an exception."""
@@ -23,7 +34,13 @@ OUT_OF_MEMORY: Final = re.compile(
 )
 
 
+MAX_ERROR: Final = 300
+"""A sentence quotes so many characters of an exception."""
 NOT_FINITE: Final = re.compile(r"(?:LossError: )?the loss of .* is (-?(?:inf|nan)) \(samples")
+
+
+_FRAME: Final = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
+_LIBRARY: Final = re.compile(r"/lib(64)?/python3[^/]*/|/unisono/|^<frozen ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +67,7 @@ class Trouble:
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
     limit_bytes: int = 0
-    """The most that it could have had; 0: unknown."""
+    """What all processes together could have; 0: unknown."""
     then: str = ""
     """What the run does about it."""
     ends_run: bool = False
@@ -131,7 +148,8 @@ def _sentence(trouble: Trouble) -> str:
                 return f"{who} hung{where}: its main thread has been in {trouble.place} {since}"
             return f"{who} hung{where}: it has made no progress {since}"
         case "crash":
-            return f"{who} {exit_words(trouble.exit_code)}{where}"
+            place = f": it was in {trouble.place}" if trouble.place else ""
+            return f"{who} {exit_words(trouble.exit_code)}{where}{place}"
         case "nan":
             found = NOT_FINITE.match(trouble.error)
             what = f"the loss is {found[1]}" if found else trouble.error
@@ -142,16 +160,26 @@ def _sentence(trouble: Trouble) -> str:
         case "failed-join":
             return f"{who} could not join the run: {trouble.error}"
         case "divergence":
-            return trouble.error
+            return _parts(trouble.error)[0]
         case _:
-            return f"{who} failed{where}: {trouble.error}"
+            return f"{who} failed{where}: {_short(trouble.error)}"
 
 
 def _for_memory(trouble: Trouble) -> str:
     if trouble.killed_for:
         had = f" when it had {shown_bytes(trouble.peak_bytes)}" if trouble.peak_bytes else ""
         return f": {trouble.killed_for}{had}"
-    return f": {trouble.error}" if trouble.error else ""
+    return f": {_short(trouble.error)}" if trouble.error else ""
+
+
+def _parts(error: str) -> tuple[str, str]:
+    """Return the first sentence of an error of this library, without its class, and the rest, which says what to do."""
+    first, _, rest = error.removeprefix("DivergenceError: ").partition(". ")
+    return first, rest.rstrip(".")
+
+
+def _short(error: str) -> str:
+    return error if len(error) <= MAX_ERROR else f"{error[:MAX_ERROR].rstrip()} ..."
 
 
 def _who(trouble: Trouble) -> str:
@@ -159,6 +187,24 @@ def _who(trouble: Trouble) -> str:
     if not trouble.worker_id:
         return f"a worker{where}" if where else "a worker"
     return f"{trouble.worker_id}{where}"
+
+
+def place_of_dump(output: Sequence[str]) -> str:
+    """Return the line of the script that native code was called from when it failed, as faulthandler has written it.
+
+    Args:
+        output: the last lines of a process; "" is returned where these have no such stack.
+    """
+    begin = next((number for number, line in enumerate(output) if line.startswith("Current thread 0x")), None)
+    if begin is None:
+        return ""
+    found = []
+    for line in output[begin + 1 :]:
+        if (frame := _FRAME.match(line)) is None:
+            break
+        found.append((frame[1], f"{frame[1].rpartition('/')[2]}:{frame[2]} {frame[3]}"))
+    own = [place for file, place in found if not _LIBRARY.search(file)]
+    return next(iter(own or [place for _, place in found]), "")
 
 
 def what_to_do(trouble: Trouble) -> str:
@@ -192,7 +238,7 @@ def what_to_do(trouble: Trouble) -> str:
                 "learning rate, a warm-up or clipped gradients help if the values have grown before"
             )
         case "divergence":
-            return "docs/guarantees.md has what a micro-batch may depend on"
+            return _parts(trouble.error)[1] or "docs/guarantees.md has what a micro-batch may depend on"
         case "out-of-memory":
             return (
                 "More micro-batches of the same batch need less memory (microbatches=, which is part of the bits), and "
@@ -216,10 +262,10 @@ def shown_bytes(number: float) -> str:
 
 
 def file_name(kind: str, step: int, when: str, taken: Sequence[str] = ()) -> str:
-    """Return the name of a file of evidence that no other one has.
+    """Return the name of a file of evidence that no other one has. Names are in the order of time.
 
     Args:
-        when: ``20261122-130405``: so that names are in the order of time.
+        when: ``20261122-130405-125`` (`unisono.problems.writing.stamp`).
         taken: names that are given already.
     """
     stem = f"{when}-{kind}" + (f"-step{step}" if step >= 0 else "")

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Final
 
 from unisono.rundir import PROBLEMS, holder
 
-__all__ = ["FOLDER", "MOST_FILES", "write"]
+__all__ = ["FOLDER", "MOST_FILES", "stamp", "write"]
 
 FOLDER: Final = PROBLEMS
 MOST_FILES: Final = 100
 """In one run's directory, over all of its heads."""
+
+
+def stamp(now: float) -> str:
+    """Return a time of the day, by the clock of this machine, as a part of a file's name.
+
+    Args:
+        now: seconds since 1970.
+    """
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03}"
 
 
 def write(directory: Path, run_id: str, name: str, content: str) -> bool:

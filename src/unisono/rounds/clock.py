@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from unisono.exchange.spent import NOTHING, Spent
@@ -30,7 +31,7 @@ class Clock:
     on_switch: Callable[[str], None] | None = None
     """Is told the part that begins, while a profile marks them."""
     _now: str = "other"
-    _since: float = field(default_factory=time.perf_counter)
+    _since: float = field(default_factory=lambda: time.perf_counter())
 
     def switch(self, part: str) -> float:
         """Count the time from now on as ``part``; return how long it was another one, since the last call."""
@@ -41,6 +42,16 @@ class Clock:
         if self.on_switch is not None:
             self.on_switch(part)
         return seconds
+
+    @contextmanager
+    def other(self) -> Iterator[None]:
+        """Return a context whose time is no part of what the script does by itself."""
+        part = self._now
+        self.switch("other")
+        try:
+            yield
+        finally:
+            self.switch(part)
 
     def note(self, spent: Spent, generation: int) -> None:
         """Count the waits of an exchange that is over as waiting and network.

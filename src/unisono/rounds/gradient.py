@@ -193,9 +193,10 @@ class GradientRound:
         Does nothing where the sum is finite, or was not once before in the run. Local: no member waits for another.
         With a loss scaler such gradients are expected, and the scaler skips their step.
         """
-        finiteness, summed = self._context.finiteness, self.result
-        assert summed is not None
-        if self._is_scaled or not self._computed or not finiteness.is_broken(summed.slot):
+        finiteness = self._context.finiteness
+        if self._is_scaled or not self._computed:
+            return
+        if not finiteness.is_broken(self._members.slots.results[-1], self.number):
             return
         found = NotFinite(step=self.number, microbatch=-1)
         try:

@@ -44,6 +44,8 @@ class Team(Protocol):
     size: int
     generation: int
     worker_ids: tuple[str, ...]
+    hosts: tuple[str, ...]
+    """By rank; members of one host share memory."""
     reason: str
     """Why there is this generation."""
     arithmetic: int
@@ -128,6 +130,7 @@ class AloneTeam:
     size = 1
     generation = 1
     worker_ids: tuple[str, ...] = ("w0",)
+    hosts: tuple[str, ...] = ("",)
     reason = "the run begins"
     arithmetic = 0
     _wire: Wire | None = None
@@ -225,6 +228,7 @@ class HeadTeam:
         self.generation = 0
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
+        self.hosts: tuple[str, ...] = ()
         self.reason = ""
         self.arithmetic = member.arithmetic
         self._warnings: dict[str, None] = {}
@@ -422,6 +426,7 @@ class HeadTeam:
             self._notices = {n: held for n, held in self._notices.items() if n > notice.generation}
             self.rank, self.size, self.reason = self._rank_in(notice), len(notice.members), notice.reason
             self.worker_ids = tuple(info.worker_id for info in notice.members)
+            self.hosts = tuple(info.host for info in notice.members)
             self._warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):
                 later = [held for held in self._notices.values() if held.immediate]

@@ -28,6 +28,7 @@ from unisono.rounds.together import together
 from unisono.rundir import RunDirectory
 from unisono.state.tracked import Tracked
 from unisono.training.resuming import Resumption
+from unisono.unwatched import IS_WATCHED
 
 __all__ = ["Keeper"]
 
@@ -86,7 +87,8 @@ class Keeper:
             threads=threads,
         )
         self._saver = Saver(policy, self._directory, device, tracked.state, tracked.updated, places)
-        self.journal = Journal(directory / JOURNAL if directory is not None else None, self._directory.look)
+        path = directory / JOURNAL if directory is not None and IS_WATCHED else None
+        self.journal = Journal(path, self._directory.look)
         self._process = Process()
         self._run_id, self._worker_id, self._is_alone = "", "", True
         self._metrics: dict[str, float] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -181,6 +182,10 @@ class TrainingLoop:
         if step is not None:
             # A loop that was left by `break` has not reached its end, where it would have set this position.
             self._move_to(step.number + (1 if step.has_begun else 0))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Return a context for what is done together between two steps, which is no update of the script's."""
+        return self._clock.other()
 
     def has_gradient(self) -> bool:
         """Whether the script has got through the inner loop of its newest step."""

@@ -26,6 +26,7 @@ import msgspec
 
 from unisono.chronicle import Chronicle
 from unisono.decisions.asides import Asides
+from unisono.decisions.links import Slowness
 from unisono.errors import UsageError
 from unisono.events import (
     EvaluationFinished,
@@ -44,9 +45,10 @@ from unisono.messages import Happened, StepDone
 from unisono.telemetry import StepTelemetry
 from unisono.watch import Sink, Stream
 
-__all__ = ["OUTSIDE", "Head", "Recorder", "Role"]
+__all__ = ["OUTSIDE", "Head", "Recorder", "Role", "Unwatched"]
 
-NUM_REPEATED: Final = 4
+NUM_REPEATED: Final = 64
+"""More than those that rank 0 sends together (`unisono.member.MOST_STEPS`) and those that are on their way."""
 DIGITS: Final = 6
 """Of the seconds in an event."""
 
@@ -61,6 +63,8 @@ class Role:
     """By rank."""
     is_writer: bool
     """The worker writes for all members."""
+    hosts: tuple[str, ...] = ()
+    """By rank, the host of each worker; empty: there is only one."""
     reason: str = ""
     """Why there is this generation."""
 
@@ -97,6 +101,7 @@ class Recorder:
         self._journal = journal
         self._clock = clock
         self._stream = Stream(sinks)
+        self._head = head
         self._to_head = _ToHead(head) if head is not None else None
         self._story = Chronicle() if head is None else None
         self._asides = Asides()
@@ -105,6 +110,7 @@ class Recorder:
         self._generation = 0
         self._began: RunStarted | None = None
         self._is_told = False  # the sinks have been given that event
+        self._slowness = Slowness()
         self._members: MembershipChanged | None = None  # the newest
 
     def add_sink(self, sink: Sink) -> None:
@@ -181,6 +187,14 @@ class Recorder:
             warnings=warnings,
         )
         self._record(event, role)
+        if self._is_writer or role.rank == 0:
+            self._say_slow(event, role)
+
+    def _say_slow(self, step: StepFinished, role: Role) -> None:
+        """Say which link or worker makes steps longer, or does not any more."""
+        hosts = dict(zip(role.worker_ids, role.hosts, strict=False))
+        for event in self._slowness.observe(step.workers, hosts):
+            self._pass_on(msgspec.structs.replace(event, time=self._now()), role)
 
     def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
         """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
@@ -192,8 +206,10 @@ class Recorder:
         self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
 
     def problem(self, event: Problem) -> None:
-        """Give the sinks of a script that runs alone what went wrong."""
+        """Tell what went wrong in a script that runs alone."""
         self._stream.emit(event)
+        if self._story is not None:
+            self._story.tell(event)
 
     def tell_again(self, role: Role) -> None:
         """Send the head the events that an earlier rank 0 may not have sent. Does nothing if rank 0 is the same."""
@@ -259,6 +275,18 @@ class Recorder:
             self._stream.emit(event)
         if self._to_head is not None:
             self._to_head.tell(Happened(event=event, number=number), role)
+
+
+class Unwatched(Recorder):
+    """Makes no events, and only tells the head how far the run is (`unisono.unwatched`)."""
+
+    def step_finished(self, result: StepResult, role: Role, *, seconds: Mapping[str, float], **rest: Any) -> None:
+        self._journal.skip()
+        if role.rank == 0 and self._head is not None:
+            self._head.step_done(StepDone(step=result.step, seconds=sum(seconds.values()), samples=result.samples))
+
+    def _record(self, event: Event, role: Role) -> None:
+        self._journal.skip()
 
 
 class _ToHead:

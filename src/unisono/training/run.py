@@ -10,7 +10,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -51,13 +51,14 @@ from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
-from unisono.training.recording import OUTSIDE, Recorder, Role
+from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.talking import Place, Talk
 from unisono.training.troubles import OwnTroubles
 from unisono.training.upcoming import Upcoming
+from unisono.unwatched import IS_WATCHED
 from unisono.watch import Sink, named
 
 __all__ = ["Run"]
@@ -150,7 +151,9 @@ class Run(Calls):
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
-        self._recorder = Recorder(self._journal, [*sinks, *_named(spec.sinks)], members.current())
+        self._recorder = (Recorder if IS_WATCHED else Unwatched)(
+            self._journal, [*sinks, *_named(spec.sinks)], members.current()
+        )
         steps = range(*spec.profile) if spec.profile[1] else profile
         self._profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._phases = 0
@@ -507,7 +510,8 @@ class Run(Calls):
             number=self._num_evaluations,
         )
         # With the number of lines after it, which a worker that skips this part of the run does not know.
-        totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
+        with self._loop.apart() if self._loop is not None else nullcontext():
+            totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
         self._num_evaluations += 1
         if not place.is_skipped:
             self._recorder.evaluation_finished(self._num_steps, plain(totals), self._role())
@@ -674,6 +678,7 @@ class Run(Calls):
             rank=team.rank,
             generation=team.generation,
             worker_ids=team.worker_ids,
+            hosts=team.hosts,
             is_writer=writes and not team.is_evicted(),
             reason=team.reason,
         )

@@ -27,7 +27,7 @@ from unisono.problems.kinds import Trouble, file_name, kind_of, text
 from unisono.problems.limits import memory_limit, own_memory
 from unisono.problems.memory import held_now, kinds
 from unisono.problems.witness import about_machine, about_process, own_stacks, versions
-from unisono.problems.writing import FOLDER, write
+from unisono.problems.writing import FOLDER, stamp, write
 from unisono.process import tell
 from unisono.rounds.finite import NotFinite
 from unisono.rounds.life import Rounds
@@ -137,16 +137,23 @@ class OwnTroubles:
     # -- inside --------------------------------------------------------------------------------------
 
     def _about_memory(self, error: BaseException, rounds: Rounds, loop: TrainingLoop | None) -> tuple[str, str]:
-        asked = asked_bytes(str(error))
-        held = held_now(rounds.tracked, rounds.slots, self._device, baseline=self._baseline, asked=asked)
         cursor = loop.cursor if loop is not None else None
         own = self._member.info.host if self._member is not None else ""
         notice = self._member.latest() if self._member is not None else None
         here = [each for each in notice.members if each.host == own] if notice is not None else []
+        num_workers = max(1, len(here))
         setting = Setting(
             batch_size=cursor.batch_size if cursor is not None else 0,
             microbatches=cursor.microbatches if cursor is not None else 0,
-            num_workers=max(1, len(here)),
+            num_workers=num_workers,
+        )
+        held = held_now(
+            rounds.tracked,
+            rounds.slots,
+            self._device,
+            baseline=self._baseline,
+            asked=asked_bytes(str(error)),
+            num_workers=num_workers,
         )
         return table(held), advice(held, setting)
 
@@ -154,7 +161,7 @@ class OwnTroubles:
         directory = self._directory
         name = ""
         if directory is not None:
-            name = file_name(trouble.kind, trouble.step, time.strftime("%Y%m%d-%H%M%S"), self._names)
+            name = file_name(trouble.kind, trouble.step, stamp(time.time()), self._names)
             self._names.append(name)
         said = redacted(text(trouble))
         path = f"{FOLDER}/{name}" if name else ""

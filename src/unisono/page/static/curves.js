@@ -8,6 +8,8 @@ import { partColour, runColour } from "./theme.js";
 const DASHES = [undefined, [8, 4], [2, 3], [12, 3, 2, 3]];
 const FIRST_METRICS = 4;
 const PART = "part/";
+/** Areas of so many points: more of them are a thicket. */
+const MOST_STACKED = 150;
 const ALWAYS = ["loss", "samples_per_s"];
 
 export class Curves {
@@ -145,8 +147,8 @@ export class Curves {
     }
     byId("zoom-reset").disabled = !app.range;
     this.drawChoice();
-    this.loss.show(this.lines("loss", true), this.options({ log: app.log }));
-    this.speed.show(this.lines("samples_per_s", false), this.options());
+    this.loss.show(this.lines("loss", true), this.options({ log: app.log, marks: this.changes() }));
+    this.speed.show(this.lines("samples_per_s", true), this.options({ marks: this.changes() }));
     this.drawParts();
     this.drawMetrics();
   }
@@ -181,6 +183,13 @@ export class Curves {
     });
   }
 
+  /** Where another generation began: what is seen there may come from it. */
+  changes() {
+    const run = this.app.primary();
+    const steps = (run?.events ?? []).filter((event) => event.kind === "interruption" || event.kind === "gone").map((event) => event.step);
+    return this.xs(run, [...new Set(steps)].filter((step) => step > run.first && step < run.last));
+  }
+
   xs(run, steps) {
     return this.app.axis === "time" ? steps.map((step) => run.secondsAt(step)) : steps;
   }
@@ -199,7 +208,8 @@ export class Curves {
     }
     const length = Math.min(...lines.map((line) => line.x.length), Infinity);
     for (const line of lines) {
-      if (line.x.length > length) Object.assign(line, { x: line.x.slice(-length), y: line.y.slice(-length) });
+      const by = Math.ceil(length / MOST_STACKED);
+      Object.assign(line, { x: line.x.slice(-length).filter((_, at) => at % by === 0), y: means(line.y.slice(-length), by) });
     }
     this.parts.show(lines, this.options({ stacked: true }));
   }
@@ -225,6 +235,16 @@ export class Curves {
       this.metrics.get(name).show(lines, this.options({ empty: "No value in these steps." }));
     }
   }
+}
+
+/** Means of `by` values each; they add up as the values do. */
+function means(values, by) {
+  const found = [];
+  for (let at = 0; at < values.length; at += by) {
+    const good = values.slice(at, at + by).filter(Number.isFinite);
+    found.push(good.length ? good.reduce((a, b) => a + b, 0) / good.length : NaN);
+  }
+  return found;
 }
 
 /** What a series is called on the page. */

@@ -99,7 +99,8 @@ export const moment = (time) => (time ? full.format(new Date(time * 1000)) : "un
 /** Text of somebody else: without what moves or hides other text, and not endless. */
 export function plain(text, most = 2000) {
   const clean = String(text ?? "").replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, "\ufffd");
-  return clean.length > most ? `${clean.slice(0, most)} … (${whole(clean.length)} characters)` : clean;
+  if (clean.length <= most) return clean;
+  return most < 500 ? `${clean.slice(0, most - 1)}…` : `${clean.slice(0, most)} … (${whole(clean.length)} characters)`;
 }
 
 export const count = (number, word) => `${whole(number)} ${word}${number === 1 ? "" : "s"}`;

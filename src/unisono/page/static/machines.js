@@ -37,11 +37,12 @@ export class Machines {
   draw() {
     const run = this.app.primary();
     if (!run?.overview) return;
-    this.drawRows(run.overview.machines ?? []);
+    this.drawRows(run);
     this.drawCharts(run.use);
   }
 
-  drawRows(machines) {
+  drawRows(run) {
+    const machines = run.overview.machines?.length ? run.overview.machines : last(run.use);
     if (!machines.length) {
       put(byId("machine-rows"), el("p", { class: "empty", text: "What the machines use was not measured." }));
       return;
@@ -50,14 +51,14 @@ export class Machines {
     const columns = ["Machine", "Processor", "Memory", ...(hasGpu ? ["GPU", "GPU memory"] : []), "Sends", "Receives", "Workers"];
     const made = table("Machines, and what they use now", columns, machines.map((machine) => [
       plain(machine.host, 80),
-      meter(machine.cores / machine.num_cores, `${machine.cores.toFixed(1)} of ${machine.num_cores}`),
+      meter(machine.cores / machine.num_cores, `${machine.cores?.toFixed(1)} of ${machine.num_cores}`),
       meter(machine.memory_bytes / machine.memory_total_bytes, bytes(machine.memory_bytes)),
       ...(hasGpu ? [
         machine.gpus?.length ? meter(mean(machine.gpus.map((gpu) => gpu.utilization)), `${machine.gpus.length} GPU`) : "–",
         machine.gpus?.length ? meter(mean(machine.gpus.map((gpu) => gpu.memory_bytes / gpu.memory_total_bytes)),
           bytes(machine.gpus.reduce((sum, gpu) => sum + gpu.memory_bytes, 0))) : "–"] : []),
       `${bytes(machine.sent_bytes_per_s)}/s`, `${bytes(machine.received_bytes_per_s)}/s`,
-      String(Object.keys(machine.workers ?? {}).length)]));
+      String(Object.keys(machine.workers ?? {}).length || "–")]));
     put(byId("machine-rows"), el("div", { class: "scroll short", tabindex: 0, role: "region", "aria-labelledby": "machines-title" }, made));
   }
 
@@ -86,6 +87,14 @@ export class Machines {
         ? `${kind.title} (the ${MOST_LINES} highest of ${found.length})` : kind.title;
     }
   }
+}
+
+/** The last that is known of each machine. */
+function last(use) {
+  return Object.entries(use?.machines ?? {}).map(([host, columns]) => ({
+    host, workers: {}, gpus: [],
+    ...Object.fromEntries(Object.entries(columns).map(([name, values]) =>
+      [name, Array.isArray(values) ? values.findLast((value) => value !== null && value !== undefined) : values])) }));
 }
 
 const peak = (values) => values.reduce((most, value) => (Number.isFinite(value) && value > most ? value : most), -Infinity);

@@ -15,6 +15,7 @@ import { Workers } from "./workers.js";
 
 const OLD_S = 5;
 const STILL_S = 60;
+const MOVED_S = 30;
 
 class App {
   constructor() {
@@ -144,7 +145,9 @@ class App {
     if (run === this.primary() && run.overview.state !== before) {
       say(byId("spoken"), `The run is ${run.overview.state} now. ${plain(run.overview.reason, 300)}`);
     }
-    run.follow(this.curves.names(), this.range).catch((error) => {
+    run.follow(this.curves.names(), this.range).then(() => {
+      if (!run.failures) this.link.problem = "";
+    }, (error) => {
       if (this.link.state === "open") this.link.problem = error.message;
     });
   }
@@ -177,13 +180,14 @@ class App {
     if (dirty.has("overview")) {
       drawHeader(run, this.link);
       this.drawRuns();
-      this.machines.drawRows(run.overview.machines ?? []);
+      this.machines.drawRows(run);
     }
     if (dirty.has("facts")) drawFacts(run);
-    if (dirty.has("series")) this.curves.draw();
+    if (dirty.has("series") || dirty.has("events")) this.curves.draw();
     if (dirty.has("overview") || dirty.has("times")) this.workers.draw();
-    if (dirty.has("use")) this.machines.drawCharts(run.use);
+    if (dirty.has("use")) this.machines.draw();
     if (dirty.has("events")) {
+      drawHeader(run, this.link);
       drawEvents(run);
       drawProblems(run);
     }
@@ -204,9 +208,14 @@ class App {
     const banners = [];
     if (link.state === "refused") {
       banners.push(["error", "The run's token is missing or wrong. Open the page with the whole link that the run has printed, with what stands behind #."]);
+    } else if (link.state === "lost" && isOver(run?.overview)) {
+      const again = run.overview.run_dir ? ` unisono watch ${run.overview.run_dir} --web opens it again.` : "";
+      banners.push(["info", `The run is over, and its head with it: what is shown stays.${plain(again, 500)}`]);
     } else if (link.state === "lost") {
       const shown = run?.overview ? ` What is shown is from ${clock(link.pushedAt / 1000)}.` : "";
-      banners.push(["warning", `The run's head cannot be reached; the page tries again by itself.${shown}`]);
+      const isLong = Date.now() - link.pushedAt > MOVED_S * 1000 && run?.overview?.run_dir;
+      const moved = isLong ? ` If the head has moved, unisono watch ${plain(run.overview.run_dir, 300)} --web finds it.` : "";
+      banners.push(["warning", `The run's head cannot be reached; the page tries again by itself.${shown}${moved}`]);
     } else if (link.problem) {
       banners.push(["warning", plain(link.problem, 500)]);
     }

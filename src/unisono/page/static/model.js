@@ -3,10 +3,14 @@
 import { value } from "./format.js";
 
 const POINTS = 900;
+/** Of more new steps than this, e.g. after the page was hidden, the whole curves are asked for again. */
+const MOST_EXTENDED = 300;
 const TIMES_POINTS = 160;
 const USE_POINTS = 400;
 const EVENTS_AT_ONCE = 2000;
 const MOST_EVENTS = 20000;
+/** A question that fails so often in a row is worth a sentence. */
+const WORTH_SAYING = 3;
 const SLOW_EVERY_MS = 5000;
 const NAMES_EVERY_MS = 10000;
 
@@ -39,6 +43,8 @@ export class Run {
     this.use = null;
     this.asked = {};
     this.busy = false;
+    this.failures = 0;
+    this.restUntil = 0;
     this.steppedAt = 0;
   }
 
@@ -66,9 +72,21 @@ export class Run {
 
   takeOverview(overview) {
     if (overview.step !== this.overview?.step) this.steppedAt = Date.now();
+    const isOther = this.overview !== null && overview.run_id !== this.overview.run_id;
+    if (isOther || overview.step < this.covered) this.forget(isOther);
     this.overview = overview;
     this.error = "";
     this.changed("overview");
+  }
+
+  /** Drop the curves: the run has gone back to a checkpoint, or (`isOther`) another one has its directory. */
+  forget(isOther) {
+    this.covered = -1;
+    this.clock = { step: [], seconds: [] };
+    if (!isOther) return;
+    Object.assign(this, { series: new Map(), events: [], next: null, times: null, use: null, asked: {} });
+    this.known.clear();
+    this.load().then(() => this.loadEvents()).catch(() => {});
   }
 
   takePush(message) {
@@ -131,7 +149,7 @@ export class Run {
     const known = new Set(this.names);
     const names = [...new Set([...this.wanted, "step_s"])].filter((name) => known.has(name));
     if (!names.length) return;
-    const got = await this.ask("series", { names, first: this.covered + 1, last: -1, points: 300 });
+    const got = await this.ask("series", { names, first: this.covered + 1, last: -1, points: MOST_EXTENDED });
     let newest = this.covered;
     for (const [name, curve] of Object.entries(got)) {
       const more = read(curve);
@@ -188,17 +206,18 @@ export class Run {
 
   /** Bring what is shown up to date, after news: never two at a time, and the dear things rarely. */
   async follow(names, range) {
-    if (this.busy || document.hidden) return;
+    const now = Date.now();
+    if (this.busy || document.hidden || now < this.restUntil) return;
     this.busy = true;
     try {
-      const now = Date.now();
       const logs = Object.keys(this.overview?.logs ?? {});
       const isUnknown = logs.some((name) => !this.names.includes(`log/${name}`)) || !this.names.includes("loss");
       if (now - (this.asked.names ?? 0) > (isUnknown ? 1000 : NAMES_EVERY_MS)) this.takeNames(await this.ask("names"));
       if (!range) {
         const length = this.series.get("loss")?.step.length ?? 0;
         const isMissing = names.some((name) => this.names.includes(name) && !this.series.has(name));
-        if (length > 2.2 * POINTS || this.range || this.covered < 0 || isMissing) {
+        const isFar = (this.overview?.step ?? -1) - this.covered > MOST_EXTENDED;
+        if (length > 2.2 * POINTS || isFar || this.range || this.covered < 0 || isMissing) {
           this.takeNames(await this.ask("names"));
           await this.loadSeries(names, null);
         } else if ((this.overview?.step ?? -1) > this.covered) {
@@ -207,8 +226,15 @@ export class Run {
       }
       if (now - (this.asked.times ?? 0) > SLOW_EVERY_MS) await this.loadTimes(range);
       if (now - (this.asked.use ?? 0) > SLOW_EVERY_MS) await this.loadUse();
+      this.failures = 0;
+    } catch (error) {
+      this.failures += 1;
+      if (this.failures >= WORTH_SAYING) throw error;
     } finally {
       this.busy = false;
+      // Who answers slowly has many to answer: ask more rarely, and after a failure more rarely still.
+      const took = Date.now() - now;
+      this.restUntil = Date.now() + 2 * took + (this.failures ? 1000 * 2 ** Math.min(this.failures, 5) : 0);
     }
   }
 }

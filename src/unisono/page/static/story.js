@@ -15,6 +15,7 @@ const HIDDEN = new Set(["step", "use", "output", "evaluation", "membership"]);
 
 export function drawHeader(run, connection) {
   const { overview } = run;
+  const saved = Math.max(overview.checkpoint_step, run.events.findLast((event) => event.kind === "checkpoint")?.step ?? -1);
   const name = runName(overview);
   say(byId("run-name"), name);
   byId("run-name").title = plain(overview.run_dir || overview.run_id, 300);
@@ -36,7 +37,7 @@ export function drawHeader(run, connection) {
   const why = overview.reason && overview.reason !== words ? plain(overview.reason, 4000) : "";
   byId("why").hidden = !why;
   say(byId("why"), why ? `${isOver(overview) ? "It ended: " : ""}${why}` : "");
-  drawTiles(overview);
+  drawTiles(overview, saved);
   drawConnection(run, connection);
 }
 
@@ -47,7 +48,7 @@ function at(time) {
   return [clock(time, time), isToday ? "" : day(time)];
 }
 
-function drawTiles(overview) {
+function drawTiles(overview, saved) {
   const members = overview.workers.filter((worker) => worker.rank !== null).length;
   const last = overview.ended || overview.time;
   const isDone = isOver(overview);
@@ -60,14 +61,14 @@ function drawTiles(overview) {
     ["Started", ...at(overview.started)],
     isDone ? ["Ended", ...at(overview.ended)]
       : ["Workers", members ? whole(members) : "–", overview.generation ? `generation ${whole(overview.generation)}` : ""],
-    ["Checkpoint", overview.checkpoint_step >= 0 ? whole(overview.checkpoint_step) : "none", overview.checkpoint_step >= 0 ? "steps" : ""],
+    ["Checkpoint", saved >= 0 ? whole(saved) : "none", saved >= 0 ? "steps" : ""],
   ];
   for (const [name, value] of Object.entries(overview.evaluation ?? {}).slice(0, 1)) tiles.push([`${plain(name, 40)} (evaluation)`, number(value), ""]);
   const key = JSON.stringify(tiles.map(([name]) => name));
   const host = byId("tiles");
   if (host.dataset.key !== key) {
     host.dataset.key = key;
-    put(host, tiles.map(([name]) => el("div", {}, el("dt", { class: "name", text: name }), el("dd", {}, el("span"), " ", el("small")))));
+    put(host, tiles.map(([name]) => el("div", {}, el("dt", { class: "name", text: name, title: name }), el("dd", {}, el("span"), " ", el("small")))));
   }
   tiles.forEach(([, value, more], index) => {
     const [main, small] = host.children[index].querySelectorAll("dd > *");
@@ -84,7 +85,7 @@ export function drawConnection(run, connection) {
   let state = "live";
   let words = over ? "complete" : "live";
   if (connection.state === "connecting") [state, words] = ["connecting", "connecting"];
-  else if (connection.state !== "open") [state, words] = ["lost", "no connection"];
+  else if (connection.state !== "open" && !over) [state, words] = ["lost", "no connection"];
   else if (!over && silent > connection.patience) [state, words] = ["old", `no news for ${duration(Math.round(silent))}`];
   node.dataset.state = state;
   if (!node.firstElementChild) put(node, el("span", { class: "words" }));
@@ -108,12 +109,15 @@ const sentences = {
   late: (e) => `${e.worker_id} makes no progress: step ${whole(e.step)}, micro-batch ${e.microbatch}, for ${duration(e.seconds)}`,
   gap: (e) => `Lines ${whole(e.first)} to ${whole(e.last)} of the journal are lost`,
   checkpoint: (e) => checkpointWords(e),
+  note: (e) => e.text,
+  interruption: (e) => `Generation ${e.generation} cost ${e.seconds > 0 ? duration(e.seconds) : "no time"}, at step ${whole(e.step)}: ${e.reason}`,
 };
 
 function levelOf(event) {
   if (event.kind === "problem" || (event.kind === "end" && !event.ok)) return "error";
   if (event.kind === "gone") return { lost: "error", failed: "error", evicted: "error", left: "info", finished: "info" }[event.how] ?? "warning";
   if (["slow-link", "late", "gap", "machine-gone"].includes(event.kind)) return event.is_over ? "info" : "warning";
+  if (event.about === "warning") return "warning";
   return event.level ?? "info";
 }
 
@@ -174,13 +178,16 @@ export function drawCheckpoints(run) {
     return;
   }
   const columns = [...new Set(told.flatMap(Object.keys))].filter((key) => !["kind", "time"].includes(key)).slice(0, 6);
-  put(host, table("Checkpoints", ["When", ...columns], told.slice(-500).reverse().map((event) => [
+  put(host, table("Checkpoints", ["When", ...columns.map((name) => COLUMNS[name] ?? plain(name, 40))], told.slice(-500).reverse().map((event) => [
     clock(event.time, run.overview.time), ...columns.map((key) => cell(key, event[key]))])));
 }
+
+const COLUMNS = { step: "Steps", bytes: "Size", seconds: "Took", text: "What" };
 
 function cell(key, value) {
   if (value === undefined || value === null) return "–";
   if (typeof value === "number") {
+    if (key === "step") return whole(value);
     if (key.endsWith("bytes")) return bytes(value);
     if (key === "seconds" || key.endsWith("_s")) return duration(value);
     return number(value);
@@ -207,7 +214,8 @@ function flat(facts, before = "") {
     const label = before ? `${before} · ${name}` : name;
     if (Array.isArray(value) && value.every((each) => typeof each !== "object")) return [[label, value.join(", ") || "–"]];
     if (value !== null && typeof value === "object") return flat(value, label);
-    return [[label, value === null || value === "" ? "–" : String(value)]];
+    const isTime = ["started", "ended", "time"].includes(name) && typeof value === "number" && value > 1e9;
+    return [[label, value === null || value === "" ? "–" : isTime ? moment(value) : String(value)]];
   });
 }
 
@@ -218,9 +226,10 @@ export function drawBanners(banners) {
   const host = byId("banners");
   const key = JSON.stringify(banners);
   if (host.dataset.key === key) return;
-  const before = new Set([...host.children].map((node) => node.textContent));
+  const words = (text) => text.replace(/\d/g, "");  // a number that grows is not read aloud again
+  const before = new Set([...host.children].map((node) => words(node.textContent)));
   host.dataset.key = key;
   put(host, banners.map(([level, text]) => el("p", { class: "banner", "data-level": level }, icon(level === "info" ? "info" : "warning"), el("span", { class: "name", text }))));
-  const fresh = banners.filter(([, text]) => !before.has(text)).map(([, text]) => text);
+  const fresh = banners.filter(([, text]) => !before.has(words(text))).map(([, text]) => text);
   if (fresh.length) say(byId("spoken"), fresh.join(" "));
 }

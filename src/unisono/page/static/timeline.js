@@ -83,7 +83,7 @@ function history(run) {
   const generations = [];
   const isTold = events.some((event) => event.kind === "joined");
   const begin = (id, event, host, why) => {
-    const span = { id, host, from: event.time, to: now, cameFor: why, wentFor: "", how: "", isOpen: true };
+    const span = { id, host, pid: event.pid, from: event.time, to: now, cameFor: why, wentFor: "", how: "", isOpen: true, missing: 0 };
     open.set(id, span);
     spans.push(span);
   };
@@ -96,6 +96,8 @@ function history(run) {
   for (const event of events) {
     if (!event.time) continue;
     if (event.kind === "joined") {
+      const before = open.get(event.worker_id);
+      if (before && event.pid !== before.pid) end(event.worker_id, before.missing || event.time, "left", "");
       if (!open.has(event.worker_id)) begin(event.worker_id, event, event.host ?? "", event.reason ?? "");
     } else if (event.kind === "gone") {
       if (!open.has(event.worker_id)) begin(event.worker_id, event, event.host ?? "", "");
@@ -105,16 +107,17 @@ function history(run) {
       if (event.generation !== generations.at(-1)?.generation) {
         generations.push({ generation: event.generation, time: event.time, workers: members.length, reason: event.reason ?? "" });
       }
+      // Who is no member any more is told to be gone by an event of its own, where nothing was lost.
+      for (const [id, span] of open) span.missing = members.includes(id) ? 0 : span.missing || event.time;
       if (!isTold) {
         for (const id of [...open.keys()]) if (!members.includes(id)) end(id, event.time, "left", "");
         for (const id of members) if (!open.has(id)) begin(id, event, "", event.reason ?? "");
       }
     } else if (event.kind === "end") {
       for (const id of [...open.keys()]) end(id, event.time, event.ok ? "finished" : "left", event.reason ?? "");
-    } else if (event.kind === "start") {
-      for (const id of [...open.keys()]) end(id, event.time, "left", "the run was started again");
     }
   }
+  for (const [id, span] of [...open]) if (span.missing) end(id, span.missing, "left", "");
   return { spans, generations };
 }
 
@@ -162,5 +165,7 @@ function sentence(run, spans, generations) {
   if (there) parts.push(`${whole(there)} there now`);
   if (generations.length) parts.push(count(generations.length, "generation"));
   parts.push(lost.length ? `${whole(lost.length)} lost or failed` : "none lost");
+  const cost = run.events.filter((event) => event.kind === "interruption").map((event) => event.seconds || 0);
+  if (cost.length) parts.push(`${count(cost.length, "change")} of generation cost ${duration(cost.reduce((a, b) => a + b, 0))}`);
   return `${parts.join(", ")}.${run.isCut ? " The oldest events are not shown." : ""}`;
 }

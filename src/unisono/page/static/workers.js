@@ -9,8 +9,8 @@ const SORT_EVERY_MS = 5000;
 /** Kinds of values that `times` has beside the parts of a step. */
 const NOT_PARTS = new Set(["leaves", "waits_s", "link_s", "link_bytes", "overlap_s", "page_faults"]);
 const WORDS = { leaves: "micro-batches", waits_s: "wait for one other worker", overlap_s: "sending during backward", page_faults: "page faults", link_s: "busiest link", link_bytes: "bytes on the busiest link" };
-const TONES = { lost: "bad", failed: "bad", late: "warn", leaving: "warn", joining: "warn", waiting: "warn", left: "soft", finished: "soft" };
-const ICONS = { training: "training", lost: "failed", failed: "failed", late: "warning", finished: "done", joining: "waiting", waiting: "waiting", leaving: "stopped", left: "stopped" };
+const TONES = { lost: "bad", failed: "bad", late: "warn", leaving: "warn", joining: "warn", waiting: "warn", left: "soft", finished: "soft", ended: "soft" };
+const ICONS = { training: "training", lost: "failed", failed: "failed", late: "warning", finished: "done", joining: "waiting", waiting: "waiting", leaving: "stopped", left: "stopped", ended: "stopped" };
 const BUSY = "busy";
 
 const isPart = (name) => !NOT_PARTS.has(name);
@@ -29,7 +29,7 @@ export class Workers {
       el("caption", { class: "unseen", text: "Workers, and where their time goes" }),
       el("thead", {}, el("tr", {},
         heading("Worker"), heading("Machine", "less"), heading("State"), heading("Share", "num less"), heading("Its time", "bar-cell"),
-        heading("Step", "num"), heading("Waits", "num"), heading("for", "less"), heading("Cores", "num less"), heading("Memory", "num less"))),
+        heading("Step", "num"), heading("Waits", "num"), heading("for", "less"), heading("Cores", "num less least"), heading("Memory", "num less least"))),
       this.body);
     for (const id of ["workers-of", "workers-order"]) {
       byId(id).addEventListener("change", () => {
@@ -72,7 +72,7 @@ export class Workers {
       id, host: now.get(id)?.host ?? "", state: now.get(id)?.state ?? "", rank: now.get(id)?.rank ?? null,
       share: sum(leaves) > 0 ? leaves[at] / sum(leaves) : 0,
       parts: Object.fromEntries(parts.map((part) => [part, mean(times.values[part], at)])),
-      waitsFor: commonest((times.waits_for ?? []).map((point) => point?.[at])), cores: 0, memory: 0 }))
+      waitsFor: commonest((times.waits_for ?? []).map((point) => point?.[at])), cores: now.get(id)?.cores ?? 0, memory: now.get(id)?.memory_bytes ?? 0 }))
       .filter((row) => total(row.parts) > 0);
   }
 
@@ -119,8 +119,8 @@ export class Workers {
       el("td", { class: "num", text: isThere ? duration(all) : "–" }),
       el("td", { class: "num", text: isThere ? percent(waits / all) : "–" }),
       el("td", { class: "less name", text: plain(row.waitsFor || "–", 40) }),
-      el("td", { class: "num less", text: row.cores ? row.cores.toFixed(1) : "–" }),
-      el("td", { class: "num less", text: row.memory ? bytes(row.memory) : "–" }));
+      el("td", { class: "num less least", text: row.cores ? row.cores.toFixed(1) : "–" }),
+      el("td", { class: "num less least", text: row.memory ? bytes(row.memory) : "–" }));
   }
 }
 
@@ -214,7 +214,9 @@ class HeatMap {
     let busy = null;
     for (const part of Object.keys(values)) {
       const seconds = values[part][point]?.[worker];
-      if (isPart(part) && part !== WAITING && Number.isFinite(seconds)) busy = (busy ?? 0) + seconds;
+      if (!isPart(part)) continue;
+      if (!Number.isFinite(seconds)) return null;
+      if (part !== WAITING) busy = (busy ?? 0) + seconds;
     }
     return busy;
   }

@@ -7,9 +7,9 @@ import sys
 
 from unisono.watch.terminal.base import BALANCE_EVERY_S, Terminal, summary
 from unisono.watch.terminal.canvas import is_drawable
-from unisono.watch.terminal.plain import PLAIN_EVERY_S, Plain
+from unisono.watch.terminal.plain import Plain
 
-__all__ = ["BALANCE_EVERY_S", "PLAIN_EVERY_S", "Plain", "Terminal", "summary", "terminal"]
+__all__ = ["BALANCE_EVERY_S", "Plain", "Terminal", "summary", "terminal"]
 
 
 def terminal() -> Terminal:

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from unisono.events import Announcement, Event, Problem, RunEnded, StepFinished, WorkerOutput
+from unisono.events import Announcement, Event, LinkSlow, Problem, RunEnded, StepFinished, WorkerOutput
+from unisono.overview import link_words
 from unisono.words import count, progress
 
 __all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "duration", "summary"]
@@ -98,6 +99,8 @@ class Terminal(ABC):
                 self._output(event)
             case Announcement():
                 self._say(event.text)
+            case LinkSlow():
+                self._say(link_words(event))
             case Problem():
                 if words := problem_words(event):
                     self._say(words)

@@ -76,7 +76,7 @@ def _axis(points: Sequence[CurvePoint], columns: int, until: int, *, is_log: boo
 
 
 def _between(low: float, high: float, at: float) -> float:
-    return low + (high - low) * at
+    return low * (1 - at) + high * at
 
 
 class _Band(NamedTuple):
@@ -93,10 +93,10 @@ def _bands(
     """Return the bands of the columns of dots, as far as there are any."""
     if not points:
         return []
-    bottom, top = shown(low), shown(high)
+    bottom, top = shown(low) / 2, shown(high) / 2  # halves: the range of two large numbers is a number
 
     def row(value: float) -> float:
-        return (shown(value) - bottom) / (top - bottom) * (tall - 1)
+        return min(tall - 1.0, max(0.0, (shown(value) / 2 - bottom) / (top - bottom) * (tall - 1)))
 
     first, last = points[0].step, points[-1].step
     own: dict[int, list[CurvePoint]] = {}
@@ -108,7 +108,7 @@ def _bands(
         end = _Band(
             row(min(point.low for point in found)),
             row(max(point.high for point in found)),
-            row(sum(point.mean for point in found) / len(found)),
+            row(sum(point.mean / len(found) for point in found)),
         )
         start, before = (bands[-1], len(bands) - 1) if bands else (end, 0)
         for between in range(before + 1, column):  # no point: the band that joins those beside it
@@ -119,26 +119,38 @@ def _bands(
 
 
 def _cells(bands: Sequence[_Band], wide: int, rows: int, *, unicode: bool) -> list[Line]:
-    """Return the rows of characters, the highest first. What holds the mean is brighter than the rest of the band."""
+    """Return the rows of characters, the highest first.
+
+    The mean is a line without holes, and the rest of the band is lighter: every other dot, or a character of its own.
+    """
     across, down = (2, 4) if unicode else (1, 1)
+    tall = rows * down
     dots = [[0] * wide for _ in range(rows)]
     means = set()
-    lowest, highest = 0, rows * down - 1
+    before = -1
     for column, band in enumerate(bands):
-        # It touches the column before: a steep curve has no holes.
-        lowest, highest = min(round(band.low), highest + 1), max(round(band.high), lowest - 1)
-        for dot in range(lowest, highest + 1):
-            row, part = divmod(rows * down - 1 - dot, down)
+        low, high, mean = round(band.low), round(band.high), round(band.mean)
+        line = range(min(mean, before + 1), max(mean, before - 1) + 1) if before >= 0 else range(mean, mean + 1)
+        means |= {((tall - 1 - dot) // down, column // across) for dot in line}
+        shade = (dot for dot in range(low, high + 1) if not unicode or dot in (low, high) or (dot + column) % 2)
+        for dot in (*line, *shade):
+            row, part = divmod(tall - 1 - dot, down)
             dots[row][column // across] |= _DOTS[column % across][part]
-        means.add(((rows * down - 1 - round(band.mean)) // down, column // across))
+        before = mean
     lines: list[Line] = []
     for row, cells in enumerate(dots):
-        texts = [(chr(0x2800 + cell) if unicode else "*") if cell else " " for cell in cells]
-        styles = ["cyan" if (row, column) in means else "dim" for column in range(wide)]
+        is_mean = [(row, column) in means for column in range(wide)]
+        texts = [_character(cell, bright, unicode=unicode) for cell, bright in zip(cells, is_mean, strict=True)]
         lines.append(
             [
-                ("".join(text for text, _ in found), style)
-                for style, found in groupby(zip(texts, styles, strict=True), key=operator.itemgetter(1))
+                ("".join(text for text, _ in found), "cyan" if bright else "dim")
+                for bright, found in groupby(zip(texts, is_mean, strict=True), key=operator.itemgetter(1))
             ]
         )
     return lines
+
+
+def _character(cell: int, is_mean: bool, *, unicode: bool) -> str:
+    if not cell:
+        return " "
+    return chr(0x2800 + cell) if unicode else "*" if is_mean else ":"

@@ -16,7 +16,7 @@ from unisono.watch.terminal.curve import draw_curve
 from unisono.watch.terminal.text import Line, Span, cut, duration, filled, harmless, number, size, time_of_day, width
 from unisono.words import count, progress
 
-__all__ = ["draw", "header", "in_short", "levels", "made_harmless", "workers_rows"]
+__all__ = ["draw", "fitted", "header", "in_short", "levels", "made_harmless", "workers_rows"]
 
 _NARROW: Final = 60
 """With fewer columns a worker is shown in short."""
@@ -55,15 +55,19 @@ _QUIET: Final = ("training", "waiting", "finished")
 """States of a worker that need not be seen among many."""
 
 
-def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -> list[Line]:
+def draw(
+    overview: Overview, columns: int, rows: int, *, unicode: bool = True, most_recent: int | None = None
+) -> list[Line]:
     """Return the lines that show a run: at most so many, at most so wide.
 
     Args:
+        most_recent: so many sentences about what has happened may be shown where there is room; default: a few, always
+            as many.
         unicode: the terminal shows other characters than those of ASCII.
     """
     overview = made_harmless(overview)
     if rows < 5 or columns < 24:
-        return [_cut(in_short(overview), columns, unicode=unicode)][:rows]
+        return [fitted(in_short(overview), columns, unicode=unicode)][:rows]
     lines = header(overview, columns, unicode=unicode)
     num_recent = 3 if rows < 18 else 4 if rows < 28 else 6
     room = rows - len(lines) - num_recent
@@ -74,8 +78,9 @@ def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -
         lines += draw_curve(overview.curve, columns, curve, last=overview.step, unicode=unicode)
         room -= curve + 1
     lines += workers_rows(overview, columns, max(1, room), unicode=unicode)
-    lines += _recent(overview.recent, columns, max(0, min(num_recent, rows - len(lines))))
-    return [_cut(line, columns, unicode=unicode) for line in lines[:rows]]
+    most = num_recent if most_recent is None else most_recent
+    lines += _recent(overview.recent, columns, max(0, min(most, rows - len(lines))))
+    return [fitted(line, columns, unicode=unicode) for line in lines[:rows]]
 
 
 def made_harmless(overview: Overview) -> Overview:
@@ -105,7 +110,7 @@ def made_harmless(overview: Overview) -> Overview:
     )
 
 
-def _cut(line: Line, columns: int, *, unicode: bool) -> Line:
+def fitted(line: Line, columns: int, *, unicode: bool) -> Line:
     """Return what of a line fits."""
     found: Line = []
     room = columns
@@ -205,10 +210,13 @@ def _news(overview: Overview) -> Line:
 def workers_rows(overview: Overview, columns: int, rows: int, *, unicode: bool) -> list[Line]:
     """Return the line with the legend, and one row for each worker, or for those that need to be seen."""
     workers = overview.workers
+    members = [worker for worker in workers if worker.rank is not None]
+    if len(workers) > rows - 1:  # of those that have gone, the events tell
+        workers = [*members, *[worker for worker in workers if worker.rank is None][: max(0, rows - 1 - len(members))]]
     several = len({worker.host for worker in workers if worker.host}) > 1
-    shown, others = (list(workers), []) if len(workers) <= rows - 1 else _notable(workers, max(0, rows - 2))
+    shown, others = (workers, []) if len(workers) <= rows - 1 else _notable(workers, max(0, rows - 2))
     style = _Row(columns, several, max((width(worker.worker_id) for worker in workers), default=2), unicode)
-    lines = [style.legend(workers)]
+    lines = [style.legend(workers, len(members))]
     lines += [style.row(worker) for worker in shown]
     if others:
         lines.append(style.summary(others, is_all=not shown))
@@ -240,6 +248,7 @@ class _Row:
 
     def __init__(self, columns: int, several_hosts: bool, longest: int, unicode: bool) -> None:
         self._unicode = unicode
+        self._columns = columns
         self._is_narrow = columns < _NARROW
         self._id = min(8, max(3, longest))
         self._host = min(14, columns // 8) if several_hosts and not self._is_narrow else 0
@@ -251,13 +260,16 @@ class _Row:
             fixed += part + 1 if part else 0
         self._bar = max(4, columns - fixed)
 
-    def legend(self, workers: Sequence[WorkerNow]) -> Line:
-        """Return the headings, and what the characters of the bars stand for."""
-        if self._is_narrow:
-            seen = [part for part in _names() if any(_share(worker.seconds, part) >= _LEAST_LOSS for worker in workers)]
-            return [span for part in seen or [_COMPUTE] for span in self._key(part)]
-        head = f"{count(len(workers), 'worker')}: "
-        return [(head, "dim"), *(span for part in _names() for span in self._key(part))]
+    def legend(self, workers: Sequence[WorkerNow], number: int) -> Line:
+        """Return how many members there are, and what the characters of the bars stand for."""
+        line: Line = [] if self._is_narrow else [(f"{count(number, 'worker')}: ", "dim")]
+        for part in _names():
+            key = self._key(part)
+            is_seen = any(_share(worker.seconds, part) >= _LEAST_LOSS for worker in workers)
+            room = self._columns - sum(width(text) for text, _ in line)
+            if (is_seen or not self._is_narrow) and room >= sum(width(text) for text, _ in key) - 1:
+                line += key
+        return line
 
     def _key(self, part: str) -> Line:
         return [(self._character(part), _colour(part)), (f" {part} ", "dim")]
@@ -269,7 +281,9 @@ class _Row:
         if self._device:
             line.append((filled(worker.device, self._device) + " ", "dim"))
         line.append((filled(worker.state, 8) + " ", _STATES.get(worker.state, "")))
-        line.append((f"{100 * worker.share:>3.0f} % " if worker.rank is not None else " " * 6, ""))
+        if worker.rank is None:  # it does not take part
+            return line
+        line.append((f"{100 * worker.share:>3.0f} % ", ""))
         line += self._stack(worker.seconds)
         if self._words:
             line.append((" " + filled(_loss_words(worker), self._words), ""))

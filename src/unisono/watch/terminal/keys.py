@@ -37,7 +37,7 @@ class Keys:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._before is not None:
+        if self._before is not None and self._is_in_front():
             with contextlib.suppress(termios.error, OSError):
                 termios.tcsetattr(self._descriptor, termios.TCSANOW, self._before)
 
@@ -59,9 +59,15 @@ class Keys:
     def _prepare(self) -> None:
         """Have single keys. Again after Ctrl-Z and fg, because the shell has set what it wants."""
         with contextlib.suppress(termios.error, OSError):
-            is_ours = os.tcgetpgrp(self._descriptor) == os.getpgrp()
-            if is_ours and termios.tcgetattr(self._descriptor)[3] & termios.ICANON:
+            if self._is_in_front() and termios.tcgetattr(self._descriptor)[3] & termios.ICANON:
                 tty.setcbreak(self._descriptor, termios.TCSANOW)
+
+    def _is_in_front(self) -> bool:
+        """Return whether this process may change the terminal: one in the background would be stopped."""
+        try:
+            return os.tcgetpgrp(self._descriptor) == os.getpgrp()
+        except OSError:  # it is not the terminal that controls this process
+            return True
 
 
 def _keys(data: bytes) -> list[str]:

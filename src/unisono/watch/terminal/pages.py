@@ -9,7 +9,7 @@ from typing import Final
 
 from unisono.overview import Overview
 from unisono.watch.terminal.curve import draw_curve
-from unisono.watch.terminal.drawing import draw, header, levels, made_harmless, workers_rows
+from unisono.watch.terminal.drawing import draw, fitted, header, levels, made_harmless, workers_rows
 from unisono.watch.terminal.text import Line, cut, filled, harmless, time_of_day
 
 __all__ = ["PAGES", "Looked", "draw_page", "turned"]
@@ -66,9 +66,10 @@ def draw_page(
     room = max(1, rows - 1)
     lines: list[Line]
     if looked.has_help:
-        lines = [[(filled(key, 18), "bold"), (cut(words, columns - 18), "")] for key, words in _HELP][:room]
-    elif looked.page == "run" or room < 6:
-        lines = draw(overview, columns, room, unicode=unicode)
+        wide = min(18, columns)
+        lines = [[(filled(key, wide), "bold"), (cut(words, columns - wide), "")] for key, words in _HELP][:room]
+    elif looked.page == "run" or room < 6 or columns < 24:
+        lines = draw(overview, columns, room, unicode=unicode, most_recent=room)
     else:
         overview = made_harmless(overview)
         head = header(overview, columns, unicode=unicode)
@@ -76,14 +77,14 @@ def draw_page(
         lines, looked = head + part, replace(looked, first=first)
     lines += [[]] * (room - len(lines))
     lines.append(_footer(note, looked, columns))
-    return lines[:rows], looked
+    return [fitted(line, columns, unicode=unicode) for line in lines[:rows]], looked
 
 
 def _footer(note: str, looked: Looked, columns: int) -> Line:
     if note:
         return [(cut(harmless(note.partition("\n")[0]), columns), "warning")]
     if looked.has_help:
-        return [("any key goes back", "dim")]
+        return [(cut("any key goes back", columns), "dim")]
     keys = "q quit  ? help  tab " + " ".join(f"[{page}]" if page == looked.page else page for page in PAGES)
     return [(cut(keys, columns), "dim")]
 

@@ -6,30 +6,36 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Final, TextIO
+from typing import TextIO
 
 from unisono.events import RunEnded, StepFinished, WorkerOutput
+from unisono.watch.cadence import Cadence
 from unisono.watch.terminal.base import Terminal, done, summary
 from unisono.words import count
 
-__all__ = ["PLAIN_EVERY_S", "Plain"]
-
-PLAIN_EVERY_S: Final = 2.0
+__all__ = ["Plain"]
 
 
 class Plain(Terminal):
-    """Lines, for files and pipes: a step at most every `PLAIN_EVERY_S`, and the last one."""
+    """Lines, for files and pipes: steps in the rhythm of `Cadence`, the last one, and at once whatever else happens.
+
+    Lines about the run begin with the date and the time. What workers print stays as it is: scripts may say the time
+    themselves, and other programs may read it.
+    """
 
     def __init__(
         self,
         out: TextIO | None = None,
         err: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(clock)
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
-        self._shown_at = -PLAIN_EVERY_S
+        self._wall = wall
+        self._steps = Cadence()
+        self._balances = Cadence()
         self._is_shown = True
         self._failing: list[TextIO] = []
         """Streams whose last line could not be written."""
@@ -43,17 +49,23 @@ class Plain(Terminal):
 
     def _say(self, text: str) -> None:
         for line in text.splitlines():
-            self._write(self._err, f"unisono: {line}")
+            self._write(self._err, f"{self._now()} unisono: {line}")
+
+    def _say_balance(self, text: str) -> None:
+        if text and self._balances.is_due(now := self._clock()):
+            self._balances.said(now)
+            self._say(text)
 
     def _step(self, step: StepFinished) -> None:
         self._is_shown = False
-        if self._clock() - self._shown_at >= PLAIN_EVERY_S:
+        if self._steps.is_due(now := self._clock()):
+            self._steps.said(now)
             self._show()
 
     def _end(self, ended: RunEnded) -> None:
         if not self._is_shown:
             self._show()
-        self._write(self._out if ended.ok else self._err, f"unisono: {summary(self._pace, ended)}")
+        self._write(self._out if ended.ok else self._err, f"{self._now()} unisono: {summary(self._pace, ended)}")
         if ended.traceback:
             self._write(self._err, ended.traceback.rstrip("\n"))
 
@@ -61,7 +73,6 @@ class Plain(Terminal):
         last = self._pace.last
         if last is None:
             return
-        self._shown_at = self._clock()
         self._is_shown = True
         parts = (
             done(last),
@@ -70,7 +81,10 @@ class Plain(Terminal):
             self._left(last),
             count(len(last.workers), "worker"),
         )
-        self._write(self._out, f"unisono: {'  '.join(filter(None, parts))}")
+        self._write(self._out, f"{self._now()} unisono: {'  '.join(filter(None, parts))}")
+
+    def _now(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._wall()))
 
     def _write(self, stream: TextIO, line: str) -> None:
         """Write a line. Errors are no reason to end the training."""
@@ -85,7 +99,9 @@ class Plain(Terminal):
         except OSError as error:  # a full disk: this line is lost, those after it perhaps not
             self._failing.append(stream)
             if not was_failing and stream is self._out:
-                self._write(self._err, f"unisono: standard output cannot be written: {error}; the run goes on")
+                self._write(
+                    self._err, f"{self._now()} unisono: standard output cannot be written: {error}; the run goes on"
+                )
 
 
 def _turn_off(stream: TextIO) -> None:

@@ -67,18 +67,20 @@ class Screen:
         self._before: Any = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGCONT, self._on_continue)
-        self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        """From the first thing on that there is to show."""
 
     def show(self) -> None:
         """Have a picture from now on."""
-        self._has_picture = True
+        if not self._has_picture:
+            self._has_picture = True
+            self.refresh()
 
     def refresh(self) -> None:
         """Draw the picture soon, not only when it is due."""
         with self._lock:
             self._is_urgent = True
-            self._wakes.notify()
+            self._wake()
 
     def put(self, line: str) -> None:
         """Write a line above the picture. Returns at once."""
@@ -88,7 +90,7 @@ class Screen:
                 self._num_lost += 1
             self._lines.append(line)
             if len(self._lines) == 1:
-                self._wakes.notify()
+                self._wake()
 
     def close(self, *last: str) -> None:
         """Write what is left, the picture once more and then the last lines, as far as the terminal takes them soon."""
@@ -97,12 +99,20 @@ class Screen:
                 return
             self._last = list(last)
             self._is_closing = True
-            self._wakes.notify()
-        self._thread.join(CLOSE_S)
+            thread = self._wake()
+        thread.join(CLOSE_S)
         if self._before is not None:
             signal.signal(signal.SIGCONT, self._before)
 
     # -- the thread ----------------------------------------------------------------------------------
+
+    def _wake(self) -> threading.Thread:
+        """Have the thread look. The caller has the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
+            self._thread.start()
+        self._wakes.notify()
+        return self._thread
 
     def _work(self) -> None:
         seen = time.monotonic()

@@ -1,0 +1,60 @@
+"""``unisono report``: one HTML file about a run, or about several side by side."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from unisono.errors import UsageError
+from unisono.words import count
+
+__all__ = ["report"]
+
+DEFAULT = "report.html"
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write. Default: report.html in the "
+              "directory of the run; of several runs, in the current directory.")  # fmt: skip
+def report(runs: tuple[Path, ...], output: Path | None) -> int:
+    """Write a report of one run, or of several RUNS side by side, as one HTML file that needs nothing else.
+
+    It shows the result, the curves, where the workers' time went, every interruption and its cost, and what would make
+    the run faster. It can be written while the run goes on.
+    """
+    from unisono import rundir
+    from unisono.report import account
+    from unisono.report import report as made_of
+
+    for run in runs:
+        if not run.is_dir() or rundir.holder(run) is None:
+            raise UsageError(f"there is no run in {run}: no {rundir.RUN_FILE}, and no journal")
+    try:
+        accounts = [account(run) for run in runs]
+    except OSError as error:
+        raise UsageError(f"a run cannot be read: {error}") from error
+    target = output or (runs[0] / DEFAULT if len(runs) == 1 else Path(DEFAULT))
+    _write(target, made_of(accounts, time.time()))
+    for each in accounts:
+        click.echo(f"{each.name}: {each.sentence}")
+        for advice in each.advice[:3]:
+            click.echo(f"  {advice.text}")
+        for note in each.notes:
+            click.echo(f"  not shown: {note}")
+    click.echo(f"the report of {count(len(accounts), 'run')} is {target}")
+    return 0
+
+
+def _write(target: Path, text: str) -> None:
+    """Write the file at once, or leave what is there."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UsageError(f"the report cannot be written to {target}: {error}") from error

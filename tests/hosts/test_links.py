@@ -1,0 +1,110 @@
+"""A link or a host that becomes slow in mid-run is named, and the time goes where it belongs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import linked_training
+from tests.hosts.lab import Lab, laid
+from tests.waiting import WAIT_S
+from tests.workers.conftest import Command, Unisono
+from tests.workers.gates import Gates
+from unisono.history import History
+
+SCRIPT = Path(linked_training.__file__)
+JOIN, CHANGE, MEND = 2, 300, 307
+"""Gates: the other host joins; something becomes slow; it ends. Before that, steps enough to know what is usual."""
+STEPS = 450
+SLOW_S = 0.1
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with laid(2) as lab:
+        yield lab
+
+
+def started(lab: Lab, unisono: Unisono, run_dir: Path, gates: Gates, *arguments: object) -> Command:
+    """A run with a worker on each of two machines."""
+    first, second = lab.machines
+    options = ("--run-dir", run_dir, "--bind", first.address, "--heartbeat-s", 0.3, "--timeout-s", 3600)
+    script = ("--", "--steps", STEPS, "--gates", gates.folder, *arguments)
+    command = first.start(unisono, "run", SCRIPT, "-n", 1, *options, *script)
+    gates.wait(JOIN)
+    token = gates.folder.parent / "token"
+    token.write_text((run_dir / "token").read_text())
+    url = json.loads((run_dir / "head.json").read_text())["url"]
+    second.start(unisono, "join", url, "--token-file", token, "-n", 1)
+    gates.open(JOIN, command.generation("with 2 workers"))
+    gates.wait(CHANGE, workers=2)
+    return command
+
+
+def seconds_of(run_dir: Path, part: str, first: int, last: int) -> list[float]:
+    """By worker, how long a part has taken in these steps together."""
+    found = History(run_dir)
+    found.refresh()
+    rows = found.times(first, last, 1000)["values"][part]
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def said(command: Command, *words: str) -> list[str]:
+    return [line for line in command.err if all(word in line for word in words)]
+
+
+def test_a_link_that_is_slowed_in_mid_run_is_named_and_its_time_is_booked_as_network(
+    lab: Lab, unisono: Unisono, tmp_path: Path
+) -> None:
+    """10 Mbit/s in one direction: both workers spend these steps on the network and hardly wait for each other."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (JOIN, CHANGE, MEND)) as gates:
+        command = started(lab, unisono, run_dir, gates)
+        lab.limit(0, 10)
+        gates.open(CHANGE)
+        gates.wait(MEND, workers=2)
+        lab.mend()
+        gates.open(MEND)
+        assert command.process.wait(WAIT_S) == 0
+    slow = range(CHANGE + 1, MEND - 1)
+    of_part = {part: seconds_of(run_dir, part, slow.start, slow.stop - 1) for part in ("network", "waiting", "link_s")}
+    for worker in range(2):
+        assert of_part["network"][worker] > 0.5 * len(slow)
+        assert of_part["waiting"][worker] < 0.2 * of_part["network"][worker]
+    assert of_part["link_s"][0] > 0.5 * len(slow)
+    begun, over = said(command, "the network from m")
+    assert "the network from m0" in begun
+    assert "to m1" in begun
+    assert "each step takes" in begun
+    assert "as fast as before" in over
+    events = [event for event in History(run_dir).events()["events"] if event["kind"] == "slow-link"]
+    assert [event.get("is_over", False) for event in events] == [False, True]
+    assert all(event["time"] > 0.0 for event in events)
+
+
+def test_a_host_that_becomes_slow_in_mid_run_is_named_and_the_other_waits_for_its_worker(
+    lab: Lab, unisono: Unisono, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (JOIN, CHANGE, MEND)) as gates:
+        arguments = ("--slow-host", "m1", "--slow-from", CHANGE, "--slow-until", MEND + 2, "--slow-s", SLOW_S)
+        command = started(lab, unisono, run_dir, gates, *arguments)
+        gates.open(CHANGE)
+        gates.wait(MEND, workers=2)
+        gates.open(MEND)
+        assert command.process.wait(WAIT_S) == 0
+    slow = range(CHANGE + 1, MEND - 1)
+    waited, network = (seconds_of(run_dir, part, slow.start, slow.stop - 1)[0] for part in ("waiting", "network"))
+    assert waited > 1.5 * SLOW_S * len(slow)
+    assert network < 0.2 * waited
+    history = History(run_dir)
+    history.refresh()
+    assert {row[0] for row in history.times(slow.start, slow.stop - 1, 1000)["waits_for"]} == {"w1"}
+    assert said(command, "w1 on m1", "as long for a micro-batch as")
+    assert said(command, "w1 on m1", "is not slow any more")
+    texts = [event["text"] for event in history.events()["events"] if event["kind"] == "announcement"]
+    assert any("as long for a micro-batch as" in text for text in texts)
+    assert not said(command, "the network from m")

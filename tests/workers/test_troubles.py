@@ -1,0 +1,286 @@
+"""What the head does with a problem: it is said at once, all are asked, and whatever fails then, the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import WAIT_S
+from unisono.events import Announcement, Problem, WorkerLate
+from unisono.head import troubles
+from unisono.head.troubles import MOST_FILES, Troubles
+from unisono.messages import Ailing, Holds, Inquire, Statement
+from unisono.problems import writing
+from unisono.problems.kinds import Trouble
+from unisono.rundir import RUN_FILE
+
+HANG = Trouble(kind="hang", worker_id="w1", host="b", step=4, where="step 4", seconds=60.0)
+TOKEN = "the-token-of-this-run"
+
+
+class Lab:
+    """A head with two workers and an agent; the test answers for them."""
+
+    def __init__(self, directory: Path | None, *, sees: bool = True) -> None:
+        self.path, self.sees = directory, sees
+        self.told: list[Problem] = []
+        self.asked: list[tuple[list[str], Inquire]] = []
+        self.announced: list[str] = []
+        self.handed: dict[str, str] = {}
+        self.alive = ["w0", "w1"]
+        self.troubles = Troubles(self, "run1", [TOKEN])
+        if directory is not None:
+            directory.mkdir()
+            (directory / RUN_FILE).write_text('{"run_id": "run1"}')
+
+    def tell(self, problem: Problem) -> None:
+        self.told.append(problem)
+
+    def ask(self, names: Iterable[str], question: Inquire) -> None:
+        self.asked.append((list(names), question))
+
+    def announce(self, text: str) -> None:
+        self.announced.append(text)
+
+    def workers(self) -> Sequence[str]:
+        return self.alive
+
+    def host_of(self, worker_id: str) -> str:
+        return "b"
+
+    def num_workers_on(self, host: str) -> int:
+        return len(self.alive)
+
+    def agents(self) -> Mapping[str, str]:
+        return {"agent0": "b"}
+
+    def directory(self) -> str:
+        return str(self.path or "")
+
+    def sees_directory(self) -> bool:
+        return self.sees and self.path is not None
+
+    def hand_over(self, name: str, content: str) -> None:
+        self.handed[name] = content
+
+    def facts(self) -> dict[str, str]:
+        return {"run": "run1"}
+
+    def settings(self) -> str:
+        return f"url wss://{TOKEN}@host:1"
+
+    def recipe(self) -> str:
+        return ""
+
+    def answer(self, name: str, text: str) -> None:
+        self.troubles.heard(name, Statement(number=self.asked[-1][1].number, text=text))
+
+    def files(self) -> list[str]:
+        assert self.path is not None
+        return [file.read_text() for file in sorted((self.path / "problems").glob("*.txt"))]
+
+    async def until(self, there: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not there():
+                await asyncio.sleep(0.001)
+
+
+def play(lab: Lab, story: Callable[[Lab], Awaitable[None]]) -> Lab:
+    async def run() -> None:
+        await story(lab)
+        await lab.troubles.end()
+
+    asyncio.run(run())
+    return lab
+
+
+def test_a_problem_is_said_before_anybody_has_answered(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        lab.troubles.take(HANG)
+        assert lab.told[0].text.startswith("w1 on host b hung in step 4: it has made no progress for 60 s. ")
+        assert lab.told[0].evidence.startswith("problems/")
+        assert lab.asked[0][0] == ["w1", "w0", "agent0"], "the culprit first"
+        for name in ("w0", "w1", "agent0"):
+            lab.answer(name, f"{name} says so")
+        await lab.until(lambda: lab.files())
+
+    (content,) = play(Lab(tmp_path / "run"), story).files()
+    assert "[w1]\nw1 says so\n\n[w0]\nw0 says so" in content
+    assert "[b]\nagent0 says so" in content, "the machine by its name"
+    assert TOKEN not in content
+
+
+def test_who_does_not_answer_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(troubles, "ANSWER_S", 0.05)
+
+    async def story(lab: Lab) -> None:
+        lab.troubles.take(HANG)
+        lab.answer("w0", "in the sum")
+        lab.answer("agent0", "much memory")
+        await lab.until(lambda: lab.files())
+
+    (content,) = play(Lab(tmp_path / "run"), story).files()
+    assert (
+        "[w1]\n(no answer: nothing within 0 s: its process has ended, or native code holds its interpreter)" in content
+    )
+    assert "[w0]\nin the sum" in content
+
+
+def test_what_a_worker_has_said_when_it_was_late_names_the_line_at_which_it_hangs(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        late = Statement(number=-1, text="main thread: ...", place="dataset.py:33 __getitem__")
+        lab.troubles.heard("w1", late)
+        lab.troubles.take(HANG)
+        lab.troubles.gone("w1")
+        lab.answer("w0", "in the sum")
+        lab.answer("agent0", "x")
+        await lab.until(lambda: lab.files())
+
+    lab = play(Lab(tmp_path / "run"), story)
+    assert "its main thread has been in dataset.py:33 __getitem__ for 60 s" in lab.told[0].text
+    assert "[w1]\n(when it was late)\nmain thread: ..." in lab.files()[0]
+
+
+def test_after_a_loss_the_others_are_asked_later_and_at_the_end_of_the_run_at_once(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        lab.alive = ["w0"]
+        lab.troubles.take(Trouble(kind="crash", worker_id="w1", exit_code=-9))
+        assert lab.told
+        assert not lab.asked, "they go on first"
+        lab.troubles.hurry()
+        assert lab.asked[0][0] == ["w0", "agent0"]
+        lab.troubles.hurry()
+        assert len(lab.asked) == 1
+
+    (content,) = play(Lab(tmp_path / "run"), story).files()
+    assert "w1 was killed by signal 9 (SIGKILL)" in content
+
+
+def test_one_problem_is_said_once(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        for _ in range(3):
+            lab.troubles.take(HANG)
+        lab.troubles.take(Trouble(kind="hang", worker_id="w1", step=5))
+
+    assert [problem.step for problem in play(Lab(tmp_path / "run"), story).told] == [4, 5]
+
+
+def test_so_many_problems_have_a_file_and_all_have_a_sentence(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        for step in range(MOST_FILES + 5):
+            lab.troubles.take(Trouble(kind="hang", worker_id="w1", step=step))
+
+    lab = play(Lab(tmp_path / "run"), story)
+    assert len(lab.files()) == MOST_FILES
+    assert [bool(problem.evidence) for problem in lab.told] == [True] * MOST_FILES + [False] * 5
+
+
+def test_a_full_disk_costs_the_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def story(lab: Lab) -> None:
+        monkeypatch.setattr(Path, "write_text", no_room)
+        lab.troubles.take(HANG)
+        for name in ("w0", "w1", "agent0"):
+            lab.answer(name, "x")
+        await lab.until(lambda: lab.announced)
+
+    lab = play(Lab(tmp_path / "run"), story)
+    assert lab.announced == [f"{lab.told[0].evidence} could not be written: No space left on device"]
+
+
+def test_a_disk_that_stands_still_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    still = threading.Event()
+    monkeypatch.setattr(troubles, "write", lambda *_: still.wait(WAIT_S))
+    monkeypatch.setattr(troubles, "END_S", 0.05)
+
+    async def story(lab: Lab) -> None:
+        lab.troubles.take(HANG)
+        for name in ("w0", "w1", "agent0"):
+            lab.answer(name, "x")
+
+    began = time.monotonic()
+    play(Lab(tmp_path / "run"), story)
+    assert time.monotonic() - began < WAIT_S / 2
+    still.set()
+
+
+def test_a_directory_of_another_run_is_left_alone(tmp_path: Path) -> None:
+    lab = Lab(tmp_path / "run")
+    (tmp_path / "run" / RUN_FILE).write_text('{"run_id": "another"}')
+
+    async def story(lab: Lab) -> None:
+        lab.troubles.take(HANG)
+
+    play(lab, story)
+    assert not (tmp_path / "run" / writing.FOLDER).exists()
+
+
+@pytest.mark.parametrize("ends_run", [False, True])
+def test_where_the_head_does_not_see_the_directory_another_machine_writes(tmp_path: Path, ends_run: bool) -> None:
+    """At the end of the run before that machine has gone, without waiting for answers."""
+
+    async def story(lab: Lab) -> None:
+        lab.troubles.take(Trouble(kind="hang", worker_id="w1", step=4, ends_run=ends_run))
+        assert bool(lab.handed) == ends_run
+        for name in ("w0", "w1", "agent0"):
+            lab.answer(name, "x")
+        await lab.until(lambda: lab.handed)
+
+    lab = play(Lab(tmp_path / "run", sees=False), story)
+    (name,) = lab.handed
+    assert lab.told[0].evidence == f"problems/{name}"
+    assert TOKEN not in lab.handed[name]
+
+
+def test_of_all_workers_that_have_found_a_bad_gradient_the_first_micro_batch_counts(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        lab.troubles.ails("w0", Ailing(step=7, microbatch=5, samples=[50]))
+        lab.troubles.ails("w1", Ailing(step=7, microbatch=2, samples=[17, 3]))
+        lab.troubles.ails("w2", Ailing(step=7, microbatch=-1))
+        lab.troubles.hurry()
+
+    (problem,) = play(Lab(tmp_path / "run"), story).told
+    assert problem.text.startswith("the gradient is not finite in step 7, micro-batch 2 (samples 17, 3), which w1 ")
+    assert (problem.problem, problem.worker_id, problem.step) == ("nan", "w1", 7)
+
+
+def test_a_process_that_was_killed_for_its_memory_has_said_before_what_held_it(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        held = {"parameters": 10**9, "optimizer state": 2 * 10**9}
+        lab.troubles.holds("w1", Holds(kinds=held, batch_size=64, microbatches=2))
+        lab.troubles.take(
+            Trouble(
+                kind="out-of-memory",
+                worker_id="w1",
+                host="b",
+                exit_code=-9,
+                killed_for="the kernel has killed it",
+                peak_bytes=8 * 10**9,
+                limit_bytes=8 * 10**9,
+            )
+        )
+
+    lab = play(Lab(tmp_path / "run"), story)
+    assert "microbatches=8 instead of 2, so 8 samples each" in lab.told[0].text
+    assert "optimizer state                   2.0 GB" in lab.files()[0]
+
+
+def test_the_last_events_are_in_the_file(tmp_path: Path) -> None:
+    async def story(lab: Lab) -> None:
+        for number in range(100):
+            lab.troubles.note(Announcement(text=f"sentence {number}"))
+        lab.troubles.note(WorkerLate(worker_id="w1", step=4, microbatch=2, seconds=3.5))
+        lab.troubles.take(HANG)
+
+    (content,) = play(Lab(tmp_path / "run"), story).files()
+    assert "sentence 99" in content
+    assert "sentence 50" not in content
+    assert "late: worker_id='w1', step=4, microbatch=2, seconds=3.5" in content
