@@ -169,8 +169,8 @@ class Troubles:
         held = Held(
             kinds=known.kinds,
             used=trouble.peak_bytes,
-            limit=max(trouble.limit_bytes, trouble.peak_bytes),
-            is_shared=True,
+            limit=trouble.peak_bytes,  # all was used when it was killed
+            shared=trouble.limit_bytes,
         )
         setting = Setting(batch_size=known.batch_size, microbatches=known.microbatches, num_workers=others + 1)
         return dataclasses.replace(trouble, detail=table(held), advice=advice(held, setting))

@@ -17,10 +17,10 @@ from unisono.journal.lines import from_line
 from unisono.journal.thinning import newest
 from unisono.journal.times import TIMES, workers_in
 from unisono.overview import Overview, OverviewBuilder
+from unisono.rundir import USE_FOLDER
 
-__all__ = ["USE", "Fold"]
+__all__ = ["Fold"]
 
-USE: Final = "use"
 LAST_EVENTS: Final = 2000
 """So many of the newest events are folded, and those that come."""
 LAST_BLOCKS: Final = 2
@@ -73,7 +73,7 @@ class Fold:
                 event = msgspec.convert(each, Event, strict=False)
             if event is not None and not isinstance(event, StepFinished):
                 found.append((event, -1))
-        for row in newest(self._directory / USE, 1).rows:
+        for row in newest(self._directory / USE_FOLDER, 1).rows:
             if row.last > self._used_until:
                 self._used_until = row.last
                 found += [(used, -1) for used in used_in(row)]

@@ -154,6 +154,8 @@ class Thinned:
             self._has_work.clear()
             try:
                 self._work(levels)
+            except FileNotFoundError:
+                self._drop(levels)  # the run's directory was removed or moved: the journal says so
             except OSError as error:
                 self._drop(levels)
                 self._warn(str(error))
