@@ -229,7 +229,8 @@ class History:
     def overview(self) -> Overview:
         """Return the run as it is now, or as it has ended."""
         found = self._fold.overview(self._facts, time.time())
-        return msgspec.structs.replace(found, curve=self._whole_curve())
+        here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
+        return msgspec.structs.replace(found, curve=self._whole_curve(), run_dir=here)
 
     def _whole_curve(self) -> list[CurvePoint]:
         """Return the loss of the whole run; without the newest steps, as long as they are less than a point."""
