@@ -11,7 +11,9 @@ token for looking: each reads all that it is told, and asks for a series of the 
 `reader_mb`: of the process that answers questions; `watch_cpu`: of all viewers together; `told_s`: how often a viewer
 is told something, in seconds; `mb_s`: what the head sends to all viewers; `answer_ms`: from a question to its answer,
 99th percentile; `attach_s`: until all viewers are connected. Then workers are killed (SIGKILL), one after the other,
-each when the others train: `notice_ms`: from the kill to the notice at the last survivor, median; `notice_max_ms`.
+each when the others train: `notice_ms`: from the kill to the notice at the last survivor, median; `notice_max_ms`. At
+the end the head is killed, and all viewers connect again as a page does (after about a second): `head_s`: from the kill
+until the next head answers, and knows of all workers; `again_s`: until it has all viewers, too.
 """
 
 from __future__ import annotations
@@ -83,6 +85,16 @@ def train(notes: str) -> None:
 
 
 async def _view(url: str, header: dict[str, str], context: Any, ask_s: float, seen: dict[str, Any]) -> None:
+    """Look at the run, also at the next head."""
+    from websockets.exceptions import ConnectionClosed
+
+    while True:
+        with suppress(OSError, EOFError, ConnectionClosed):
+            await _view_head(url, header, context, ask_s, seen)
+        await asyncio.sleep(random.uniform(0.75, 1.25))
+
+
+async def _view_head(url: str, header: dict[str, str], context: Any, ask_s: float, seen: dict[str, Any]) -> None:
     from websockets.asyncio.client import connect
 
     options = {"additional_headers": header, "ssl": context, "proxy": None, "ping_interval": None, "compression": None}
@@ -112,6 +124,7 @@ async def _view(url: str, header: dict[str, str], context: Any, ask_s: float, se
                     seen["told"] += 1
         finally:
             asking.cancel()
+            seen["open"] -= 1
 
 
 async def _view_all(pipe: Connection, url: str, token: str, number: int, ask_s: float) -> None:
@@ -270,6 +283,23 @@ def kill_one(run_dir: Path, draw: random.Random) -> float:
     raise TimeoutError("the survivors have heard nothing")
 
 
+def kill_head(run_dir: Path, head: int, viewers: Viewers, number: int) -> dict[str, float]:
+    """Kill the head, and wait until all are with the next one."""
+    wait_for_team(run_dir, (status_of(run_dir)["step"] or 0) + 20)
+    began = time.monotonic()
+    os.kill(head, signal.SIGKILL)
+    members, found = 0, {"head_s": 0.0}
+    while members < WORKERS:
+        members = len([worker for worker in status_of(run_dir)["workers"] if worker["state"] == "training"])
+        found["head_s"] = time.monotonic() - began
+        if found["head_s"] > TIMEOUT_S:
+            raise TimeoutError(f"the next head has {members} workers")
+        time.sleep(0.02)
+    while viewers.count()["open"] < number and time.monotonic() - began < TIMEOUT_S:
+        time.sleep(0.05)
+    return {**found, "again_s": time.monotonic() - began if number else 0.0}
+
+
 def measure(tls: str, number: int, options: argparse.Namespace) -> dict[str, float]:
     from unisono.cli.reach import find
     from unisono.invitation import HeadUrl
@@ -295,6 +325,7 @@ def measure(tls: str, number: int, options: argparse.Namespace) -> dict[str, flo
             figures["notice_ms"], figures["notice_max_ms"] = statistics.median(times), max(times)
             figures["head_mb"] = memory_mb(head)
             figures["failed"] = viewers.count()["failed"]
+            figures |= kill_head(run_dir, head, viewers, number)
         finally:
             viewers.close()
     return figures

@@ -80,6 +80,8 @@ class Link:
         if head.is_secure:
             self._records = Sealed(client_context(), lambda certificate: check(certificate, head, token))
         self._unsent = bytearray()
+        self._parts: list[bytes] = []
+        """Of a message that comes in several frames."""
         self._early: list[object] = []
         self._is_at_end = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -179,13 +181,26 @@ class Link:
             self.feed(self.sock.recv(MAX_BYTES))
         events, self._early = [*self._early, *self._protocol.events_received()], []
         self.push()
-        found = [unpack(bytes(e.data)) for e in events if isinstance(e, Frame) and e.opcode is self._kind]
+        found = [data for e in events if isinstance(e, Frame) and (data := self._message(e)) is not None]
         closed = self._is_at_end or any(isinstance(e, Frame) and e.opcode is Opcode.CLOSE for e in events)
         if closed and not found:
             raise ConnectionError("the head closed the connection")
         if closed:
             self._early = [e for e in events if isinstance(e, Frame) and e.opcode is Opcode.CLOSE]
         return found
+
+    def _message(self, frame: Frame) -> bytes | None:
+        """Return the message that ends with this frame; None: it does not end yet, or is none for us."""
+        if frame.opcode is self._kind:
+            self._parts = [bytes(frame.data)]
+        elif frame.opcode is Opcode.CONT and self._parts:
+            self._parts.append(bytes(frame.data))
+        else:
+            return None
+        if not frame.fin:
+            return None
+        parts, self._parts = self._parts, []
+        return unpack(b"".join(parts))
 
     def wait(self, timeout_s: float) -> list[bytes]:
         """Return the messages that have arrived; blocks until there is one.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any, cast
 
 import msgspec
+import pytest
 
 from unisono.events import Announcement, MachineUsed, Seconds, StepFinished, WorkerTimes
 from unisono.head.kept import MOST_EVENTS, MOST_STEPS, MOST_TIMES, Kept
 from unisono.overview import Overview
 from unisono.page.answers import answer
+from unisono.page.reader import reply
 
 
 def step(number: int, loss: float = 1.0, time: float | None = None) -> StepFinished:
@@ -110,6 +113,16 @@ def test_the_use_of_machines_is_given_side_by_side() -> None:
     assert use["time"] == [0, 1, 2]
     assert use["machines"]["a"]["cores"] == [0, 1, 2]
     assert use["machines"]["b"]["num_cores"] == 4
+
+
+def test_an_answer_that_is_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kept()
+    for number in range(1000):
+        found.take(step(number))
+    question = {"get": "series", "names": ["loss"], "points": 1000}
+    assert b'"step":[0,1,2' in reply(cast("Any", found), question)
+    monkeypatch.setattr("unisono.page.reader.MOST_BYTES", 1000)
+    assert b"ask for fewer names or points at once" in reply(cast("Any", found), question)
 
 
 def test_the_arguments_of_a_script_are_not_told() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,6 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono.cli.reach import find
-from unisono.invitation import Invitation
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "small_training.py"
 Browser = webdriver.Chrome
@@ -42,37 +43,43 @@ def browser_with(*arguments: str) -> Iterator[Browser]:
             browser.quit()
 
 
-@pytest.fixture
-def going(unisono: Unisono, tmp_path: Path) -> Iterator[Invitation]:
-    """A run that is going, at its fifth step."""
-    with Gates(tmp_path / "gates", (5,)) as gates:
-        place = ("--run-dir", tmp_path / "run", "--tls", "--", "--steps", 8, "--gates", gates.folder)
+@pytest.mark.usefixtures("nursery")
+def test_a_browser_opens_the_page_of_a_head_and_only_wonders_who_vouches_for_it(
+    unisono: Unisono, tmp_path: Path
+) -> None:
+    """And it stays open when the head dies and another one follows."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (5, 7)) as gates, browser_with() as browser:
+        place = ("--run-dir", run_dir, "--tls", "--", "--steps", 8, "--gates", gates.folder)
         command = unisono("run", SCRIPT, "-n", 1, *place)
         gates.wait(5)
-        yield find(str(tmp_path / "run"))
-        gates.open(5)
-        assert command.wait() == 0
-
-
-@pytest.mark.usefixtures("nursery")
-def test_a_browser_opens_the_page_of_a_head_and_only_wonders_who_vouches_for_it(going: Invitation) -> None:
-    with browser_with() as browser:
-        browser.get(going.page)
+        invitation = find(str(run_dir))
+        browser.get(invitation.page)
         # The handshake is done: the browser takes the key, and only does not know who vouches for it.
         assert "NET::ERR_CERT_AUTHORITY_INVALID" in browser.find_element(By.TAG_NAME, "body").text
         browser.find_element(By.ID, "details-button").click()
         browser.find_element(By.ID, "proceed-link").click()
-        WebDriverWait(browser, WAIT_S).until(lambda it: it.current_url.endswith("/") and it.title != "Privacy error")
-        assert going.for_looking.token not in browser.current_url
+        WebDriverWait(browser, WAIT_S).until(lambda it: it.current_url.endswith("/") and "62 %" in it.title)
+        assert invitation.for_looking.token not in browser.current_url
         assert browser.execute_script("return document.cookie") == "", "scripts do not see the cookie"
         (cookie,) = browser.get_cookies()
         assert (cookie["httpOnly"], cookie["secure"], cookie["sameSite"]) == (True, True, "Strict")
-        body = browser.find_element(By.TAG_NAME, "body")
-        WebDriverWait(browser, WAIT_S).until(lambda _: "small_training" in body.text or "5 of" in body.text)
-        answer = browser.execute_async_script(ASK)
-        assert answer["step"] == 4
-        errors = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
-        assert errors == []
+        assert browser.execute_async_script(ASK)["step"] == 4
+        assert severe(browser) == []
+
+        os.kill(json.loads((run_dir / "head.json").read_text())["pid"], signal.SIGKILL)
+        command.line("another one takes over")
+        gates.open(5)
+        gates.wait(7)
+        WebDriverWait(browser, WAIT_S).until(lambda it: "87 %" in it.title)
+        gates.open(7)
+        assert command.wait() == 0, command.err
+
+
+def severe(browser: Browser) -> list[str]:
+    """What the browser complains of."""
+    found = browser.get_log("browser")  # type: ignore[no-untyped-call]
+    return [line["message"] for line in found if line["level"] == "SEVERE"]
 
 
 ASK = """

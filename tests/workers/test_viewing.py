@@ -358,6 +358,28 @@ def test_a_disk_that_hangs_costs_the_viewers_their_answers_and_nobody_else_anyth
         assert "events" in watching.ask({"get": "events"})
 
 
+def test_a_long_answer_comes_in_pieces_and_nothing_stands_between_them(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what is told unasked nor the answer to a ping; and members are answered meanwhile."""
+    monkeypatch.setattr(viewing, "EVERY_S", 0.001)
+    monkeypatch.setattr(viewing, "PIECE_BYTES", 1000)
+    served = serve()
+    served.happens(*(step(number) for number in range(3000)))
+    with Watching(served.invitation) as watching:
+        for _ in range(5):
+            loss = watching.ask({"get": "series", "names": ["loss"], "points": 3000})["series"]["loss"]
+            assert (len(loss["step"]), loss["mean"][9]) == (3000, 0.2)
+            assert until(watching, lambda push: push["overview"]["step"] == 2999)
+    with served.viewer() as viewer:
+        viewer.send('{"id": 7, "get": "series", "names": ["loss", "step_s"], "points": 3000}')
+        pongs = [viewer.ping() for _ in range(20)]
+        while "id" not in (heard := json.loads(viewer.recv(WAIT_S))):
+            pass
+        assert len(heard["series"]["loss"]["step"]) == 3000
+        assert all(pong.wait(WAIT_S) for pong in pongs)
+
+
 def test_the_same_question_of_many_is_answered_once(serve: Callable[..., Served], run_dir: str) -> None:
     served = serve(run_dir)
     found = served.head._viewing._reading

@@ -18,6 +18,7 @@ import msgspec
 
 from unisono.lifetime import PARENT
 from unisono.page.answers import Readable, answer
+from unisono.page.limits import MOST_BYTES
 
 __all__ = ["Reading"]
 
@@ -27,8 +28,7 @@ FRESH_S: Final = 1.0
 """For so long an answer counts for the same question of somebody else."""
 MOST_WAITING: Final = 100
 MOST_CACHED: Final = 200
-MOST_BYTES: Final = 32 * 2**20
-"""Of an answer; the process keeps below that by what may be asked."""
+LINE_BYTES: Final = MOST_BYTES + 1024
 PAUSE_S: Final = 5.0
 """Between two starts of the process."""
 ABSENT: Final = b"{}\n"
@@ -124,7 +124,7 @@ class Reading:
                     f"there is no answer within {DEADLINE_S:.0f} s: the disk of the run's directory may be slow; ask "
                     "for less, or again"
                 ) from None
-            except (OSError, ValueError) as error:  # ValueError: longer than `MOST_BYTES`
+            except (OSError, ValueError) as error:
                 self._drop()
                 raise Unanswered(f"the run's directory cannot be read at the moment: {error}") from error
             if not found.endswith(b"\n"):
@@ -144,7 +144,7 @@ class Reading:
         environment = {**os.environ, PARENT: str(os.getpid())}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, env=environment, limit=MOST_BYTES
+                *command, stdin=pipe, stdout=pipe, env=environment, limit=LINE_BYTES
             )
         except OSError as error:
             raise Unanswered(f"the process that reads the run's directory cannot be started: {error}") from error

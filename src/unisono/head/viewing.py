@@ -14,6 +14,7 @@ import resource
 import socket
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,6 +46,8 @@ QUESTIONS_BYTES: Final = 32_768
 """So much of a viewer is read at once; in the mean `QUESTION_BYTES_PER_S`, and of all together `ALL_BYTES_PER_S`."""
 QUESTION_BYTES_PER_S: Final = 8_192.0
 ALL_BYTES_PER_S: Final = 131_072.0
+PIECE_BYTES: Final = 65_536
+"""Of a long answer so much is sent at once, and then members' messages are looked at."""
 EVENTS_KEPT: Final = 1_000
 MOST_EVENTS: Final = 200
 """So many events are told at once; of more, the last ones."""
@@ -64,6 +67,8 @@ class _Viewer:
     connection: Caller
     told: int
     """The number of the first event that it was not told."""
+    is_answered: bool = False
+    """An answer is on its way, perhaps in several frames, and nothing may stand between them."""
     unsent: int = 0
     """Bytes that it had not taken when it was looked at last."""
     deaf_since: float | None = None
@@ -77,6 +82,13 @@ class _Push:
     made_at: float
     frames: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """With the events from one number to another."""
+
+
+async def _pieces(answer: bytes) -> AsyncIterator[str]:
+    """Give an answer in pieces."""
+    text = answer.decode()
+    for start in range(0, len(text), PIECE_BYTES):
+        yield text[start : start + PIECE_BYTES]
 
 
 class Viewing:
@@ -151,11 +163,18 @@ class Viewing:
             if self._pushing is None:
                 self._pushing = asyncio.create_task(self._push_all())
             async for asked in connection:
-                await connection.send((await self._reading.answer(asked)).decode())
+                await self._answer(viewer, asked)
         except ConnectionClosed:
             pass
         finally:
             del self._viewers[connection]
+
+    async def _answer(self, viewer: _Viewer, asked: str | bytes) -> None:
+        # A function of its own: the variables of `serve` would keep the last answer as long as the viewer is there.
+        answer = await self._reading.answer(asked)
+        viewer.is_answered = True
+        await viewer.connection.send(answer.decode() if len(answer) <= PIECE_BYTES else _pieces(answer))
+        viewer.is_answered = False
 
     def _bytes_per_s(self) -> float:
         return min(QUESTION_BYTES_PER_S, ALL_BYTES_PER_S / max(1, len(self._viewers)))
@@ -211,6 +230,8 @@ class Viewing:
                 transport.abort()
             return
         viewer.deaf_since = None
+        if viewer.is_answered:
+            return
         transport.write(self._frame(viewer.told))
         viewer.told = self._num_events
 

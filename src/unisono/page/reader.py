@@ -18,6 +18,7 @@ import msgspec
 from unisono.history import History
 from unisono.lifetime import bind_to_parent, name_process
 from unisono.page.answers import answer
+from unisono.page.limits import MOST_BYTES
 from unisono.rundir import PRIVATE, holder
 
 __all__ = ["main", "reply"]
@@ -53,7 +54,11 @@ def reply(history: History, question: Any) -> bytes:
     found = answer([history], {**question, "id": 0} if isinstance(question, dict) else question)
     if isinstance(found.get("facts"), dict):
         found = {**found, "facts": {key: found["facts"][key] for key in found["facts"] if key not in PRIVATE}}
-    return msgspec.json.encode({key: value for key, value in found.items() if key != "id"})
+    data = msgspec.json.encode({key: value for key, value in found.items() if key != "id"})
+    if len(data) > MOST_BYTES:
+        text = f"this answer would have {len(data) / 1e6:.0f} MB, and one has {MOST_BYTES / 1e6:.0f} MB at most"
+        return msgspec.json.encode({"error": f"{text}: ask for fewer names or points at once"})
+    return data
 
 
 def main() -> int:
