@@ -81,7 +81,7 @@ class Recording:
         """Describe the run, and let its machines and workers come."""
         recipe: dict[str, int | bool | str] = {
             "batch_size": 256,
-            "microbatches": 8,
+            "microbatches": 2 * self.num_workers,
             f"note{self.bad}": self.bad or "none",
         }
         facts = {

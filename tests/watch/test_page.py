@@ -35,7 +35,7 @@ __all__ = ["chromium"]
 
 STATIC = Path(site.__file__).parent / "static"
 SMALL = Path(__file__).parents[1] / "workers" / "small_training.py"
-WIDTHS = (375, 768, 1280)
+WIDTHS = (320, 375, 768, 1280)
 
 
 @pytest.fixture
@@ -169,6 +169,8 @@ def test_several_runs_lie_over_each_other(browser: Browser, finished: Path, tmp_
         browser.driver.find_element(By.ID, "run-chosen-1").click()
         browser.until("return document.getElementById('run-name').textContent === 'other'")
         assert browser.text("#progress-text") == "300 of 300 steps"
+        rows = browser.run("return [...document.querySelectorAll('#differences tr')].map(row => row.innerText)")
+        assert rows == ["\tdigits\tother", "recipe · microbatches\t16\t4"]
 
 
 # -- it is asked for more ----------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class App {
       this.drawRuns();
       this.machines.drawRows(run);
     }
-    if (dirty.has("facts")) drawFacts(run);
+    if (dirty.has("facts")) drawFacts(run, this.runs.filter((each) => each.overview));
     if (dirty.has("series") || dirty.has("events")) this.curves.draw();
     if (dirty.has("overview") || dirty.has("times")) this.workers.draw();
     if (dirty.has("use")) this.machines.draw();
