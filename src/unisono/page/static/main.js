@@ -184,7 +184,7 @@ class App {
     }
     if (dirty.has("facts")) drawFacts(run, this.runs.filter((each) => each.overview));
     if (dirty.has("series") || dirty.has("events")) this.curves.draw();
-    if (dirty.has("overview") || dirty.has("times")) this.workers.draw();
+    if (dirty.has("overview") || dirty.has("times")) this.workers.draw(dirty.has("times"));
     if (dirty.has("use")) this.machines.draw();
     if (dirty.has("events")) {
       drawHeader(run, this.link);
