@@ -30,6 +30,7 @@ from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono.journal import read
 from unisono.page import site
+from unisono.page.local import run
 
 __all__ = ["chromium"]
 
@@ -671,15 +672,17 @@ def test_a_name_that_somebody_elses_dns_points_here_is_refused(finished: Path) -
         assert get(serving.port, "/").status == 200
         assert get(serving.port, "/", Host=f"localhost:{serving.port}").status == 200
         assert get(serving.port, "/", Host=f"evil.example:{serving.port}").status == 421
-        assert get(serving.port, "/", Host="127.0.0.1").status == 421
+        assert get(serving.port, "/", Host="127.0.0.1.evil.example").status == 421
+        assert get(serving.port, "/", Host="127.0.0.1:9000").status == 200  # by `ssh -L 9000:...`
 
 
 def test_a_page_of_another_site_gets_no_socket(finished: Path) -> None:
     with Serving(finished) as serving:
         url = f"ws://127.0.0.1:{serving.port}/watch?token={TOKEN}"
-        with pytest.raises(InvalidStatus) as refused:
-            connect(url, origin="http://evil.example")  # type: ignore[arg-type]
-        assert refused.value.response.status_code == 403
+        for origin in ("http://evil.example", "null", "http://localhost:1", f"https://127.0.0.1:{serving.port}"):
+            with pytest.raises(InvalidStatus) as refused:
+                connect(url, origin=origin)  # type: ignore[arg-type]
+            assert refused.value.response.status_code == 403
         with connect(url) as socket:
             socket.send('{"id": 7, "get": "runs"}')
             assert '"id":7,"runs":[{"run":0,"name":"digits"' in str(socket.recv(WAIT_S))
@@ -738,6 +741,12 @@ def test_the_server_prints_the_link_and_ends_with_ctrl_c(finished: Path, spawn: 
     assert get(int(found[1]), "/").status == 200
     process.send_signal(signal.SIGINT)
     assert process.wait(WAIT_S) == 0
+
+
+def test_a_port_that_is_taken_is_said(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Serving(finished) as serving:
+        assert run([finished], serving.port) == 2
+        assert f"port {serving.port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
 
 
 @pytest.fixture
