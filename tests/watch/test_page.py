@@ -157,6 +157,16 @@ def test_64_workers_are_rows_and_a_map_and_the_slowest_is_named(browser: Browser
         assert height >= 65 * 5
 
 
+def test_the_links_that_are_busiest_are_named(browser: Browser, finished: Path) -> None:
+    with Serving(finished) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        cells = "[...row.cells].map(cell => cell.textContent).join(' ')"
+        rows = browser.run(f"return [...document.querySelectorAll('#links tbody tr')].map(row => {cells})")
+        assert len(rows) == 10
+        assert all(re.fullmatch(r"w\d w\d [\d.]+ ms 1.2 MB [\d.]+ MB/s [\d.]+ %", row) for row in rows)
+
+
 def test_several_runs_lie_over_each_other(browser: Browser, finished: Path, tmp_path: Path) -> None:
     other = record(tmp_path / "other", num_steps=300, num_workers=2, seed=4)
     with Serving(finished, other) as serving:
