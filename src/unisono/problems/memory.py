@@ -18,6 +18,8 @@ from unisono.state.tracked import Tracked
 __all__ = ["held_now", "kinds"]
 
 NUM_BIGGEST: Final = 8
+LEAST_BYTES: Final = 100_000
+"""A smaller tensor is not among the largest."""
 PROGRAM: Final = "the program itself"
 
 
@@ -64,7 +66,7 @@ def held_now(
         limit=limit,
         of=of,
         shared=shared,
-        biggest=sorted(named, key=lambda item: -item[1])[:NUM_BIGGEST],
+        biggest=sorted((item for item in named if item[1] >= LEAST_BYTES), key=lambda item: -item[1])[:NUM_BIGGEST],
     )
 
 

@@ -167,7 +167,8 @@ def _say_failure(draft: Draft, worker: Worker, message: Failed, then: str, *, en
 def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
     """Record an error of a worker's script. Another worker tries a micro-batch once; an error there ends the run."""
     key = (message.step, message.microbatch)
-    where = position_words(message.step, message.microbatch, message.samples)
+    # Of a loss that is not finite the error says where.
+    where = "" if message.kind == "nan" else position_words(message.step, message.microbatch, message.samples)
     what = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
     others = [w for w in draft.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
     before = ""
