@@ -156,6 +156,28 @@ def test_in_the_background_a_line_takes_the_place_of_the_picture(
     assert "\x1b" not in shown
 
 
+@pytest.mark.usefixtures("nursery")
+def test_a_run_ends_although_nobody_reads_its_terminal(
+    terminal: Pty, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """As with a connection that hangs: the terminal takes a few kilobytes, and this prints some hundred."""
+    name = script("for number in range(3000):\n    print(number, 'x' * 100)\nopen('done', 'w').close()\n")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "unisono", "run", name, "-n", "1"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=terminal.theirs,
+        stderr=terminal.theirs,
+        start_new_session=True,
+    )
+    try:
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "done").exists()
+
+
 @pytest.mark.parametrize("colours", [True, False])
 def test_a_run_in_a_terminal_shows_no_character_of_its_workers_that_a_terminal_obeys(
     terminal: Pty, monkeypatch: pytest.MonkeyPatch, colours: bool
