@@ -2,13 +2,18 @@
 
 python -m benchmarks.watching                                # about ten minutes
 python -m benchmarks.watching --quick --json watching.json   # two
+python -m benchmarks.watching --compute                      # steps compute instead of sleeping: four free cores
 
-Two runs take turns, a block of steps each, so what else happens on the machine hits both alike. A step takes 20 ms of
-processor time on each of two workers, exactly: what the run uses besides is what differs. The figure `overhead` is the
-median of the ratios of neighbouring blocks: processor time of all processes of the run (agent, head, workers; user and
-system). One side is watched: the live view in a terminal, the journal with its index and times, events, machine use, a
-page that is attached over a WebSocket, and Prometheus every 15 s. For the other one, the variable UNISONO_WATCH=0 turns
-all of it off at its sources.
+Two runs with two workers each take turns, a block of steps each, at 50 steps/s; so what else happens on the machine
+hits both alike. Processor time is that of all processes of a run (agent, head, workers; user and system). One side is
+watched: the live view in a terminal, the journal with its index and times, events, machine use, a page that is attached
+over a WebSocket, and Prometheus every 15 s. For the other one, the variable UNISONO_WATCH=0 turns all of it off at its
+sources.
+
+The figure `overhead` is the median of the ratios of neighbouring blocks, for a training that keeps its workers busy: a
+step takes 20 ms of processor time on each. With --compute it really does. By default a step sleeps for this time, and
+the 20 ms are added to both sides, because on a machine that is busy otherwise fewer steps a second would be done, and
+each would bear a larger part of what is done once a second.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from unisono.lifetime import bind_to_parent
 from unisono.page.client import Watching
 
 STEP_S = 0.02
-"""Processor time of a step on each worker, and about its wall time."""
+"""Wall time of a step, and its processor time on each worker."""
 WORKERS = 2
 SCRAPE_S = 15.0
 BLOCK_S = 7.5
@@ -54,8 +59,12 @@ SIZE = (40, 160)
 """Lines and columns of the terminal."""
 
 
-def train(control: str) -> None:
-    """A training whose steps take as much processor time each."""
+def train(control: str, *, computes: bool) -> None:
+    """A training of 50 steps/s.
+
+    Args:
+        computes: a step takes as much processor time, exactly; else it sleeps.
+    """
     bind_to_parent(signal.SIGKILL)
     pipe = Control(control)
     with unisono.Run(seed=1) as run:
@@ -70,10 +79,14 @@ def train(control: str) -> None:
                 ready = True
             if not pipe.go_on():
                 break
-            began = time.thread_time()
+            began, due = time.thread_time(), time.monotonic() + STEP_S
             for (inputs,) in step:
                 step.backward(model(inputs).square().mean())
-            while time.thread_time() - began < STEP_S:  # not in a micro-batch, of which one worker may compute both
+            if not computes:
+                time.sleep(max(0.0, due - time.monotonic()))
+            while (
+                computes and time.thread_time() - began < STEP_S
+            ):  # not in a micro-batch, of which one worker may compute both
                 torch.mm(model.weight.detach(), model.weight.detach())
             optimizer.step()
             step.log(learning_rate=0.01)
@@ -152,7 +165,7 @@ class Spectator(threading.Thread):
 
 
 @contextmanager
-def sides() -> Iterator[tuple[Team, Team]]:
+def sides(*, computes: bool) -> Iterator[tuple[Team, Team]]:
     """The two runs, ready for their first step that counts; the first one is watched.
 
     Raises:
@@ -175,6 +188,7 @@ def sides() -> Iterator[tuple[Team, Team]]:
                 listener = doors.enter_context(Listener(str(control), family="AF_UNIX"))
                 command = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.watching"]
                 command += ["--workers", str(WORKERS), "--run-dir", str(folder / name), "--", "--train", str(control)]
+                command += ["--compute"] if computes else []
                 if name == "watched":
                     out: Any = doors.enter_context(terminal())
                     own = environment
@@ -241,10 +255,10 @@ class Parts:
         return "other"
 
 
-def measure(num_blocks: int) -> dict[str, Any]:
+def measure(num_blocks: int, *, computes: bool) -> dict[str, Any]:
     """Let the two runs take turns."""
     steps = round(BLOCK_S / STEP_S)
-    with sides() as (watched, unwatched):
+    with sides(computes=computes) as (watched, unwatched):
         pair = [watched, unwatched]
         for team in pair:
             team.measure(steps // 2)  # what is imported at the first use, is
@@ -263,6 +277,7 @@ def measure(num_blocks: int) -> dict[str, Any]:
             )
         return {
             "steps_per_block": steps,
+            "computes": computes,
             "cpu_ms": {team.name: [round(1000 * block.cpu_s, 4) for block in team.blocks] for team in pair},
             "by_process_ms": {name: each.per_step() for name, each in parts.items()},
             "step_ms": {team.name: [round(1000 * block.step_s, 3) for block in team.blocks] for team in pair},
@@ -271,7 +286,8 @@ def measure(num_blocks: int) -> dict[str, Any]:
 
 def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]]]:
     """The figures, and a row of the table for each."""
-    watched, unwatched = result["cpu_ms"]["watched"], result["cpu_ms"]["unwatched"]
+    computing = 0.0 if result["computes"] else 1000 * STEP_S * WORKERS
+    watched, unwatched = ([ms + computing for ms in result["cpu_ms"][name]] for name in ("watched", "unwatched"))
     ratio = median_interval([one / other for one, other in zip(watched, unwatched, strict=True)])
     wall = result["step_ms"]
     times = median_interval([one / other for one, other in zip(wall["watched"], wall["unwatched"], strict=True)])
@@ -299,13 +315,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer blocks")
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and all blocks")
     parser.add_argument("--blocks", type=int, help="of each side")
+    parser.add_argument("--compute", action="store_true", help="steps compute, and do not sleep")
     parser.add_argument("--train", metavar="SOCKET", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.train:
-        train(options.train)
+        train(options.train, computes=options.compute)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was made is removed
-    result = measure(options.blocks or BLOCKS["quick" if options.quick else "full"])
+    result = measure(options.blocks or BLOCKS["quick" if options.quick else "full"], computes=options.compute)
     figures, rows = figures_of(result)
     print_table(("figure", "value"), rows)
     if options.json:

@@ -235,12 +235,25 @@ def holder_of(directory: Path) -> str | None:
         return None
 
 
+_open: set[_File] = set()
+
+
+def _close_in_child() -> None:
+    """A fork of a script shares the lock, and may outlive this process: let it go there."""
+    for file in list(_open):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class _File:
     """The file, locked by this process."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
+        _open.add(self)
         self.fails = False
         """The last attempt to write has failed."""
         self.tail: set[str] = set()
@@ -293,6 +306,7 @@ class _File:
         return True
 
     def close(self) -> None:
+        _open.discard(self)
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
 

@@ -512,7 +512,7 @@ class WorkerExit(Message):
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
     limit_bytes: int = 0
-    """The most that it could have had, where the kernel has killed it for its memory; 0: unknown."""
+    """What all processes together could have, where the kernel has killed it for its memory; 0: unknown."""
     failed_at: float = 0.0
     """Seconds since 1970: when it began to show an error, or ended by itself; 0: it has done neither, but was ended."""
 

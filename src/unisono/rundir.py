@@ -24,6 +24,7 @@ __all__ = [
     "EVENTS_FILE",
     "PRIVATE",
     "RUN_FILE",
+    "STATUS_SCHEMA",
     "TOKEN_FILE",
     "USE_FOLDER",
     "Lock",
@@ -34,6 +35,7 @@ __all__ = [
     "going",
     "holder",
     "is_blank",
+    "is_going",
     "is_taken",
     "make",
     "read_facts",
@@ -46,6 +48,10 @@ ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 USE_FOLDER = "use"
+RUN_SCHEMA = 1
+"""Of the description."""
+STATUS_SCHEMA = 1
+"""Of what ``unisono status --json`` says."""
 LOCK_FILE = ".lock"
 LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05
@@ -278,6 +284,11 @@ def is_taken(directory: Path, run_id: str) -> bool:
     return user != "" and not user.startswith(f"{run_id},")
 
 
+def is_going(directory: Path) -> bool:
+    """Return whether a process of a run holds the `Lock` of a directory."""
+    return bool(_user(directory))
+
+
 def _user(directory: Path) -> str | None:
     """Return the holder of the `Lock` of a directory that this process does not hold; None: there is none."""
     with contextlib.suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
@@ -332,6 +343,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 def describe(directory: Path, facts: dict[str, Any]) -> None:
     """Write ``facts`` (run id, recipe, fingerprint) as the run's description, all at once."""
+    facts = {"schema": RUN_SCHEMA, **facts}
     file = directory / RUN_FILE
     temporary = file.with_name(f".{RUN_FILE}.new")
     try:

@@ -23,7 +23,7 @@ PARTS: Final = Seconds.__struct_fields__
 """Names of the parts of a step's wall time."""
 
 
-class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimes(msgspec.Struct, frozen=True):
     """What a member has measured in a step, besides the seconds of its parts. The names are those of `WorkerTimes`."""
 
     waits_for: int = NOBODY
@@ -89,7 +89,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
         leaves, data_s, compute_s, *rest = _FORMAT.unpack(packed)
         last = Seconds(**dict(zip(PARTS, rest[: len(PARTS)], strict=True)))
         rest = rest[len(PARTS) :]
-        times = StepTimes(**dict(zip(_TIMES, rest[: len(_TIMES)], strict=True)))
+        times = StepTimes(*rest[: len(_TIMES)])
         rest = rest[len(_TIMES) :]
         values: tuple[Any, ...] = (leaves, data_s, compute_s, last, times, *rest[:-5], CheckpointReport(*rest[-5:]))
         return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))

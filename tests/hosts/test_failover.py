@@ -130,6 +130,18 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
     assert len(workers_at(run_dir, 19)) == machines
     assert len(workers_at(run_dir, 59)) == machines - 1
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert len({json.dumps(event) for event in events}) == len(events), "nothing is told twice"
+    (gone,) = [event for event in events if event["kind"] == "machine-gone"]
+    assert gone["host"].startswith("m0-")
+    lost = [event for event in events if event["kind"] == "gone" and event["how"] == "lost"]
+    assert [(event["worker_id"], event["host"]) for event in lost] == [("w0", gone["host"])]
+    assert "is out of reach, with the head" in lost[0]["reason"]
+    joined = [event["worker_id"] for event in events if event["kind"] == "joined"]
+    assert sorted(joined) == [f"w{number}" for number in range(machines)]
+    assert [event["seconds"] > 0 for event in events if event["kind"] == "interruption"][-1:] == [True]
+    (end,) = [event for event in events if event["kind"] == "end"]
+    assert (end["ok"], end["step"], bool(end["digests"])) == (True, STEPS - 1, True)
     said = " ".join(survivors[0].err)
     assert "this machine has the next head" in said
     assert "m0-" in said

@@ -80,6 +80,9 @@ def test_a_link_that_is_slowed_in_mid_run_is_named_and_its_time_is_booked_as_net
     assert "to m1" in begun
     assert "each step takes" in begun
     assert "as fast as before" in over
+    events = [event for event in History(run_dir).events()["events"] if event["kind"] == "slow-link"]
+    assert [event.get("is_over", False) for event in events] == [False, True]
+    assert all(event["time"] > 0.0 for event in events)
 
 
 def test_a_host_that_becomes_slow_in_mid_run_is_named_and_the_other_waits_for_its_worker(
@@ -102,4 +105,6 @@ def test_a_host_that_becomes_slow_in_mid_run_is_named_and_the_other_waits_for_it
     assert {row[0] for row in history.times(slow.start, slow.stop - 1, 1000)["waits_for"]} == {"w1"}
     assert said(command, "w1 on m1", "as long for a micro-batch as")
     assert said(command, "w1 on m1", "is not slow any more")
+    texts = [event["text"] for event in history.events()["events"] if event["kind"] == "announcement"]
+    assert any("as long for a micro-batch as" in text for text in texts)
     assert not said(command, "the network from m")

@@ -113,6 +113,28 @@ def test_one_writes_and_when_it_is_gone_the_next_one_appends_what_is_missing(run
     assert texts(run) == [f"number {number}" for number in range(5)]
 
 
+def test_a_fork_that_lives_longer_does_not_keep_the_others_from_writing(run: Path, made: Any) -> None:
+    """Of a script, or of what a script has started."""
+    first, second = made(), made()
+    first.write_to(run, "r1")
+    first.tell(said(0))
+    wait_for(run, 1)
+    waits, goes_on = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(goes_on)
+        os.read(waits, 1)
+        os._exit(0)
+    try:
+        first.close()
+        second.tell(said(1))
+        second.write_to(run, "r1")
+        wait_for(run, 2)
+    finally:
+        os.close(goes_on)
+        os.close(waits)
+        os.waitpid(child, 0)
+
+
 def test_another_run_s_directory_is_not_written(run: Path, made: Any) -> None:
     told = made()
     told.tell(said(0))

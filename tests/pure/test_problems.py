@@ -82,14 +82,27 @@ HANG = Trouble(
             "w5 on host c could not join the run: FileNotFoundError: no file 'data.npy'",
         ),
         (
-            Trouble(kind="divergence", worker_id="w1", error="DivergenceError: the workers have drifted apart"),
-            "DivergenceError: the workers have drifted apart",
+            Trouble(kind="divergence", error="DivergenceError: w1 has drifted apart from w0. Look for a counter."),
+            "w1 has drifted apart from w0",
         ),
     ],
 )
 def test_one_sentence_names_the_culprit(trouble: Trouble, expected: str) -> None:
     assert sentence(trouble) == expected
     assert text(trouble).startswith(f"{expected}. ")
+
+
+def test_what_an_error_says_besides_its_first_sentence_is_what_to_do() -> None:
+    error = "DivergenceError: w1 has drifted apart from w0. Look for a counter. Or a clock."
+    assert text(Trouble(kind="divergence", error=error)) == (
+        "w1 has drifted apart from w0. Look for a counter. Or a clock"
+    )
+
+
+def test_a_long_error_is_quoted_in_part() -> None:
+    said = sentence(Trouble(kind="out-of-memory", worker_id="w0", error="CUDA out of memory. " + "See " * 1000))
+    assert said.startswith("w0 ran out of memory: CUDA out of memory. See See ")
+    assert len(said) < 400
 
 
 class OutOfMemoryError(RuntimeError):
@@ -242,8 +255,10 @@ def test_the_number_of_micro_batches_that_is_advised_fits(microbatches: int, ask
 
 
 def test_fewer_workers_are_advised_where_they_share_the_memory() -> None:
-    said = advice(replace(HELD, is_shared=True), Setting(batch_size=256, microbatches=8, num_workers=4))
+    said = advice(replace(HELD, shared=21 * GB), Setting(batch_size=256, microbatches=8, num_workers=4))
     assert "1 worker on this machine instead of 4 (the bits stay the same)" in said
+    said = advice(replace(HELD, shared=34 * GB), Setting(batch_size=256, microbatches=8, num_workers=4))
+    assert "3 workers on this machine" in said
     assert "on this machine" not in advice(HELD, Setting(batch_size=256, microbatches=8, num_workers=4))
 
 
@@ -300,7 +315,7 @@ def test_a_kill_for_memory_is_known_by_the_counter_of_the_control_group(tmp_path
     machine(tmp_path, version=version, kills=3)
     said = kills.new()
     assert "memory of its control group was used up" in said
-    assert "1 kB of 1 kB" in said
+    assert "(1 kB of its control group's memory)" in said
     assert kills.new() == "", "that was the one before"
 
 

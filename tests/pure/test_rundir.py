@@ -118,7 +118,7 @@ def test_a_description_is_replaced_whole(tmp_path: Path) -> None:
     """Who reads meanwhile sees the old one or the new one; a failure leaves the old one."""
     claim(tmp_path, "r1", overwrite=False)
     describe(tmp_path, {"run_id": "r1", "started": 1.5})
-    assert json.loads((tmp_path / RUN_FILE).read_text()) == {"run_id": "r1", "started": 1.5}
+    assert json.loads((tmp_path / RUN_FILE).read_text()) == {"schema": 1, "run_id": "r1", "started": 1.5}
     (tmp_path / f".{RUN_FILE}.new").mkdir()
     with pytest.raises(RunDirectoryError, match="cannot be written: Is a directory"):
         describe(tmp_path, {"run_id": "r2"})

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from unisono.chronicle import line_of
 from unisono.events import (
     EvaluationFinished,
     Event,
@@ -34,12 +35,12 @@ from unisono.events import (
     WorkerTimes,
     WorkerUse,
 )
-from unisono.history.story import EVENTS
 from unisono.journal import JOURNAL
 from unisono.journal.index import BLOCK_LINES, INDEX, Placed, block_of
 from unisono.journal.lines import LineEvent, text_of, to_line
 from unisono.journal.thinning import FOLD, LEVEL_BYTES, LEVELS, Row, _Level
 from unisono.journal.times import COLUMNS, TIMES, record_of
+from unisono.rundir import EVENTS_FILE, USE_FOLDER
 
 BEGIN = 1_790_000_000.0
 STEP_S = 0.02
@@ -65,9 +66,8 @@ def make_long_run(directory: Path, steps: int = 1_000_000, workers: int = 64, *,
     _write_journal(directory, steps, ended=ended)
     _write_times(directory, steps, workers)
     _write_use(directory, steps, workers)
-    with (directory / EVENTS).open("wb") as file:
-        for event in story(directory, steps, workers, ended=ended):
-            file.write(msgspec.json.encode(event) + b"\n")
+    with (directory / EVENTS_FILE).open("w") as file:
+        file.writelines(line_of(event, "long") + "\n" for event in story(directory, steps, workers, ended=ended))
     return directory
 
 
@@ -179,9 +179,9 @@ def _write_use(directory: Path, steps: int, workers: int) -> None:
     seconds = max(1, int(steps * STEP_S))
 
     def record(first: int, last: int) -> dict[str, Any]:
-        return {used.host: _use_record(used) for used in use_of((first + last) // 2, workers)}
+        return {used.host: machine_record(used) for used in use_of((first + last) // 2, workers)}
 
-    _write_thinned(directory / "use", {}, seconds, record, begin=BEGIN)
+    _write_thinned(directory / USE_FOLDER, {}, seconds, record, begin=BEGIN)
 
 
 def use_of(second: int, workers: int) -> Iterator[MachineUsed]:
@@ -198,16 +198,17 @@ def use_of(second: int, workers: int) -> Iterator[MachineUsed]:
         )  # fmt: skip
 
 
-def _use_record(used: MachineUsed) -> dict[str, Any]:
-    record: dict[str, Any] = msgspec.to_builtins(used)
-    for name in ("kind", "time", "host", "gpus", "workers"):
-        record.pop(name, None)
-    record["gpu_utilization"] = [gpu.utilization for gpu in used.gpus]
-    record["gpu_memory_bytes"] = [gpu.memory_bytes for gpu in used.gpus]
-    record["gpu_memory_total_bytes"] = [gpu.memory_total_bytes for gpu in used.gpus]
-    record["worker_cores"] = {worker_id: use.cores for worker_id, use in used.workers.items()}
-    record["worker_memory_bytes"] = {worker_id: use.memory_bytes for worker_id, use in used.workers.items()}
-    return record
+def machine_record(used: MachineUsed) -> dict[str, Any]:
+    """Return what ``use/`` has of a machine."""
+    names = ("cores", "num_cores", "memory_bytes", "memory_total_bytes", "sent_bytes_per_s", "received_bytes_per_s")
+    return {
+        **{name: getattr(used, name) for name in names},
+        "gpu_utilization": [gpu.utilization for gpu in used.gpus],
+        "gpu_memory_bytes": [gpu.memory_bytes for gpu in used.gpus],
+        "gpu_memory_total_bytes": [gpu.memory_total_bytes for gpu in used.gpus],
+        "worker_cores": {worker_id: use.cores for worker_id, use in used.workers.items()},
+        "worker_memory_bytes": {worker_id: use.memory_bytes for worker_id, use in used.workers.items()},
+    }
 
 
 def _write_thinned(directory: Path, header: dict[str, Any], num: int, record: Any, begin: float = 0.0) -> None:

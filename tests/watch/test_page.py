@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import itertools
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +101,14 @@ def test_the_loss_is_on_the_canvas_in_the_colour_of_its_run(browser: Browser, fi
             return count;
         """)
         assert painted > 500
+
+
+def test_a_copy_of_a_run_has_its_own_name(browser: Browser, finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copied")
+    with Serving(copy) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        assert browser.text("#run-name") == "copied"
 
 
 def test_what_went_wrong_is_said_with_the_path_of_the_evidence(browser: Browser, finished: Path) -> None:
@@ -353,6 +363,18 @@ def test_the_page_makes_text_in_one_way_only() -> None:
         if re.search(forbidden, line)
     ]
     assert found == []
+
+
+def test_the_chart_library_is_the_one_that_was_published() -> None:
+    """Version 1.6.32 of uPlot, as it is in the registry; with a newline at the end of the style sheet."""
+    published = {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+    found = {name: (STATIC / "uplot" / name).read_bytes() for name in published}
+    found["uPlot.min.css"] = found["uPlot.min.css"].removesuffix(b"\n")
+    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == published
+    assert "MIT" in (STATIC / "uplot" / "LICENSE").read_text()
 
 
 def test_no_file_of_the_page_names_another_site() -> None:

@@ -1,4 +1,4 @@
-"""Whoever waits in an exchange knows for whom."""
+"""Whoever waits in an exchange knows for whom; and what is waited for data is known as well."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import pathlib
 import threading
 
 import pytest
+import torch
 
+import unisono
+from tests.pure.test_watch import Kept
 from tests.workers.exchanges import BLOCKING, Member, every_team, layouts, share_of, telemetry_of
 from tests.workers.processes import Seat, Team, when_blocked_in
+from unisono.events import Seconds, StepFinished
 from unisono.exchange import combine
 from unisono.exchange.spent import Spent
 
 A_WHILE_S = 0.3
 """Longer than the members wait for each other on a busy machine."""
+SAMPLE_S = 0.01
 
 
 def _combine(seat: Seat, kind: str, path: str, late: int) -> Spent:
@@ -54,3 +59,34 @@ def test_all_others_have_waited_for_the_member_that_came_last(
         else:
             assert waited_for == late, spent
             assert seconds > 0.0
+
+
+class Slow:
+    """A dataset whose samples take a while, on any machine."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        threading.Event().wait(SAMPLE_S)
+        return torch.full((4,), index / 80)
+
+
+def _seconds_of_steps(loader_workers: int) -> list[Seconds]:
+    sink = Kept()
+    with unisono.Run(seed=1, sinks=[sink]) as run:
+        model = torch.nn.Linear(4, 1)
+        run.track(model=model, optimizer=(optimizer := torch.optim.SGD(model.parameters(), lr=0.01)))
+        for step in run.steps(Slow(), batch_size=8, microbatches=2, max_steps=6, loader_workers=loader_workers):
+            for batch in step:
+                threading.Event().wait(5 * SAMPLE_S)
+                model(batch).square().mean().backward()
+            optimizer.step()
+    return [event.seconds for event in sink.events if isinstance(event, StepFinished)][1:]
+
+
+def test_data_is_the_time_that_was_waited_for_it_and_not_the_time_that_loading_took() -> None:
+    """What loader processes do while the worker computes costs nothing."""
+    here, ahead = (sum(each.data for each in _seconds_of_steps(number)) for number in (0, 2))
+    assert here >= 5 * 8 * SAMPLE_S
+    assert ahead < here / 2

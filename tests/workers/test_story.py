@@ -1,4 +1,4 @@
-"""What a run has lived through, from its files alone: who came, who went, when, why, where, and how it ended."""
+"""What a run has lived through, from its files alone: who came and went, when, why, where, and how the run ended."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_run_alone_writes_its_own(script: Callable[[str], str], tmp_path: Path
 
     assert run(4, "fails") == 1
     lines = [json.loads(line) for line in (run_dir / EVENTS_FILE).read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["start", "membership", "end"]
+    assert [line["kind"] for line in lines] == ["start", "membership", "problem", "end"]
     assert (lines[-1]["ok"], lines[-1]["step"]) == (False, 2)
     assert "ValueError: no such luck" in lines[-1]["reason"]
     assert run(4) == 0

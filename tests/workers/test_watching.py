@@ -26,7 +26,7 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono.cli import looking
-from unisono.cli.looking import look
+from unisono.cli.looking import as_invitation, look
 from unisono.cli.reach import find
 from unisono.errors import UsageError
 from unisono.events import RunEnded, RunStarted, WorkerOutput
@@ -244,6 +244,7 @@ def test_a_finished_run_fills_a_terminal_until_the_user_quits(tmp_path: Path, te
         (["."], "there is no run in ."),
         (["one", "two"], "one run fits a terminal, got 2; --web shows several over each other"),
         (["ws://127.0.0.1:1"], "the invitation has no token"),
+        (["http://127.0.0.1:1/"], "the invitation has no token: ws://127.0.0.1:1 is where the head listens"),
         (["ws://x@127.0.0.1:1"], "no head answers at ws://127.0.0.1:1"),
         (["--web", "missing"], "there is no run directory missing"),
         (["--web", ".", "ws://x@127.0.0.1:1"], "several runs are shown over each other from their directories"),
@@ -285,15 +286,31 @@ def test_a_run_is_watched_from_its_directory_or_over_a_network_until_it_ends(uni
             assert once.out
         page = unisono("watch", "run", "--web")
         assert page.wait() == 0
+        by_address = unisono("watch", page.out[0].rpartition(" ")[2], "--once")
+        assert by_address.wait() == 0
         assert "unisono: the page is at http://127.0.0.1:" in page.out[0]
         assert find(str(tmp_path / "run")).token not in page.out[0]
-        here.line('"state":"training"')
-        there.line("training  5 of 8 steps")
+        here.line('"run_id":')
+        there.line(" of 8 steps  loss ")
         gates.open(5)
         assert run.wait() == 0
         assert (here.wait(), there.wait()) == (0, 0)
     assert msgspec.json.decode(here.out[-1], type=Overview).state == "finished"
     assert "finished  8 of 8 steps" in there.out[-1]
+
+
+@pytest.mark.parametrize(
+    ("run", "invitation"),
+    [
+        ("runs/one", "runs/one"),
+        ("wss://token@host:4000#00", "wss://token@host:4000#00"),
+        ("http://127.0.0.1:4000/?token=r-ab%2Fc", "ws://r-ab%2Fc@127.0.0.1:4000"),
+        ("https://[::1]:4000/?token=r-abc", "wss://r-abc@[::1]:4000"),
+        ("http://127.0.0.1:4000/", "ws://@127.0.0.1:4000"),
+    ],
+)
+def test_the_address_of_a_page_is_an_invitation(run: str, invitation: str) -> None:
+    assert as_invitation(run) == invitation
 
 
 class Head:

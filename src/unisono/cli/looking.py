@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
 
@@ -18,7 +19,7 @@ from unisono.overview import SCHEMA, Overview
 if TYPE_CHECKING:
     from unisono.history import History
 
-__all__ = ["ENDED", "Seen", "look"]
+__all__ = ["ENDED", "Seen", "as_invitation", "look"]
 
 EVERY_S: Final = 1.0
 SILENT_S: Final = 10.0
@@ -44,15 +45,23 @@ def look(run: str, sleep: Callable[[float], None] = time.sleep) -> Iterator[Seen
     """Yield what is to be seen of a run, about once a second, until it is over.
 
     Args:
-        run: its directory, an invitation, or "-".
+        run: its directory, an invitation, the address of its page, or "-".
 
     Raises:
         UsageError: there is no such run, or this user may not look at it.
     """
     if run == "-" or is_invitation(run):
-        invitation = find(run)
-        return _from_head(invitation, sleep)
+        return _from_head(find(as_invitation(run)), sleep)
     return _from_directory(Path(run), sleep)
+
+
+def as_invitation(run: str) -> str:
+    """Return what a user gives as a run, with the address of its page (`Invitation.page`) as an invitation."""
+    found = urlsplit(run)
+    if found.scheme not in ("http", "https"):
+        return run
+    token = parse_qs(found.query).get("token", [""])[0]
+    return f"{'wss' if found.scheme == 'https' else 'ws'}://{quote(token, safe='')}@{found.netloc}"
 
 
 # -- over the network ----------------------------------------------------------------------------------

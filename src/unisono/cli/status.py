@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from unisono.cli.reach import RUN, NotGoing, ask_status, find
 from unisono.errors import UsageError
+from unisono.events import Seconds
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation, is_invitation
-from unisono.words import progress
+from unisono.words import count, progress
+
+if TYPE_CHECKING:
+    from unisono.history import History
 
 __all__ = ["status"]
+
+EVENTS_SHOWN: Final = 20
+PAGE: Final = 5_000
+POINTS: Final = 500
+SHOWN: Final = 20
+"""So many lines of a kind are shown to people."""
+GB, MB = 1e9, 1e6
+NO_END: Final = "no process has said how the run ended: all were killed, or their machines were lost"
+NO_HEAD: Final = "a process of the run holds its directory, and no head answers from here"
 
 
 @click.command(epilog=RUN)
@@ -44,34 +58,70 @@ def status(run: str, as_json: bool) -> int:
 
 
 def _afterwards(folder: Path) -> dict[str, Any]:
-    """Return the status of a run without a head, from its journal."""
+    """Return the status of a run without a head, from its files."""
     from unisono import journal, rundir
+    from unisono.decisions.account import account
+    from unisono.history import History
 
     if rundir.holder(folder) is None:
         raise UsageError(f"there is no run in {folder}: no journal, and no head that answers")
     try:
-        return journal.summary(folder)
+        found = journal.summary(folder)
     except (OSError, ValueError) as error:
         raise UsageError(f"the journal cannot be read: {error}") from error
+    history = History(folder)
+    told = account(_events(history))
+    end = told["end"]
+    if rundir.is_going(folder):
+        found |= {"state": "training", "reason": NO_HEAD}
+    elif end:
+        state = "stopped" if end["ok"] and found["state"] == "stopped" else "finished" if end["ok"] else "failed"
+        found |= {"state": state, "reason": end["reason"] or found.get("reason", "")}
+    elif found["state"] in ("stopped", "unknown"):
+        found["reason"] = NO_END if told["started"] else found.get("reason", "")
+    return {
+        "schema": rundir.STATUS_SCHEMA,
+        "run_id": history.facts().get("run_id", ""),
+        **found,
+        "run_dir": str(folder),
+        **{name: told[name] for name in ("started", "ended", "machines", "interrupted_s", "interruptions")},
+        "past_workers": told["workers"],
+        "efficiency": _efficiency(history),
+        "events": history.events(-EVENTS_SHOWN, EVENTS_SHOWN)["events"],
+        "notes": history.notes,
+    }
+
+
+def _events(history: History) -> Iterator[dict[str, Any]]:
+    following = 0
+    while (page := history.events(following, PAGE))["events"]:
+        yield from page["events"]
+        following = page["next"]
+
+
+def _efficiency(history: History) -> float | None:
+    """Return the part of the workers' time that was spent on computing; None: the run has told no times."""
+    values = history.times(*history.span(), points=POINTS)["values"]
+    names = [name for name in Seconds.__struct_fields__ if name in values]
+    sums = {name: sum(each or 0.0 for row in values[name] for each in row) for name in names}
+    total = sum(sums.values())
+    return round(sums["compute"] / total, 4) if total > 0 else None
 
 
 def _words(found: dict[str, Any]) -> str:
     """Return a status as text."""
-    workers = found.get("workers", [])
-    lines = [f"{found.get('state', 'unknown')}: {found.get('reason', '')}".rstrip(": ")]
+    reason = found.get("reason") or ""
+    state = found.get("state", "unknown")
+    lines = [state if reason == state else f"{state}: {reason}".rstrip(": ")]
     step, num_steps, loss = found.get("step"), found.get("num_steps", 0), found.get("loss")
     at = progress(step + 1, num_steps) if step is not None else "no step yet"
     lines.append(at + (f", loss {float(loss):.4f}" if loss is not None else ""))
-    if found.get("started"):
-        lines.append(f"running for {time.time() - found['started']:.0f} s, generation {found.get('generation', 0)}")
-    if workers:
-        lines.append(f"{'worker':<8}{'rank':<6}{'state':<10}{'pid':<9}{'device':<9}{'step':<7}host")
-    for worker in workers:
-        rank = "-" if worker.get("rank") is None else worker["rank"]
-        lines.append(
-            f"{worker['worker_id']:<8}{rank!s:<6}{worker['state']:<10}{worker['pid']:<9}{worker['device']:<9}"
-            f"{worker['step']:<7}{worker['host']}"
-        )
+    lines += _times(found)
+    lines += _workers(found.get("workers", []))
+    lines += _machines(found.get("machines", []))
+    lines += _past_workers(found.get("past_workers", []))
+    lines += _interruptions(found.get("interruptions", []))
+    lines += found.get("notes", [])
     if line := found.get("invitation"):
         invitation = Invitation.parse(line)
         if is_local(HeadUrl.parse(invitation.url).host):
@@ -83,3 +133,80 @@ def _words(found: dict[str, Any]) -> str:
         lines.append(f"watch it with: {watching.command}")
         lines.append(f"or in a browser: {watching.page}")
     return "\n".join(lines)
+
+
+def _times(found: dict[str, Any]) -> list[str]:
+    """Return when the run began and ended, and how well it has used its time."""
+    started, ended = found.get("started") or 0.0, found.get("ended") or 0.0
+    words = []
+    if started and ended:
+        words.append(f"from {_day(started)} to {_day(ended)}, {ended - started:.0f} s")
+    elif started and "url" in found:
+        words.append(f"running for {time.time() - started:.0f} s, generation {found.get('generation', 0)}")
+    elif started:
+        words.append(f"since {_day(started)}")
+    if (efficiency := found.get("efficiency")) is not None:
+        words.append(f"{efficiency:.0%} of the workers' time was spent on computing")
+    if found.get("interruptions"):
+        words.append(f"interrupted for {found.get('interrupted_s', 0.0):.1f} s in all")
+    return ["; ".join(words)] if words else []
+
+
+def _workers(workers: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'worker':<8}{'rank':<6}{'state':<10}{'pid':<9}{'device':<9}{'step':<7}host"] if workers else []
+    for worker in workers:
+        rank = "-" if worker.get("rank") is None else worker["rank"]
+        lines.append(
+            f"{worker['worker_id']:<8}{rank!s:<6}{worker['state']:<10}{worker['pid']:<9}{worker['device']:<9}"
+            f"{worker['step']:<7}{worker['host']}"
+        )
+    return lines
+
+
+def _machines(machines: list[dict[str, Any]]) -> list[str]:
+    """Return the machines: what they use now, or when they were there."""
+    lines = []
+    for machine in machines[-SHOWN:]:
+        if "joined" in machine:
+            gone = f", gone {_day(machine['gone'])} ({machine['reason']})" if machine.get("gone") else ""
+            offered = count(machine["num_workers"], "worker")
+            lines.append(f"machine {machine['host']} came {_day(machine['joined'])} with {offered}{gone}")
+            continue
+        words = [count(machine["num_workers"], "worker") if machine["num_workers"] else "no worker"]
+        if machine["state"] != "connected":
+            words.append("has not connected to this head yet")
+        if use := machine.get("use"):
+            words.append(f"{use['cores']:.1f} of {use['num_cores']} cores busy")
+            words.append(f"{use['memory_bytes'] / GB:.1f} of {use['memory_total_bytes'] / GB:.1f} GB in use")
+            sent, received = use["sent_bytes_per_s"] / MB, use["received_bytes_per_s"] / MB
+            words.append(f"{sent:.1f} MB/s sent, {received:.1f} MB/s received")
+        lines.append(f"machine {machine['host']}: {', '.join(words)}")
+    return [*_more(machines, "machine"), *lines]
+
+
+def _past_workers(workers: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for worker in workers[-SHOWN:]:
+        joined = worker.get("joined")
+        came = f"came {_day(joined)} at step {worker['step']} ({worker['why_joined']})" if joined else "never took part"
+        gone = worker.get("gone")
+        went = f"; {worker['how']} {_day(gone)} after step {worker['last_step']} ({worker['why_gone']})" if gone else ""
+        lines.append(f"{worker['worker_id']} on {worker['host']} {came}{went}")
+    return [*_more(workers, "worker"), *lines]
+
+
+def _interruptions(interruptions: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"interrupted {_day(each['time'])} for {each['seconds']:.2f} s, in step {each['step']}: {each['reason']}"
+        for each in interruptions[-SHOWN:]
+    ]
+    return [*_more(interruptions, "interruption"), *lines]
+
+
+def _more(values: list[dict[str, Any]], noun: str) -> list[str]:
+    left = len(values) - SHOWN
+    return [f"{count(left, noun)} before these: --json shows all"] if left > 0 else []
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from unisono.cli.looking import Seen, look
+from unisono.cli.looking import Seen, as_invitation, look
 from unisono.cli.reach import NotGoing, check_head, find
 from unisono.errors import UsageError
 from unisono.invitation import is_invitation
@@ -25,8 +25,8 @@ __all__ = ["watch"]
 GIVE_UP_S: Final = 60.0
 """A program's output ends if no head has answered for so long; a person may wait longer."""
 HELP: Final = (
-    "RUN is the run's directory, an invitation (`unisono status` shows one that is for looking only), or - to read one "
-    "from standard input."
+    "RUN is the run's directory, an invitation (`unisono status` shows one that is for looking only), the address of "
+    "the run's page, or - to read an invitation from standard input."
 )
 
 
@@ -159,7 +159,7 @@ def _page_of_head(run: str) -> str:
         UsageError: an invitation is wrong.
     """
     try:
-        invitation = find(run)
+        invitation = find(as_invitation(run))
         check_head(invitation)
         if run != "-" and not is_invitation(run):
             from unisono.cli.reach import ask_status

@@ -53,7 +53,7 @@ from unisono.head.meeting import Meeting
 from unisono.head.memory import Memory
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
-from unisono.head.status import workers_status
+from unisono.head.status import machines_status, workers_status
 from unisono.head.story import Story, Uses
 from unisono.head.troubles import Troubles
 from unisono.head.versions import Outgoing, Versions
@@ -61,6 +61,7 @@ from unisono.head.viewing import Viewing
 from unisono.head.visitors import Visitors
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl
+from unisono.journal.lines import plain
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
     AgentHello,
@@ -102,6 +103,7 @@ from unisono.messages import (
 from unisono.packed import pack
 from unisono.page.site import WATCH
 from unisono.problems.kinds import Trouble
+from unisono.rundir import STATUS_SCHEMA
 from unisono.spec import RunSpec
 from unisono.watch.prometheus import CONTENT_TYPE, exposition
 
@@ -109,6 +111,7 @@ __all__ = ["Head"]
 
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
+EVENTS_SHOWN = 20  # in a status
 TOGETHER_S = 0.2  # in which what several machines use is told together
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -269,22 +272,32 @@ class Head:
     # -- http ----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return the values that ``unisono status`` shows."""
-        state, last = self._state, self._last
-        return {
+        """Return the values that ``unisono status`` shows (docs/files.md)."""
+        state, last, story = self._state, self._last, self._story
+        found = {
+            "schema": STATUS_SCHEMA,
             "run_id": self._run_id,
             "state": state.label,
             "reason": self._reason,
             "generation": state.generation,
             "step": last.step if last else None,
             "num_steps": last.num_steps if last else 0,
+            "epoch": last.epoch if last else 0,
             "loss": last.loss if last else None,
             "started": self._started,
+            "ended": 0.0,
             "url": self._url,
             "run_dir": self._directory.path,
             "job": msgspec.to_builtins(self._spec),
+            "machines": machines_status(state, self._uses.newest),
             "workers": workers_status(state),
+            "efficiency": story.efficiency,
+            "interrupted_s": story.interrupted_s,
+            "interruptions": [msgspec.to_builtins(each) for each in story.interruptions],
+            "events": [msgspec.to_builtins(each) for each in story.recent[-EVENTS_SHOWN:]],
         }
+        shown: dict[str, Any] = plain(found)
+        return shown
 
     # -- connections ---------------------------------------------------------------------------------
 

@@ -1,13 +1,17 @@
-"""What the head says of its workers in ``/status``."""
+"""What the head says of its machines and workers in ``/status``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.decisions.membership.roster import State, Worker, WorkerState
+import msgspec
 
-__all__ = ["workers_status"]
+from unisono.decisions.membership.roster import ALIVE, Agent, State, Worker, WorkerState
+from unisono.events import MachineUsed
+
+__all__ = ["machines_status", "workers_status"]
 
 
 def workers_status(state: State) -> list[dict[str, Any]]:
@@ -18,6 +22,25 @@ def workers_status(state: State) -> list[dict[str, Any]]:
         for worker in state.workers.values()
         if worker.info is not None and worker.state not in (WorkerState.LEFT, WorkerState.LOST)
     ]
+
+
+def machines_status(state: State, used: Sequence[MachineUsed]) -> list[dict[str, Any]]:
+    """Return the machines that are connected, also those without workers, with what they use."""
+    numbers = Counter(worker.agent for worker in state.workers.values() if worker.state in ALIVE)
+    uses = {use.host: use for use in used}
+    return [_machine_status(agent, numbers[agent.agent_id], uses.get(agent.host)) for agent in state.agents.values()]
+
+
+def _machine_status(agent: Agent, num_workers: int, use: MachineUsed | None) -> dict[str, Any]:
+    return {
+        "agent_id": agent.agent_id,
+        "host": agent.host,
+        "state": "away" if agent.away_at is not None else "connected",
+        "offers": agent.offers,
+        "num_workers": num_workers,
+        "is_first": agent.primary,
+        "use": msgspec.to_builtins(use) if use is not None else None,
+    }
 
 
 def _worker_status(ranks: Mapping[str, int], worker: Worker) -> dict[str, Any]:

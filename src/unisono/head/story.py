@@ -16,6 +16,7 @@ import msgspec
 
 from unisono.decisions.asides import Asides
 from unisono.decisions.interruptions import Interruptions
+from unisono.decisions.usefulness import Usefulness
 from unisono.events import (
     Announcement,
     Event,
@@ -33,6 +34,7 @@ RECENT: Final = 1_000
 """So many of the newest events are told again to an agent that connects again."""
 KEPT_S: Final = 10.0
 """The events of so long a time are a part of the head's state."""
+INTERRUPTIONS: Final = 20
 USE_S: Final = 2.0
 """Least time between two messages about the use of machines."""
 USES_PER_S: Final = 500.0
@@ -47,6 +49,12 @@ class Kept:
     last_step_at: float = 0.0
     usual_s: float = 0.0
     """The usual time of a step."""
+    interruptions: tuple[Interruption, ...] = ()
+    """The newest."""
+    interrupted_s: float = 0.0
+    """By all of them."""
+    useful_s: float = 0.0
+    total_s: float = 0.0
 
 
 NOTHING: Final = Kept()
@@ -65,11 +73,21 @@ class Story:
         self._interruptions = Interruptions(kept.last_step_at, kept.usual_s)
         self._digests: dict[str, str] = {}
         self._asides = Asides()
+        self._usefulness = Usefulness(kept.useful_s, kept.total_s)
+        self.interruptions: deque[Interruption] = deque(kept.interruptions, INTERRUPTIONS)
+        """The newest."""
+        self.interrupted_s = kept.interrupted_s
+        """By which all interruptions have made the run longer."""
 
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell."""
         return bool(self._untold)
+
+    @property
+    def efficiency(self) -> float | None:
+        """The part of the workers' time that was spent on computing; None: nothing is known yet."""
+        return self._usefulness.share
 
     @property
     def recent(self) -> list[Event]:
@@ -105,7 +123,15 @@ class Story:
         """Return the part of the story that the next head needs."""
         since = time.time() - KEPT_S
         told = tuple(event for event in (*self._recent, *self._untold) if event.time >= since)
-        return Kept(told, self._interruptions.last, self._interruptions.usual_s)
+        return Kept(
+            told,
+            last_step_at=self._interruptions.last,
+            usual_s=self._interruptions.usual_s,
+            interruptions=tuple(self.interruptions),
+            interrupted_s=self.interrupted_s,
+            useful_s=self._usefulness.useful_s,
+            total_s=self._usefulness.total_s,
+        )
 
     def take_step(self, event: StepFinished) -> list[Event]:
         """Return what a step has to tell besides its result."""
@@ -113,6 +139,9 @@ class Story:
         interruption: Interruption | None = self._interruptions.step(event)
         if interruption is not None:
             told.append(interruption)
+            self.interruptions.append(interruption)
+            self.interrupted_s = round(self.interrupted_s + interruption.seconds, 6)
+        self._usefulness.add(event)
         told += self._asides.of(event)
         self._recent += told
         return told

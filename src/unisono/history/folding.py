@@ -17,16 +17,18 @@ from unisono.journal.lines import from_line
 from unisono.journal.thinning import newest
 from unisono.journal.times import TIMES, workers_in
 from unisono.overview import Overview, OverviewBuilder
+from unisono.rundir import USE_FOLDER
 
-__all__ = ["USE", "Fold"]
+__all__ = ["Fold"]
 
-USE: Final = "use"
 LAST_EVENTS: Final = 2000
 """So many of the newest events are folded, and those that come."""
 LAST_BLOCKS: Final = 2
 """Blocks of the journal, likewise."""
 PATIENCE_S: Final = 2.0
 """How long a step waits for the times of its workers, which are written a moment later."""
+MOST_WAITING: Final = 500
+"""At most so many lines wait."""
 
 
 class Fold:
@@ -73,7 +75,7 @@ class Fold:
                 event = msgspec.convert(each, Event, strict=False)
             if event is not None and not isinstance(event, StepFinished):
                 found.append((event, -1))
-        for row in newest(self._directory / USE, 1).rows:
+        for row in newest(self._directory / USE_FOLDER, 1).rows:
             if row.last > self._used_until:
                 self._used_until = row.last
                 found += [(used, -1) for used in used_in(row)]
@@ -91,11 +93,12 @@ class Fold:
         columns = reading.header.get("columns", [])
         newest_row = max(records, default=-1)
         found: list[tuple[Event, int]] = []
-        for text in texts:
+        for at, text in enumerate(texts):
             event, number = _event_in(text)
             if isinstance(event, StepFinished) and records:
                 before = records.get(event.step - 1)
-                if before is None and event.step - 1 > newest_row and now - event.time < PATIENCE_S:
+                is_young = now - event.time < PATIENCE_S and len(texts) - at < MOST_WAITING
+                if before is None and event.step - 1 > newest_row and is_young:
                     break
                 record = records.get(event.step) or before
                 if record is not None and not event.workers:

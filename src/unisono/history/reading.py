@@ -14,15 +14,15 @@ from typing import Any, Final
 import msgspec
 
 from unisono.events import StepFinished
-from unisono.history.folding import USE, Fold
+from unisono.history.folding import Fold
 from unisono.history.lines import Lines
 from unisono.history.machines import times_of, use_of
-from unisono.history.story import EVENTS, Story
+from unisono.history.story import Story
 from unisono.journal import JOURNAL, thinning
 from unisono.journal.index import Block, Placed, Scanned, block_of, column_of
 from unisono.journal.times import COLUMNS, TIMES, record_of
 from unisono.overview import CURVE_POINTS, CurvePoint, Overview
-from unisono.rundir import RUN_FILE
+from unisono.rundir import EVENTS_FILE, RUN_FILE, USE_FOLDER
 from unisono.words import count
 
 __all__ = ["EXACT_STEPS", "History"]
@@ -49,7 +49,7 @@ class History:
         self._lines = Lines(directory if directory.is_file() else directory / JOURNAL)
         self._facts: dict[str, Any] = {}
         self._facts_note = ""
-        self._story = Story(self.directory / EVENTS)
+        self._story = Story(self.directory / EVENTS_FILE)
         self._fold = Fold(self.directory, self._lines, self._story)
         self._notes: dict[str, list[str]] = {}
         self.refresh()
@@ -64,8 +64,8 @@ class History:
 
     def complete(self) -> None:
         """Read all that has no index, however long that takes."""
-        while self._lines.missing:
-            self._lines.refresh()
+        while self._lines.missing and not self._lines.error:
+            self._lines.refresh(budget_s=1.0)
 
     def facts(self) -> dict[str, Any]:
         """Return the run's description (``run.json``); empty if there is none."""
@@ -208,8 +208,8 @@ class History:
 
     def use(self, points: int = 200) -> dict[str, Any]:
         """Return what the machines used: ``time``, and ``machines``: by host, by name, by point (None: not known)."""
-        reading = thinning.read(self.directory / USE, points=points)
-        self._notes[USE] = reading.notes
+        reading = thinning.read(self.directory / USE_FOLDER, points=points)
+        self._notes[USE_FOLDER] = reading.notes
         return use_of(reading.rows)
 
     def events(self, after: int = 0, most: int = 500) -> dict[str, Any]:
@@ -231,7 +231,8 @@ class History:
             for step, low, high, mean in points
             if not isinstance(low, str) and not isinstance(high, str)
         ]
-        return msgspec.structs.replace(found, curve=shown)
+        here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
+        return msgspec.structs.replace(found, curve=shown, run_dir=here)
 
     def _old_times(self, first: int, last: int, points: int) -> tuple[tuple[str, ...], list[thinning.Row]]:
         """Return the times that the lines of an older version have; of some of the steps, if there are many."""

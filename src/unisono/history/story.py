@@ -8,9 +8,8 @@ from array import array
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["EVENTS", "Story"]
+__all__ = ["Story"]
 
-EVENTS: Final = "events.jsonl"
 PIECE_BYTES: Final = 1 << 20
 
 

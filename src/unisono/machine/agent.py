@@ -579,7 +579,14 @@ class _Agent:
         traceback = "" if self._spec.outcome else ended.traceback
         digests = self._digests if ended.ok else {}
         self._stream.emit(
-            RunEnded(ok=ended.ok, reason=ended.reason, digests=digests, step=ended.step, traceback=traceback)
+            RunEnded(
+                time=time.time(),
+                ok=ended.ok,
+                reason=ended.reason,
+                digests=digests,
+                step=ended.step,
+                traceback=traceback,
+            )
         )
         self._stream.close()
 

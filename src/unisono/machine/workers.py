@@ -264,7 +264,7 @@ class Workers:
                 place=place_of_dump(list(child.output.more_lines)) if child.exit_code < 0 else "",
                 killed_for=killed_for,
                 peak_bytes=child.peak_bytes,
-                limit_bytes=child.peak_bytes + max(0, limit.limit - limit.used) if limit is not None else 0,
+                limit_bytes=limit.limit if limit is not None else 0,
             )
         )
 

@@ -37,8 +37,8 @@ class Held:
     """What it could have had at most; 0: unknown."""
     of: str = "memory"
     """What the limit is one of."""
-    is_shared: bool = False
-    """The other workers of this machine use the same memory."""
+    shared: int = 0
+    """What all workers of this machine together could have; 0: they do not share it, or it is unknown."""
     biggest: Sequence[tuple[str, int]] = ()
     """The largest tensors, by name."""
 
@@ -112,11 +112,9 @@ def advice(held: Held, setting: Setting) -> str:
 
 
 def _fewer_workers(held: Held, setting: Setting) -> str:
-    if not held.is_shared or setting.num_workers < 2:
+    if setting.num_workers < 2:
         return ""
-    # `limit` is what this worker could have while the others have theirs: together they have about this.
-    whole = held.limit + (setting.num_workers - 1) * held.used
-    fitting = min(setting.num_workers - 1, int(SPARE * whole / (held.fixed + held.rest)))
+    fitting = min(setting.num_workers - 1, int(SPARE * held.shared / (held.fixed + held.rest)))
     if fitting < 1:
         return ""
     return f"{count(fitting, 'worker')} on this machine instead of {setting.num_workers} (the bits stay the same)"

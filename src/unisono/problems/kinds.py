@@ -34,6 +34,8 @@ OUT_OF_MEMORY: Final = re.compile(
 )
 
 
+MAX_ERROR: Final = 300
+"""A sentence quotes so many characters of an exception."""
 NOT_FINITE: Final = re.compile(r"(?:LossError: )?the loss of .* is (-?(?:inf|nan)) \(samples")
 
 
@@ -65,7 +67,7 @@ class Trouble:
     peak_bytes: int = 0
     """The most memory that the process has had; 0: unknown."""
     limit_bytes: int = 0
-    """The most that it could have had; 0: unknown."""
+    """What all processes together could have; 0: unknown."""
     then: str = ""
     """What the run does about it."""
     ends_run: bool = False
@@ -158,16 +160,26 @@ def _sentence(trouble: Trouble) -> str:
         case "failed-join":
             return f"{who} could not join the run: {trouble.error}"
         case "divergence":
-            return trouble.error
+            return _parts(trouble.error)[0]
         case _:
-            return f"{who} failed{where}: {trouble.error}"
+            return f"{who} failed{where}: {_short(trouble.error)}"
 
 
 def _for_memory(trouble: Trouble) -> str:
     if trouble.killed_for:
         had = f" when it had {shown_bytes(trouble.peak_bytes)}" if trouble.peak_bytes else ""
         return f": {trouble.killed_for}{had}"
-    return f": {trouble.error}" if trouble.error else ""
+    return f": {_short(trouble.error)}" if trouble.error else ""
+
+
+def _parts(error: str) -> tuple[str, str]:
+    """Return the first sentence of an error of this library, without its class, and the rest, which says what to do."""
+    first, _, rest = error.removeprefix("DivergenceError: ").partition(". ")
+    return first, rest.rstrip(".")
+
+
+def _short(error: str) -> str:
+    return error if len(error) <= MAX_ERROR else f"{error[:MAX_ERROR].rstrip()} ..."
 
 
 def _who(trouble: Trouble) -> str:
@@ -226,7 +238,7 @@ def what_to_do(trouble: Trouble) -> str:
                 "learning rate, a warm-up or clipped gradients help if the values have grown before"
             )
         case "divergence":
-            return "docs/guarantees.md has what a micro-batch may depend on"
+            return _parts(trouble.error)[1] or "docs/guarantees.md has what a micro-batch may depend on"
         case "out-of-memory":
             return (
                 "More micro-batches of the same batch need less memory (microbatches=, which is part of the bits), and "

@@ -66,33 +66,40 @@ class Kills:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
+        # The innermost group counts the kills below it as well, and is full when the kernel kills for its limit.
+        self._group = next(((version, folder) for _, version, folder in _folders(root)), None)
         self._known = self._read()
 
     def new(self) -> str:
         """Return why a process that was killed by SIGKILL just now was killed; "": nothing says that it was for memory.
 
-        A few small files are read.
+        Cheap: the others of the run wait for the news of its end.
         """
         before, self._known = self._known, self._read()
-        limit = memory_limit(self._root)
         group, machine = (now - then for now, then in zip(self._known, before, strict=True))
-        used = f": {limit.words} were used" if limit is not None else ""
+        if not group and not machine and not self._is_full():
+            return ""
+        limit = memory_limit(self._root)
+        size = f" ({shown_bytes(limit.limit)} of {limit.of})" if limit is not None else ""
         if group > 0:
-            return f"the kernel has killed it because the memory of its control group was used up{used}"
+            return f"the kernel has killed it because the memory of its control group was used up{size}"
         if machine > 0:
-            return f"the kernel has killed a process of this machine for memory at that moment{used}"
-        if limit is not None and "control group" in limit.of and limit.used >= NEAR * limit.limit:
-            return f"it was killed when its control group was at its limit{used}"
-        return ""
+            return f"the kernel has killed a process of this machine for memory at that moment{size}"
+        return f"it was killed when its control group was at its limit{size}"
 
     def _read(self) -> tuple[int, int]:
         """Return the numbers of this control group and of the machine."""
-        group = 0
-        for base, version, folder in _folders(self._root):
-            if folder != base or version == 2:
-                file = folder / ("memory.events" if version == 2 else "memory.oom_control")
-                group = max(group, _value(file, "oom_kill"))
-        return group, _value(self._root / "proc/vmstat", "oom_kill")
+        of_group = 0
+        if self._group is not None:
+            version, folder = self._group
+            of_group = _value(folder / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
+        return of_group, _value(self._root / "proc/vmstat", "oom_kill")
+
+    def _is_full(self) -> bool:
+        if self._group is None:
+            return False
+        limit = _of_group(*self._group)
+        return limit is not None and limit.used >= NEAR * limit.limit
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, int, Path]]:
@@ -113,10 +120,17 @@ def _folders(root: Path) -> Iterator[tuple[Path, int, Path]]:
 
 def _groups(root: Path) -> Iterator[MemoryLimit]:
     for _, version, folder in _folders(root):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (_text(folder / name).strip() for name in names)
-        if limit.isdecimal() and used.isdecimal() and int(limit) < _ENDLESS:
-            yield MemoryLimit(int(limit), int(used), "its control group's memory")
+        if (limit := _of_group(version, folder)) is not None:
+            yield limit
+
+
+def _of_group(version: int, folder: Path) -> MemoryLimit | None:
+    """Return the limit of a control group; None: it has none."""
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit, used = (_text(folder / name).strip() for name in names)
+    if limit.isdecimal() and used.isdecimal() and int(limit) < _ENDLESS:
+        return MemoryLimit(int(limit), int(used), "its control group's memory")
+    return None
 
 
 def _meminfo(root: Path) -> tuple[int, int]:

@@ -18,6 +18,8 @@ from unisono.state.tracked import Tracked
 __all__ = ["held_now", "kinds"]
 
 NUM_BIGGEST: Final = 8
+LEAST_BYTES: Final = 100_000
+"""A smaller tensor is not among the largest."""
 PROGRAM: Final = "the program itself"
 
 
@@ -40,13 +42,21 @@ def kinds(tracked: Tracked, slots: Slots, baseline: int) -> dict[str, int]:
     return {name: number for name, number in known.items() if number}
 
 
-def held_now(tracked: Tracked, slots: Slots, device: torch.device, *, baseline: int, asked: int) -> Held:
-    """Return what holds the memory of this process now, that of its accelerator if it computes there."""
+def held_now(
+    tracked: Tracked, slots: Slots, device: torch.device, *, baseline: int, asked: int, num_workers: int
+) -> Held:
+    """Return what holds the memory of this process now, that of its accelerator if it computes there.
+
+    Args:
+        baseline: memory of the process before the script made its objects.
+        asked: bytes that it could not get.
+        num_workers: on this machine.
+    """
     is_gpu = device.type == "cuda"
     if is_gpu:
-        used, limit, of, is_shared = _gpu(device)
+        used, limit, of, shared = _gpu(device)
     else:
-        used, limit, of, is_shared = _cpu()
+        used, limit, of, shared = _cpu(num_workers)
     named = [(f"{name} {tuple(one.shape)} {_dtype(one)}", _bytes(one)) for name, one in tracked.parameters()]
     named += list(_optimizer_tensors(tracked))
     return Held(
@@ -55,29 +65,31 @@ def held_now(tracked: Tracked, slots: Slots, device: torch.device, *, baseline: 
         asked=asked,
         limit=limit,
         of=of,
-        is_shared=is_shared,
-        biggest=sorted(named, key=lambda item: -item[1])[:NUM_BIGGEST],
+        shared=shared,
+        biggest=sorted((item for item in named if item[1] >= LEAST_BYTES), key=lambda item: -item[1])[:NUM_BIGGEST],
     )
 
 
-def _cpu() -> tuple[int, int, str, bool]:
+def _cpu(num_workers: int) -> tuple[int, int, str, int]:
+    """Return what is used, the limit, of what, and what all workers together could have."""
     used = _peak() or own_memory()
     space, limit = own_address_space(), memory_limit()
     if space is not None and (limit is None or space.limit - space.used < limit.limit - limit.used):
         # Address space that is mapped and not used counts as well: what is left of it is what this process could have.
-        return used, used + max(0, space.limit - space.used), space.of, False
+        return used, used + max(0, space.limit - space.used), space.of, 0
     if limit is None:
-        return used, 0, "memory", False
-    return used, used + max(0, limit.limit - limit.used), limit.of, True
+        return used, 0, "memory", 0
+    left = max(0, limit.limit - limit.used)
+    return used, used + left, limit.of, num_workers * used + left
 
 
-def _gpu(device: torch.device) -> tuple[int, int, str, bool]:
+def _gpu(device: torch.device) -> tuple[int, int, str, int]:
     used = torch.cuda.max_memory_allocated(device)
     limit = 0
     with contextlib.suppress(RuntimeError):
         free, _ = torch.cuda.mem_get_info(device)
         limit = free + torch.cuda.memory_reserved(device)
-    return used, limit, str(device), False
+    return used, limit, str(device), 0
 
 
 def _peak() -> int:

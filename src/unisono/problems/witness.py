@@ -24,6 +24,7 @@ __all__ = ["about_machine", "about_process", "main_place", "own_stacks", "versio
 
 MAX_FRAMES: Final = 40
 MAX_THREADS: Final = 24
+MAX_CHARACTERS: Final = 16_000
 PACKAGES: Final = ("unisono", "torch", "numpy", "msgspec", "websockets")
 _OWN: Final = str(Path(__file__).parent.parent) + os.sep
 _LIBRARIES: Final = tuple(
@@ -49,7 +50,7 @@ def own_stacks() -> str:
         parts.append("\n".join([f"{name}:", *lines]))
     if len(frames) > MAX_THREADS:
         parts.append(f"({len(frames) - MAX_THREADS} more threads)")
-    return "\n".join(parts)
+    return "\n".join(parts)[:MAX_CHARACTERS]
 
 
 def main_place() -> str:

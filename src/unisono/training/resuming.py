@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import socket
 import time
 import warnings
 from collections.abc import Collection, Sequence
@@ -22,6 +23,7 @@ from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, has_steps, truncate
 from unisono.journal.index import INDEX, path_of
+from unisono.problems.witness import versions
 from unisono.process import tell
 from unisono.rundir import RunDirectory, describe, holder, read_facts
 from unisono.state.tracked import Tracked
@@ -173,6 +175,7 @@ class Resumption:
         if self._resume:
             facts["resumed"] = before.get("resumed", [])
             facts["earlier"] = before.get("earlier", [])
+        facts["environment"] = {**versions(), "host": socket.gethostname()}
         return {**facts, "recipe": self.recipe(cursor), "fingerprint": self.fingerprint()}
 
     def _find(self, directory: Path, run_id: str, *, has_begun: bool) -> Loaded | None:

@@ -137,16 +137,23 @@ class OwnTroubles:
     # -- inside --------------------------------------------------------------------------------------
 
     def _about_memory(self, error: BaseException, rounds: Rounds, loop: TrainingLoop | None) -> tuple[str, str]:
-        asked = asked_bytes(str(error))
-        held = held_now(rounds.tracked, rounds.slots, self._device, baseline=self._baseline, asked=asked)
         cursor = loop.cursor if loop is not None else None
         own = self._member.info.host if self._member is not None else ""
         notice = self._member.latest() if self._member is not None else None
         here = [each for each in notice.members if each.host == own] if notice is not None else []
+        num_workers = max(1, len(here))
         setting = Setting(
             batch_size=cursor.batch_size if cursor is not None else 0,
             microbatches=cursor.microbatches if cursor is not None else 0,
-            num_workers=max(1, len(here)),
+            num_workers=num_workers,
+        )
+        held = held_now(
+            rounds.tracked,
+            rounds.slots,
+            self._device,
+            baseline=self._baseline,
+            asked=asked_bytes(str(error)),
+            num_workers=num_workers,
         )
         return table(held), advice(held, setting)
 

@@ -10,6 +10,7 @@ const KINDS = {
   clock: { word: "at", say: clock, axis: clockTick },
 };
 const MOST_TABLE_ROWS = 60;
+const NAVIGATION = /^(Arrow|Page|Home|End)/;
 const KEYS = ["ArrowLeft", "ArrowRight", "PageUp", "PageDown", "Home", "End", "Escape", "+", "=", "-", "0"];
 
 export const charts = new Set();
@@ -51,11 +52,11 @@ export class Chart {
    * Show lines: `{label, colour, dash, x, y, low, high, points}`, of which `low` and `high` may be left out.
    *
    * `kind`: what x is ("step", "time", "clock"); `stacked`: each line is drawn on the one before, as an area; `log`: of y;
-   * `limits`: of x.
+   * `limits`: of x; `marks`: values of x at which something has happened.
    */
-  show(lines, { kind = "step", stacked = false, log = false, limits = null, empty = "Nothing yet." } = {}) {
+  show(lines, { kind = "step", stacked = false, log = false, limits = null, marks = [], empty = "Nothing yet." } = {}) {
     const alive = lines.filter((line) => line.x.length);
-    this.shown = { lines: alive, kind, stacked, log, limits, empty };
+    this.shown = { lines: alive, kind, stacked, log, limits, marks, empty };
     const shape = JSON.stringify([
       kind, stacked, log, alive.map((line) => [line.label, line.colour, line.dash, Boolean(line.low), line.points])]);
     const data = this.data();
@@ -189,9 +190,18 @@ export class Chart {
   /** Mark values that are no finite numbers, which no line can go through. */
   drawOdd(u) {
     const marks = this.shown.lines.flatMap((line) => line.odd ?? []);
-    if (!marks.length) return;
     const { ctx, bbox } = u;
     ctx.save();
+    ctx.strokeStyle = colour("line-strong");
+    ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+    for (const x of this.shown.marks.slice(-200)) {
+      const at = Math.round(u.valToPos(x, "x", true)) + 0.5;
+      if (at < bbox.left || at > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(at, bbox.top);
+      ctx.lineTo(at, bbox.top + bbox.height);
+      ctx.stroke();
+    }
     ctx.fillStyle = colour("bad");
     for (const x of marks.slice(0, 500)) {
       const at = u.valToPos(x, "x", true);
@@ -232,6 +242,7 @@ export class Chart {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || !KEYS.includes(event.key) || !this.plot) return;
+    if (!this.onZoom && !NAVIGATION.test(event.key)) return;
     event.preventDefault();
     event.stopPropagation();
     if (event.key === "+" || event.key === "=") return this.onKey?.("in");

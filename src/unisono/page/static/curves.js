@@ -147,8 +147,8 @@ export class Curves {
     }
     byId("zoom-reset").disabled = !app.range;
     this.drawChoice();
-    this.loss.show(this.lines("loss", true), this.options({ log: app.log }));
-    this.speed.show(this.lines("samples_per_s", true), this.options());
+    this.loss.show(this.lines("loss", true), this.options({ log: app.log, marks: this.changes() }));
+    this.speed.show(this.lines("samples_per_s", true), this.options({ marks: this.changes() }));
     this.drawParts();
     this.drawMetrics();
   }
@@ -181,6 +181,13 @@ export class Curves {
         odd: x.filter((_, i) => !Number.isFinite(curve.mean[i])),
       };
     });
+  }
+
+  /** Where another generation began: what is seen there may come from it. */
+  changes() {
+    const run = this.app.primary();
+    const steps = (run?.events ?? []).filter((event) => event.kind === "interruption" || event.kind === "gone").map((event) => event.step);
+    return this.xs(run, [...new Set(steps)].filter((step) => step > run.first && step < run.last));
   }
 
   xs(run, steps) {

@@ -146,7 +146,7 @@ class App {
       say(byId("spoken"), `The run is ${run.overview.state} now. ${plain(run.overview.reason, 300)}`);
     }
     run.follow(this.curves.names(), this.range).then(() => {
-      this.link.problem = "";
+      if (!run.failures) this.link.problem = "";
     }, (error) => {
       if (this.link.state === "open") this.link.problem = error.message;
     });
@@ -183,7 +183,7 @@ class App {
       this.machines.drawRows(run);
     }
     if (dirty.has("facts")) drawFacts(run);
-    if (dirty.has("series")) this.curves.draw();
+    if (dirty.has("series") || dirty.has("events")) this.curves.draw();
     if (dirty.has("overview") || dirty.has("times")) this.workers.draw();
     if (dirty.has("use")) this.machines.draw();
     if (dirty.has("events")) {

@@ -9,6 +9,8 @@ const TIMES_POINTS = 160;
 const USE_POINTS = 400;
 const EVENTS_AT_ONCE = 2000;
 const MOST_EVENTS = 20000;
+/** A question that fails so often in a row is worth a sentence. */
+const WORTH_SAYING = 3;
 const SLOW_EVERY_MS = 5000;
 const NAMES_EVERY_MS = 10000;
 
@@ -41,6 +43,8 @@ export class Run {
     this.use = null;
     this.asked = {};
     this.busy = false;
+    this.failures = 0;
+    this.restUntil = 0;
     this.steppedAt = 0;
   }
 
@@ -202,10 +206,10 @@ export class Run {
 
   /** Bring what is shown up to date, after news: never two at a time, and the dear things rarely. */
   async follow(names, range) {
-    if (this.busy || document.hidden) return;
+    const now = Date.now();
+    if (this.busy || document.hidden || now < this.restUntil) return;
     this.busy = true;
     try {
-      const now = Date.now();
       const logs = Object.keys(this.overview?.logs ?? {});
       const isUnknown = logs.some((name) => !this.names.includes(`log/${name}`)) || !this.names.includes("loss");
       if (now - (this.asked.names ?? 0) > (isUnknown ? 1000 : NAMES_EVERY_MS)) this.takeNames(await this.ask("names"));
@@ -222,8 +226,15 @@ export class Run {
       }
       if (now - (this.asked.times ?? 0) > SLOW_EVERY_MS) await this.loadTimes(range);
       if (now - (this.asked.use ?? 0) > SLOW_EVERY_MS) await this.loadUse();
+      this.failures = 0;
+    } catch (error) {
+      this.failures += 1;
+      if (this.failures >= WORTH_SAYING) throw error;
     } finally {
       this.busy = false;
+      // Who answers slowly has many to answer: ask more rarely, and after a failure more rarely still.
+      const took = Date.now() - now;
+      this.restUntil = Date.now() + 2 * took + (this.failures ? 1000 * 2 ** Math.min(this.failures, 5) : 0);
     }
   }
 }

@@ -110,7 +110,7 @@ const sentences = {
   gap: (e) => `Lines ${whole(e.first)} to ${whole(e.last)} of the journal are lost`,
   checkpoint: (e) => checkpointWords(e),
   note: (e) => e.text,
-  interruption: (e) => `Interrupted for ${duration(e.seconds)} after step ${whole(e.step)}: ${e.reason}`,
+  interruption: (e) => `Generation ${e.generation} cost ${e.seconds > 0 ? duration(e.seconds) : "no time"}, at step ${whole(e.step)}: ${e.reason}`,
 };
 
 function levelOf(event) {

@@ -165,5 +165,7 @@ function sentence(run, spans, generations) {
   if (there) parts.push(`${whole(there)} there now`);
   if (generations.length) parts.push(count(generations.length, "generation"));
   parts.push(lost.length ? `${whole(lost.length)} lost or failed` : "none lost");
+  const cost = run.events.filter((event) => event.kind === "interruption").map((event) => event.seconds || 0);
+  if (cost.length) parts.push(`${count(cost.length, "change")} of generation cost ${duration(cost.reduce((a, b) => a + b, 0))}`);
   return `${parts.join(", ")}.${run.isCut ? " The oldest events are not shown." : ""}`;
 }

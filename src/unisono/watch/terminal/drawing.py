@@ -55,10 +55,14 @@ _QUIET: Final = ("training", "waiting", "finished")
 """States of a worker that need not be seen among many."""
 
 
-def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -> list[Line]:
+def draw(
+    overview: Overview, columns: int, rows: int, *, unicode: bool = True, most_recent: int | None = None
+) -> list[Line]:
     """Return the lines that show a run: at most so many, at most so wide.
 
     Args:
+        most_recent: so many sentences about what has happened may be shown where there is room; default: a few, always
+            as many.
         unicode: the terminal shows other characters than those of ASCII.
     """
     overview = made_harmless(overview)
@@ -74,7 +78,8 @@ def draw(overview: Overview, columns: int, rows: int, *, unicode: bool = True) -
         lines += draw_curve(overview.curve, columns, curve, last=overview.step, unicode=unicode)
         room -= curve + 1
     lines += workers_rows(overview, columns, max(1, room), unicode=unicode)
-    lines += _recent(overview.recent, columns, max(0, min(num_recent, rows - len(lines))))
+    most = num_recent if most_recent is None else most_recent
+    lines += _recent(overview.recent, columns, max(0, min(most, rows - len(lines))))
     return [fitted(line, columns, unicode=unicode) for line in lines[:rows]]
 
 

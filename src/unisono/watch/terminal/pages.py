@@ -69,7 +69,7 @@ def draw_page(
         wide = min(18, columns)
         lines = [[(filled(key, wide), "bold"), (cut(words, columns - wide), "")] for key, words in _HELP][:room]
     elif looked.page == "run" or room < 6 or columns < 24:
-        lines = draw(overview, columns, room, unicode=unicode)
+        lines = draw(overview, columns, room, unicode=unicode, most_recent=room)
     else:
         overview = made_harmless(overview)
         head = header(overview, columns, unicode=unicode)

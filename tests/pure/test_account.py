@@ -1,0 +1,241 @@
+"""What a run's story says afterwards: who took part, what interrupted it for how long, what its time was used for."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from unisono.chronicle import line_of
+from unisono.cli.status import _words as words_of
+from unisono.decisions.account import account
+from unisono.decisions.asides import BALANCE_S, Asides
+from unisono.decisions.interruptions import Interruptions
+from unisono.decisions.usefulness import Usefulness
+from unisono.events import (
+    CheckpointWritten,
+    Event,
+    Interruption,
+    MachineGone,
+    MachineJoined,
+    MembershipChanged,
+    Note,
+    RunEnded,
+    RunStarted,
+    Seconds,
+    StepFinished,
+    WorkerGone,
+    WorkerJoined,
+    WorkerTimes,
+)
+from unisono.head.story import KEPT_S, Kept, Story
+
+T = 1.79e9
+
+
+def step(number: int, at: float, generation: int = 1, **changes: object) -> StepFinished:
+    found = StepFinished(
+        time=at, step=number, epoch=0, loss=1.0, weight=8.0, samples=8, digest="", num_steps=99, generation=generation,
+        seconds=Seconds(compute=0.1), workers={}, logs={},
+    )  # fmt: skip
+    return msgspec.structs.replace(found, **changes)
+
+
+def change(generation: int, at: float, reason: str = "w1 was killed") -> MembershipChanged:
+    return MembershipChanged(time=at, generation=generation, worker_ids=("w0",), reason=reason)
+
+
+# -- interruptions -----------------------------------------------------------------------------------
+
+
+def test_an_interruption_is_how_much_longer_a_step_took_than_steps_usually_do() -> None:
+    found = Interruptions()
+    found.change(change(1, T))
+    assert [found.step(step(number, T + 0.5 * number)) for number in range(5)] == [None] * 5, "the run begins"
+    found.change(change(2, T + 2.1))
+    interruption = found.step(step(5, T + 4.0, 2))
+    assert interruption == Interruption(time=T + 4.0, generation=2, step=5, seconds=1.5, reason="w1 was killed")
+    assert found.step(step(6, T + 4.5, 2)) is None
+
+
+def test_a_step_that_was_finished_before_the_members_moved_ends_no_interruption() -> None:
+    found = Interruptions()
+    for number in range(3):
+        found.step(step(number, T + number))
+    found.change(change(2, T + 2.5))
+    assert found.step(step(3, T + 3, 1)) is None
+    interruption = found.step(step(4, T + 7, 2))
+    assert interruption is not None
+    assert interruption.seconds == 3.0
+
+
+def test_several_losses_before_the_next_step_are_one_interruption() -> None:
+    found = Interruptions()
+    for number in range(3):
+        found.step(step(number, T + number))
+    for generation, why in ((2, "w1 was killed"), (3, "w2 was killed")):
+        found.change(change(generation, T + 2.5, why))
+    interruption = found.step(step(3, T + 6, 3))
+    assert interruption is not None
+    assert (interruption.generation, interruption.reason) == (3, "w1 was killed; w2 was killed")
+
+
+def test_a_head_that_follows_measures_an_interruption_that_began_before() -> None:
+    found = Interruptions(last=T, usual_s=0.5)
+    found.change(change(2, T + 1))
+    interruption = found.step(step(7, T + 3, 2))
+    assert interruption is not None
+    assert interruption.seconds == 2.5
+
+
+# -- asides ------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_tells_besides_its_result_is_told_as_events() -> None:
+    asides = Asides()
+    told = asides.of(
+        step(7, T, checkpoint={"step": 6, "bytes": 100, "seconds": 0.5}, balance="w0 gets 3", warnings=["w1 differs"])
+    )
+    assert told == [
+        CheckpointWritten(time=T, step=6, bytes=100, seconds=0.5),
+        Note(time=T, about="balance", step=7, text="w0 gets 3"),
+        Note(time=T, about="warning", step=7, text="w1 differs"),
+    ]
+    assert asides.of(step(8, T + 1)) == []
+
+
+def test_the_balance_is_told_once_a_minute() -> None:
+    asides = Asides()
+    found = [asides.of(step(number, T + number, balance=f"plan {number}")) for number in range(130)]
+    assert sum(map(len, found)) == 1 + int(129 // (BALANCE_S + 1))
+
+
+# -- the head's story --------------------------------------------------------------------------------
+
+
+def test_the_next_head_knows_what_was_told_last_and_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [T]
+    monkeypatch.setattr("unisono.head.story.time.time", lambda: now[0])
+    story = Story(Kept())
+    story.add([MachineJoined(agent_id="agent0", host="a", num_workers=2)], "all are ready")
+    first = story.take()
+    assert [event.time for event in first] == [T, T]
+    assert story.take() == [], "it is told once"
+    now[0] += KEPT_S + 1
+    for number in range(4):
+        story.take_step(step(number, T + 0.5 * number))
+    story.add([change(2, 0.0)])
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(story.kept()), type=Kept)
+    assert [event.time for event in kept.told] == [now[0]], "what is older has arrived"
+    following = Story(kept)
+    assert following.recent == list(kept.told)
+    following.add([change(3, 0.0, "a is out of reach")])
+    (interruption,) = following.take_step(step(4, T + 10, 3))
+    assert isinstance(interruption, Interruption)
+    assert interruption.seconds == 10 - 1.5 - 0.5
+    assert following.interrupted_s == interruption.seconds
+
+
+def test_the_end_has_the_digests_that_the_workers_have_told() -> None:
+    story = Story(Kept())
+    story.take_other(RunEnded(ok=True, reason="", digests={"model": "5f"}))
+    story.add([RunEnded(ok=True, reason="finished", digests={}, step=7)])
+    (end,) = [event for event in story.take() if isinstance(event, RunEnded)]
+    assert (end.digests, end.step) == ({"model": "5f"}, 7)
+
+
+def test_usefulness_is_computing_of_all_time_and_looked_at_once_a_second() -> None:
+    found = Usefulness()
+    assert found.share is None
+    busy, idle = WorkerTimes(last=Seconds(compute=3.0, data=1.0)), WorkerTimes(last=Seconds(compute=1.0, waiting=3.0))
+    found.add(step(0, T, workers={"w0": busy, "w1": idle}))
+    found.add(step(1, T + 0.1, workers={"w0": idle}))
+    assert found.share == 0.5
+    found.add(step(2, T + 1.0, workers={"w0": busy}))
+    assert found.share == round(7 / 12, 4)
+
+
+# -- afterwards --------------------------------------------------------------------------------------
+
+TOLD: list[Event] = [
+    MachineJoined(time=T, agent_id="agent0", host="a", num_workers=2),
+    WorkerJoined(
+        time=T + 1, worker_id="w0", host="a", device="cpu", pid=7, generation=1, step=0, reason="the run begins"
+    ),
+    WorkerJoined(
+        time=T + 1, worker_id="w1", host="a", device="cpu", pid=8, generation=1, step=0, reason="the run begins"
+    ),
+    RunStarted(time=T + 1, run_id="r1", directory="run", step=0, recipe={}),
+    WorkerGone(time=T + 5, worker_id="w1", host="a", how="lost", reason="was killed", step=3),
+    WorkerGone(time=T + 6, worker_id="w2", host="b", how="failed", reason="no such file", step=3),
+    Interruption(time=T + 7, generation=2, step=4, seconds=1.5, reason="w1 was killed"),
+    MachineJoined(time=T + 8, agent_id="agent1", host="b", num_workers=1),
+    MachineGone(time=T + 9, agent_id="agent1", host="b", reason="b leaves"),
+    RunEnded(time=T + 20, ok=False, reason="ended by SIGTERM", digests={}, step=9),
+]
+
+
+def lines(run_id: str) -> list[dict[str, object]]:
+    return [json.loads(line_of(event, run_id)) for event in TOLD]
+
+
+def test_who_took_part_what_interrupted_the_run_and_how_it_ended() -> None:
+    found = account([*lines("r0"), *lines("r1")])
+    assert (found["run_id"], found["started"], found["ended"]) == ("r1", T, T + 20)
+    assert found["end"]["reason"] == "ended by SIGTERM"
+    assert [each.get("gone") for each in found["machines"]] == [None, T + 9]
+    workers = {each["worker_id"]: each for each in found["workers"]}
+    assert (workers["w0"]["joined"], workers["w0"].get("gone")) == (T + 1, None)
+    assert (workers["w1"]["how"], workers["w1"]["why_gone"], workers["w1"]["last_step"]) == ("lost", "was killed", 3)
+    assert "joined" not in workers["w2"]
+    assert found["interrupted_s"] == 1.5
+
+
+def test_a_run_that_was_killed_with_all_its_processes_has_no_end() -> None:
+    found = account(lines("r1")[:-1])
+    assert (found["end"], found["ended"]) == ({}, 0.0)
+
+
+def test_an_account_in_words_is_short_and_says_why() -> None:
+    found = account(lines("r1"))
+    shown = words_of(
+        {
+            "state": "failed", "reason": found["end"]["reason"], "step": 9, "num_steps": 40, "loss": 0.5,
+            "efficiency": 0.63, **found, "past_workers": found["workers"], "workers": [],
+        }
+    )  # fmt: skip
+    first, second, third, *rest = shown.splitlines()
+    assert (first, second) == ("failed: ended by SIGTERM", "10 of 40 steps, loss 0.5000")
+    assert third.endswith("20 s; 63% of the workers' time was spent on computing; interrupted for 1.5 s in all")
+    text = "\n".join(rest)
+    assert "machine b came" in text
+    assert "(b leaves)" in text
+    assert "w1 on a came" in text
+    assert "after step 3 (was killed)" in text
+    assert "w2 on b never took part; failed" in text
+    assert "for 1.50 s, in step 4: w1 was killed" in text
+    assert max(map(len, shown.splitlines())) < 160
+
+
+def test_of_many_workers_the_newest_are_shown() -> None:
+    many = [{**account(lines("r1"))["workers"][0], "worker_id": f"w{number}"} for number in range(1000)]
+    shown = words_of({"state": "finished", "step": 3, "past_workers": many}).splitlines()
+    assert len(shown) < 30
+    assert any("980 workers before these" in line for line in shown)
+
+
+def test_a_machine_without_workers_is_seen() -> None:
+    use = {
+        "cores": 3.5, "num_cores": 4, "memory_bytes": 5e9, "memory_total_bytes": 16e9, "sent_bytes_per_s": 1.2e6,
+        "received_bytes_per_s": 3e5,
+    }  # fmt: skip
+    machines = [
+        {"host": "a", "num_workers": 2, "state": "connected", "use": use},
+        {"host": "b", "num_workers": 0, "state": "connected", "use": None},
+    ]
+    shown = words_of({"state": "training", "step": 3, "machines": machines}).splitlines()
+    assert shown[-2] == (
+        "machine a: 2 workers, 3.5 of 4 cores busy, 5.0 of 16.0 GB in use, 1.2 MB/s sent, 0.3 MB/s received"
+    )
+    assert shown[-1] == "machine b: no worker"
