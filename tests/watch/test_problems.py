@@ -110,8 +110,8 @@ def test_a_hang_in_the_data_set(unisono: Unisono, script: Script, tmp_path: Path
         assert re.search(r"main thread:\n(  .*\n)+?  .*train.py:\d+ __getitem__\n", content)
     assert "[w0]" in first, "the stacks of all"
     assert "[w1]" in first, "the stacks of all"
-    assert command.err[-1].startswith("unisono: failed: worker w")
-    assert re.match(r"unisono: evidence, for a bug report: problems/\S+-hang-step1\S*.txt in", command.err[-2])
+    assert " unisono: failed: worker w" in command.err[-1]
+    assert re.search(r" unisono: evidence, for a bug report: problems/\S+-hang-step1\S*.txt in", command.err[-2])
 
 
 def test_an_error_in_a_micro_batch(unisono: Unisono, script: Script, tmp_path: Path) -> None:
@@ -186,8 +186,9 @@ def test_native_code_that_holds_the_interpreter(unisono: Unisono, script: Script
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     first = evidence(tmp_path)[0]
-    where = r"last in step \d.*: its process stands still, native code holds"
-    assert re.match(rf"(w\d) {HOST} has sent nothing for [\d.]+ s, {where} its interpreter", said(first)), said(first)
+    # Where it was, it can have said only before it got there.
+    why = r"(, last in step \d.*)?: its process stands still, native code holds its interpreter"
+    assert re.match(rf"w\d {HOST} has sent nothing for [\d.]+ s{why}", said(first)), said(first)
     culprit = said(first).partition(" ")[0]
     assert re.search(rf"\[{culprit}\]\n\(no answer: ", first)
     assert re.search(rf"\n{culprit} \(pid \d+\): state S \(sleeping\).*waits in the kernel's \S+", first)

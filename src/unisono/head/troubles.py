@@ -121,7 +121,8 @@ class Troubles:
         self._late: dict[str, Statement] = {}  # what workers have said when they were late
         self._recent: deque[tuple[float, Event]] = deque(maxlen=LAST_EVENTS)
         self._steps: deque[tuple[float, Event]] = deque(maxlen=LAST_STEPS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """One for each file that is being put together."""
         self._is_ending = False
 
     def note(self, event: Event) -> None:
@@ -211,8 +212,8 @@ class Troubles:
             self._house.hand_over(name, self._content(self._found(inquiry)))
             return
         task = asyncio.create_task(self._follow(inquiry, delay_s))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def say(self, trouble: Trouble, evidence: str = "") -> None:
         """Say what has gone wrong, without a file of evidence, or with one that will be there in a moment."""
@@ -240,8 +241,8 @@ class Troubles:
         self._is_ending = True
         for inquiry in self._inquiries.values():
             inquiry.done.set()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=END_S)
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=END_S)
 
     # -- inside --------------------------------------------------------------------------------------
 

@@ -118,13 +118,22 @@ def take_exit(draft: Draft, message: WorkerExit) -> None:
         draft.announce_to(worker.agent, f"the last output of {worker.name}:\n{message.last_output}")
 
 
+def _last_place(draft: Draft, worker: Worker) -> str:
+    """Return where a worker was when its process ended. Its last heartbeat may be from an earlier step."""
+    beat, step = worker.beat, draft.state.committed + 1
+    if worker.state is not _S.HOLDING or step == 0 or (beat is not None and beat.evaluates):
+        return position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else ""
+    if beat is not None and beat.phase == 0 and beat.step == step:
+        return position_words(beat.step, beat.microbatch, beat.samples)
+    return position_words(step, -1)
+
+
 def _say_exit(draft: Draft, worker: Worker, message: WorkerExit, *, ends_run: bool) -> None:
-    beat = worker.beat
     draft.alarm(
         Trouble(
             kind="out-of-memory" if message.killed_for else "crash",
             worker_id=worker.worker_id,
-            where=position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else "",
+            where=_last_place(draft, worker),
             exit_code=message.exit_code,
             place=message.place,
             killed_for=message.killed_for,
@@ -158,7 +167,8 @@ def _say_failure(draft: Draft, worker: Worker, message: Failed, then: str, *, en
 def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
     """Record an error of a worker's script. Another worker tries a micro-batch once; an error there ends the run."""
     key = (message.step, message.microbatch)
-    where = position_words(message.step, message.microbatch, message.samples)
+    # Of a loss that is not finite the error says where.
+    where = "" if message.kind == "nan" else position_words(message.step, message.microbatch, message.samples)
     what = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
     others = [w for w in draft.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
     before = ""
