@@ -254,8 +254,7 @@ class OverviewBuilder:
             case RunEnded():
                 self._end(event)
             case Problem():
-                where = f" (evidence: {event.evidence})" if event.evidence else ""
-                self._told.add(event.time, event.text + where, "error")
+                self._told.wrong(event)
             case LinkSlow():
                 self._told.add(event.time, link_words(event), "info" if event.is_over else "warning")
             case MachineJoined():
@@ -285,8 +284,7 @@ class OverviewBuilder:
             self._evaluation = None
         if event.step == 0:
             self._checkpoint = {}
-        begins = f"the run goes on at step {event.step}" if event.step else "the run begins"
-        self._told.add(event.time, begins)
+        self._told.begins(event)
 
     def _end(self, event: RunEnded) -> None:
         if self._ended is not None:  # a worker has said it before the head, or several workers have
@@ -648,6 +646,19 @@ class _Told:
         self._sentences = [each for each in self._sentences if each.topic != topic]
         self.add(time, text, level, topic)
 
+    def begins(self, event: RunStarted) -> None:
+        text = f"the run goes on at step {event.step}" if event.step else "the run begins"
+        if not any(each.text.endswith(text) for each in self._sentences[-2:]):  # those who join have said so
+            self.add(event.time, text)
+
+    def wrong(self, event: Problem) -> None:
+        """Say what went wrong; that a worker has gone for it needs no sentence of its own."""
+        own = f"gone {event.worker_id}"
+        if event.worker_id:
+            self._sentences[-4:] = [each for each in self._sentences[-4:] if each.topic != own]
+        where = f" (evidence: {event.evidence})" if event.evidence else ""
+        self.add(event.time, event.text + where, "error", f"problem {event.worker_id}")
+
     def changed(self, event: MembershipChanged, who: set[str]) -> None:
         """Say that there is another generation, unless sentences say who has joined and gone."""
         unsaid = who - self._said
@@ -668,7 +679,7 @@ class _Told:
             found = self._sentences[-1]
         if event.worker_id not in found.names:
             found.names.append(event.worker_id)
-        names = found.names
+        names = found.names = sorted(found.names, key=lambda name: (len(name), name))
         who = listed(names) if len(names) <= 4 else f"{count(len(names), 'worker')} ({names[0]} ... {names[-1]})"
         verb = "joins" if len(names) == 1 else "join"
         where = f" on {event.host}" if event.host and len(names) == 1 else ""
@@ -677,12 +688,14 @@ class _Told:
 
     def gone(self, event: WorkerGone) -> None:
         self._says(event.worker_id)
+        if any(each.topic == f"problem {event.worker_id}" for each in self._sentences[-4:]):
+            return
         verb = {"left": "has left", "lost": "was lost", "failed": "has failed", "evicted": "was ended"}[event.how]
         after = f" after step {event.step}" if event.step >= 0 else ""
         where = f" on {event.host}" if event.host else ""
         level = {"left": "info", "failed": "error"}.get(event.how, "warning")
         why = f": {event.reason}" if event.reason else ""
-        self.add(event.time, f"{event.worker_id}{where} {verb}{after}{why}", level)
+        self.add(event.time, f"{event.worker_id}{where} {verb}{after}{why}", level, f"gone {event.worker_id}")
 
     def _says(self, worker_id: str) -> None:
         """Note that a sentence is about this worker, and drop that about the generation, if nobody else has changed."""

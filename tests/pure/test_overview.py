@@ -361,6 +361,21 @@ def test_problems_and_slow_links_are_said_with_their_level() -> None:
     ]
 
 
+def test_a_worker_that_has_gone_for_a_problem_is_said_once() -> None:
+    problem = Problem(problem="crash", text="w1 was killed by signal 9", worker_id="w1")
+    for order in ([problem, gone("w1")], [gone("w1"), problem]):
+        assert texts(folded(joined("w0"), joined("w1"), members(1, "w0", "w1"), *order, members(2, "w0"))) == [
+            "w0 and w1 join: all are ready",
+            "w1 was killed by signal 9",
+        ]
+
+
+def test_workers_that_join_are_listed_in_their_order() -> None:
+    names = ("w10", "w2", "w0")
+    found = folded(*(joined(each, reason="the run begins") for each in names), started())
+    assert texts(found) == ["w0, w2 and w10 join: the run begins"]
+
+
 def test_only_the_last_sentences_are_kept() -> None:
     found = folded(*(Problem(problem="crash", text=f"problem {number}") for number in range(3 * RECENT)))
     assert texts(found) == [f"problem {number}" for number in range(2 * RECENT, 3 * RECENT)]

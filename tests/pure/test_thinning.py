@@ -162,16 +162,27 @@ def test_what_is_broken_or_newer_is_said_and_the_rest_is_read(tmp_path: Path) ->
 
 
 def test_a_disk_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     said: list[str] = []
-    thinned = Thinned(tmp_path / "not here" / "times", report=said.append)
+    thinned = Thinned(tmp_path / "file" / "times", report=said.append)
     for key in range(3):
         thinned.add(key, {"x": 1.0})
         assert not thinned.flush(0.01) or key
     thinned.add(4, {"x": object()})
     thinned.close()
     (text,) = said
-    assert text.startswith(f"{tmp_path / 'not here' / 'times'} cannot be written: [Errno 2]")
+    assert text.startswith(f"{tmp_path / 'file' / 'times'} cannot be written: [Errno 20]")
     assert "; training goes on" in text
+
+
+def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    """Who writes the journal says that it is gone."""
+    said: list[str] = []
+    thinned = Thinned(tmp_path / "not here" / "times", report=said.append)
+    thinned.add(0, {"x": 1.0})
+    thinned.close()
+    assert said == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_there_again_is_written_again(tmp_path: Path) -> None:
@@ -220,3 +231,31 @@ def test_what_is_never_used_starts_nothing(tmp_path: Path) -> None:
         Thinned(tmp_path / "times").close()
     assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_records_of_another_form_are_not_mixed(tmp_path: Path) -> None:
+    """A newer version goes on with the run, and has other columns."""
+    write(tmp_path / "times", range(5), columns=["x"])
+    write(tmp_path / "times", range(5, 9), columns=["y", "x"])
+    header, rows, notes = read(tmp_path / "times")
+    assert header == {"columns": ["y", "x"]}
+    assert [row.first for row in rows] == [5, 6, 7, 8]
+    (note,) = notes
+    assert "written by another version: their header differs" in note
+
+
+def test_many_writers_leave_few_files(tmp_path: Path) -> None:
+    """In a run that loses workers all the time: each of them takes back what the last one may have lost."""
+    for turn in range(30):
+        levels = thinning._Levels(tmp_path / "times", {})
+        levels.cut(max(0, 5 * turn - 3))
+        for key in range(max(0, 5 * turn - 3), 5 * turn + 5):
+            levels.add(key, {"x": float(turn)})
+        levels.write()
+        levels.close()
+    assert sorted(path.name for path in (tmp_path / "times").iterdir()) == [
+        "0-000000.jsonl", "1-000000.jsonl", "2-000000.jsonl", "cuts.jsonl",
+    ]  # fmt: skip
+    rows = read(tmp_path / "times").rows
+    assert [row.first for row in rows] == list(range(150))
+    assert [row.record["x"] for row in rows[:14]] == [0.0] * 2 + [1.0] * 5 + [2.0] * 5 + [3.0] * 2

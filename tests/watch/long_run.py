@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from unisono.chronicle import line_of
-from unisono.chronicle import record_of as machine_record
 from unisono.events import (
     EvaluationFinished,
     Event,
@@ -197,6 +196,19 @@ def use_of(second: int, workers: int) -> Iterator[MachineUsed]:
             gpus=[GpuUse(utilization=draw.random(), memory_bytes=10 << 30, memory_total_bytes=80 << 30)],
             workers={each: WorkerUse(cores=draw.uniform(0.7, 0.9), memory_bytes=2 << 30) for each in ids},
         )  # fmt: skip
+
+
+def machine_record(used: MachineUsed) -> dict[str, Any]:
+    """Return what ``use/`` has of a machine."""
+    names = ("cores", "num_cores", "memory_bytes", "memory_total_bytes", "sent_bytes_per_s", "received_bytes_per_s")
+    return {
+        **{name: getattr(used, name) for name in names},
+        "gpu_utilization": [gpu.utilization for gpu in used.gpus],
+        "gpu_memory_bytes": [gpu.memory_bytes for gpu in used.gpus],
+        "gpu_memory_total_bytes": [gpu.memory_total_bytes for gpu in used.gpus],
+        "worker_cores": {worker_id: use.cores for worker_id, use in used.workers.items()},
+        "worker_memory_bytes": {worker_id: use.memory_bytes for worker_id, use in used.workers.items()},
+    }
 
 
 def _write_thinned(directory: Path, header: dict[str, Any], num: int, record: Any, begin: float = 0.0) -> None:

@@ -93,7 +93,7 @@ class Recording:
         }
         (self.directory / RUN_FILE).write_text(json.dumps(facts))
         run_id = str(facts["run_id"])
-        self.story.append(RunStarted(time=BEGAN, run_id=run_id, directory="", step=0, recipe=recipe))
+        self.story.append(RunStarted(time=BEGAN, run_id=run_id, directory=str(self.directory), step=0, recipe=recipe))
         for number, host in enumerate(self.hosts):
             self.story.append(MachineJoined(time=BEGAN, agent_id=f"a{number}", host=host, num_workers=self.num_workers))
         for number in range(self.num_workers):

@@ -7,6 +7,7 @@ import http.client
 import itertools
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,14 @@ def test_the_loss_is_on_the_canvas_in_the_colour_of_its_run(browser: Browser, fi
             return count;
         """)
         assert painted > 500
+
+
+def test_a_copy_of_a_run_has_its_own_name(browser: Browser, finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copied")
+    with Serving(copy) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        assert browser.text("#run-name") == "copied"
 
 
 def test_what_went_wrong_is_said_with_the_path_of_the_evidence(browser: Browser, finished: Path) -> None:

@@ -110,8 +110,8 @@ def test_a_hang_in_the_data_set(unisono: Unisono, script: Script, tmp_path: Path
         assert re.search(r"main thread:\n(  .*\n)+?  .*train.py:\d+ __getitem__\n", content)
     assert "[w0]" in first, "the stacks of all"
     assert "[w1]" in first, "the stacks of all"
-    assert "unisono: failed: worker w" in command.err[-1]
-    assert re.search(r"unisono: evidence, for a bug report: problems/\S+-hang-step1\S*.txt in", command.err[-2])
+    assert " unisono: failed: worker w" in command.err[-1]
+    assert re.search(r" unisono: evidence, for a bug report: problems/\S+-hang-step1\S*.txt in", command.err[-2])
 
 
 def test_an_error_in_a_micro_batch(unisono: Unisono, script: Script, tmp_path: Path) -> None:

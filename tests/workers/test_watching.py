@@ -290,8 +290,8 @@ def test_a_run_is_watched_from_its_directory_or_over_a_network_until_it_ends(uni
         assert by_address.wait() == 0
         assert "unisono: the page is at http://127.0.0.1:" in page.out[0]
         assert find(str(tmp_path / "run")).token not in page.out[0]
-        here.line('"state":"training"')
-        there.line("training  5 of 8 steps")
+        here.line('"run_id":')
+        there.line(" of 8 steps  loss ")
         gates.open(5)
         assert run.wait() == 0
         assert (here.wait(), there.wait()) == (0, 0)

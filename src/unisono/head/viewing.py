@@ -163,14 +163,18 @@ class Viewing:
             if self._pushing is None:
                 self._pushing = asyncio.create_task(self._push_all())
             async for asked in connection:
-                answer = await self._reading.answer(asked)
-                viewer.is_answered = True
-                await connection.send(answer.decode() if len(answer) <= PIECE_BYTES else _pieces(answer))
-                viewer.is_answered = False
+                await self._answer(viewer, asked)
         except ConnectionClosed:
             pass
         finally:
             del self._viewers[connection]
+
+    async def _answer(self, viewer: _Viewer, asked: str | bytes) -> None:
+        # A function of its own: the variables of `serve` would keep the last answer as long as the viewer is there.
+        answer = await self._reading.answer(asked)
+        viewer.is_answered = True
+        await viewer.connection.send(answer.decode() if len(answer) <= PIECE_BYTES else _pieces(answer))
+        viewer.is_answered = False
 
     def _bytes_per_s(self) -> float:
         return min(QUESTION_BYTES_PER_S, ALL_BYTES_PER_S / max(1, len(self._viewers)))

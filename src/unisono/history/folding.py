@@ -27,6 +27,8 @@ LAST_BLOCKS: Final = 2
 """Blocks of the journal, likewise."""
 PATIENCE_S: Final = 2.0
 """How long a step waits for the times of its workers, which are written a moment later."""
+MOST_WAITING: Final = 500
+"""At most so many lines wait."""
 
 
 class Fold:
@@ -91,11 +93,12 @@ class Fold:
         columns = reading.header.get("columns", [])
         newest_row = max(records, default=-1)
         found: list[tuple[Event, int]] = []
-        for text in texts:
+        for at, text in enumerate(texts):
             event, number = _event_in(text)
             if isinstance(event, StepFinished) and records:
                 before = records.get(event.step - 1)
-                if before is None and event.step - 1 > newest_row and now - event.time < PATIENCE_S:
+                is_young = now - event.time < PATIENCE_S and len(texts) - at < MOST_WAITING
+                if before is None and event.step - 1 > newest_row and is_young:
                     break
                 record = records.get(event.step) or before
                 if record is not None and not event.workers:

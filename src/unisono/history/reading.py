@@ -231,7 +231,8 @@ class History:
             for step, low, high, mean in points
             if not isinstance(low, str) and not isinstance(high, str)
         ]
-        return msgspec.structs.replace(found, curve=shown)
+        here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
+        return msgspec.structs.replace(found, curve=shown, run_dir=here)
 
     def _old_times(self, first: int, last: int, points: int) -> tuple[tuple[str, ...], list[thinning.Row]]:
         """Return the times that the lines of an older version have; of some of the steps, if there are many."""

@@ -92,7 +92,7 @@ def truncate(path: Path, number: int) -> None:
         if cut < file.seek(0, os.SEEK_END):
             file.truncate(cut)
             os.fsync(file.fileno())
-    index.cut(path, cut)
+            index.cut(path, cut)
 
 
 def end_of(path: Path, number: int) -> int:

@@ -10,6 +10,7 @@ a `Row`.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import os
@@ -66,10 +67,11 @@ class Reading(NamedTuple):
 
 class _Cut(msgspec.Struct, frozen=True):
     key: float
-    before: dict[str, int]
-    """By level: rows of files with lower numbers are taken back from ``key`` on."""
+    before: dict[str, tuple[int, int]]
+    """By level: rows before this place (the number of a file, and the offset in it) are taken back from ``key`` on."""
 
 
+_BEGIN: Final = (0, 0)
 _rows: Final = msgspec.json.Decoder(Row)
 _cuts: Final = msgspec.json.Decoder(_Cut)
 
@@ -201,19 +203,24 @@ class _Level:
     """The files of one level, as their only writer sees them.
 
     Args:
-        least: files with lower numbers are not written any more.
+        least: no row is written before this place any more.
     """
 
-    def __init__(self, directory: Path, level: int, header: dict[str, Any], least: int = 0) -> None:
+    def __init__(self, directory: Path, level: int, header: dict[str, Any], least: tuple[int, int] = (0, 0)) -> None:
         self._directory, self._level = directory, level
         self._header = msgspec.json.encode({"schema": SCHEMA, "level": level, "fold": FOLD, "header": header}) + b"\n"
         self._sizes = {number: path.stat().st_size for number, path in _files(directory, level)}
         self.number = max(self._sizes, default=0)
-        if self.number < least:
-            self.number = least
-            self._sizes[least] = 0
+        if self.place < least:  # a disk has lost the end of a file
+            self.number = max(self.number, least[0]) + 1
+            self._sizes[self.number] = 0
         self._texts: list[bytes] = []
         self._descriptor: int | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The end of what is written."""
+        return self.number, self._sizes.get(self.number, 0)
 
     def put(self, row: Row) -> None:
         self._texts.append(msgspec.json.encode(row) + b"\n")
@@ -261,6 +268,9 @@ class _Level:
             size = self._sizes[self.number] = os.fstat(self._descriptor).st_size
             if size == 0:
                 self._put(self._header)
+            elif os.pread(self._descriptor, len(self._header), 0) != self._header:  # of another version
+                self.next_file()
+                return self._open()
             elif os.pread(self._descriptor, 1, size - 1) != b"\n":  # a writer was killed, or the disk was full
                 self._put(b"\n")
         return self._sizes[self.number]
@@ -278,7 +288,8 @@ class _Levels:
     """All levels of a directory, as their only writer sees them. Opened when the first record comes."""
 
     def __init__(self, directory: Path, header: dict[str, Any]) -> None:
-        self._directory, self._header = directory, header
+        self._directory = directory
+        self._header: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(header))  # as it is read
         self._levels: list[_Level] = []
         self._pending: list[list[Row]] = []  # by level: rows of the level before that no row of this one has yet
         self._last = -math.inf
@@ -294,9 +305,7 @@ class _Levels:
         if key > self._last:
             return
         self.write()
-        for level in self._levels:
-            level.next_file()
-        cut = _Cut(key, {str(number): level.number for number, level in enumerate(self._levels)})
+        cut = _Cut(key, {str(number): level.place for number, level in enumerate(self._levels)})
         with (self._directory / CUTS).open("ab") as file:
             file.write(b"\n" + msgspec.json.encode(cut) + b"\n")  # also after half a line
         self._go_on()
@@ -329,7 +338,10 @@ class _Levels:
         cuts = _Files(self._directory).cuts
         self._levels = [
             _Level(
-                self._directory, level, self._header, max((cut.before.get(str(level), 0) for cut in cuts), default=0)
+                self._directory,
+                level,
+                self._header,
+                max((cut.before.get(str(level), _BEGIN) for cut in cuts), default=_BEGIN),
             )
             for level in range(LEVELS)
         ]
@@ -337,7 +349,7 @@ class _Levels:
 
     def _go_on(self) -> None:
         """Find the rows of each level that the next one has not folded yet, by the files."""
-        files = _Files(self._directory)
+        files = _Files(self._directory, self._header)
         pending: list[list[Row]] = [[]]
         for number in range(LEVELS):
             newest = files.newest(number)
@@ -433,12 +445,22 @@ def _files(directory: Path, level: int) -> list[tuple[int, Path]]:
 
 
 class _Files:
-    """The files of a directory, as a reader sees them."""
+    """The files of a directory, as a reader sees them.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        header: of the files that are read; None: that of the newest one.
+    """
+
+    def __init__(self, directory: Path, header: dict[str, Any] | None = None) -> None:
         self._directory = directory
         self.notes: list[str] = []
-        self.header: dict[str, Any] = {}
+        self.header = header
+        """None: there is none."""
+        for _, path in reversed(_files(directory, 0)):
+            if self.header is not None:
+                break
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                self.header = self._header_in(file.readline(), path)
         self.cuts: list[_Cut] = []
         with contextlib.suppress(OSError):
             for text in (directory / CUTS).read_bytes().splitlines():
@@ -454,19 +476,27 @@ class _Files:
         except OSError as error:
             self.notes.append(f"{path} cannot be read: {error.strerror}")
             return []
-        self._read_header(texts[0], path)
+        if not self._is_like_the_newest(texts[0], path):
+            return []
         rows: list[Row] = []
-        num_broken = 0
-        for number_of_line, text in enumerate(texts[1:], 2):
-            try:
-                rows.append(_rows.decode(text))
-            except (msgspec.DecodeError, UnicodeDecodeError):  # half a line at the end is being written
-                num_broken += text != b"" and number_of_line < len(texts)
+        offsets: list[int] = []
+        num_broken = offset = 0
+        for number_of_line, text in enumerate(texts, 1):
+            if number_of_line > 1:
+                try:
+                    rows.append(_rows.decode(text))
+                    offsets.append(offset)
+                except (msgspec.DecodeError, UnicodeDecodeError):  # half a line at the end is being written
+                    num_broken += text != b"" and number_of_line < len(texts)
+            offset += len(text) + 1
         if num_broken:
             self.notes.append(f"{num_broken} of {len(texts) - 2} lines of {path} are broken and left out")
+        highest = max((row.last for row in rows), default=-math.inf)
         for cut in self.cuts:
-            if number < cut.before.get(str(level), 0):
-                rows = [row for row in rows if row.last < cut.key]
+            if cut.key <= highest and number <= (before := cut.before.get(str(level), _BEGIN))[0]:
+                end = bisect.bisect_left(offsets, before[1]) if number == before[0] else len(rows)
+                kept = [at for at, row in enumerate(rows) if at >= end or row.last < cut.key]
+                rows, offsets = [rows[at] for at in kept], [offsets[at] for at in kept]
         return rows
 
     def newest(self, level: int) -> list[Row]:
@@ -481,7 +511,8 @@ class _Files:
     def first_row(self, path: Path) -> tuple[Row | None, float]:
         """Return the first row of a file, and about how many rows it has."""
         with contextlib.suppress(OSError), path.open("rb") as file:
-            self._read_header(file.readline(), path)
+            if not self._is_like_the_newest(file.readline(), path):
+                return None, 0.0
             for text in file:
                 with contextlib.suppress(msgspec.DecodeError):
                     return _rows.decode(text), os.fstat(file.fileno()).st_size / len(text)
@@ -499,20 +530,31 @@ class _Files:
                 num_bytes = min(size, 4 * num_bytes) if num_bytes < size else 0
         return row.last
 
-    def _read_header(self, text: bytes, path: Path) -> None:
+    def _header_in(self, text: bytes, path: Path) -> dict[str, Any] | None:
+        """Return the header of a file; None if it has none that can be read."""
         try:
             head = msgspec.json.decode(text)
-            schema = int(head["schema"])
-            header = head["header"]
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-            return
+            schema, header = int(head["schema"]), head["header"]
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+            return None
         if schema > SCHEMA and not any("newer" in note for note in self.notes):
             self.notes.append(
                 f"{path.parent} was written by a newer version (schema {schema}, this one knows {SCHEMA}); what this "
                 "version does not know is left out"
             )
-        if isinstance(header, dict):
-            self.header = header
+        return header if isinstance(header, dict) else None
+
+    def _is_like_the_newest(self, text: bytes, path: Path) -> bool:
+        """Return whether the records of a file, whose first line is given, can be put together with the newest."""
+        header = self._header_in(text, path)
+        if header is None or self.header is None or header == self.header:
+            return True
+        if not any("header" in note for note in self.notes):
+            self.notes.append(
+                f"{path} and perhaps others were written by another version: their header differs from that of the "
+                "newest file, and they are left out"
+            )
+        return False
 
 
 def _first(row: Row) -> float:
@@ -559,7 +601,7 @@ def read(directory: Path, first: float = -math.inf, last: float = math.inf, poin
     if len(rows) > 2 * points > 0:
         each = math.ceil(len(rows) / points)
         rows = [mean_of(rows[start : start + each]) for start in range(0, len(rows), each)]
-    return Reading(files.header, rows, files.notes)
+    return Reading(files.header or {}, rows, files.notes)
 
 
 def newest(directory: Path, most: int) -> Reading:
@@ -570,7 +612,7 @@ def newest(directory: Path, most: int) -> Reading:
         found = files.rows(0, number, path) + found
         if len(found) >= most:
             break
-    return Reading(files.header, sorted(found, key=_first)[-most:], files.notes)
+    return Reading(files.header or {}, sorted(found, key=_first)[-most:], files.notes)
 
 
 def _spans(directory: Path, level: int, files: _Files) -> list[_Span]:

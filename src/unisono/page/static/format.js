@@ -9,7 +9,7 @@ export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  if (size === 0) return "0";
+  if (Number.isInteger(value) && size < 1e6) return minus(thousands.format(value));
   if (size >= 1e6 || size < 1e-3) return minus(value.toExponential(2).replace("e+", "e"));
   if (size >= 1000) return minus(thousands.format(value));
   return minus(size >= 100 ? value.toFixed(1) : size >= 1 ? value.toFixed(3) : value.toPrecision(3));

@@ -1,0 +1,59 @@
+"""Advice about loading comes true: a run that follows it is as much faster as was said.
+
+(That about the number of micro-batches is tried with the report.)
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import unisono
+from tests.pure.test_watch import Kept
+from unisono.decisions.advice import Setting, advise, loads_of
+from unisono.events import StepFinished
+
+SAMPLE_S = 0.01
+BATCH, MICROBATCHES = 8, 2
+
+
+class Slow:
+    """A dataset whose samples take a while, on any machine."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        threading.Event().wait(SAMPLE_S)
+        return torch.full((4,), index / 80)
+
+
+def steps_with(loader_workers: int) -> Sequence[StepFinished]:
+    """The steps of a run that computes a little longer than one process loads, but for the first ones."""
+    sink = Kept()
+    with unisono.Run(seed=1, sinks=[sink]) as run:
+        model = torch.nn.Linear(4, 1)
+        run.track(model=model, optimizer=(optimizer := torch.optim.SGD(model.parameters(), lr=0.01)))
+        steps = run.steps(
+            Slow(), batch_size=BATCH, microbatches=MICROBATCHES, max_steps=10, loader_workers=loader_workers
+        )
+        for step in steps:
+            for batch in step:
+                threading.Event().wait(1.2 * SAMPLE_S * BATCH / MICROBATCHES)
+                model(batch).square().mean().backward()
+            optimizer.step()
+    return [event for event in sink.events if isinstance(event, StepFinished)][2:]
+
+
+def test_as_many_loader_processes_as_are_advised_bring_what_was_said() -> None:
+    before = steps_with(0)
+    loads = loads_of([step.workers for step in before])
+    found = advise(loads, Setting(microbatches=MICROBATCHES, batch_size=BATCH))[0]
+    assert found.change.startswith("loader_workers=")
+    after = steps_with(int(found.change.removeprefix("loader_workers=")))
+    slow, fast = (statistics.median(step.seconds.total() for step in steps) for steps in (before, after))
+    assert (slow - fast) / slow == pytest.approx(found.gain, abs=0.12), found
