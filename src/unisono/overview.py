@@ -158,6 +158,7 @@ _UNUSED_S: Final = 60.0
 """A machine that has not said for so long what it uses is left out, while the run goes on."""
 _KNOWN: Final = 64
 """A repeated event is found among so many of the last ones."""
+_BEGINS: Final = "begins"
 _GENERATION: Final = "generation"
 _PAUSED: Final = "paused: "
 """In the reason of a generation that does not train (`unisono.decisions.membership`)."""
@@ -649,7 +650,7 @@ class _Told:
     def begins(self, event: RunStarted) -> None:
         text = f"the run goes on at step {event.step}" if event.step else "the run begins"
         if not any(each.text.endswith(text) for each in self._sentences[-2:]):  # those who join have said so
-            self.add(event.time, text)
+            self.add(event.time, text, topic=_BEGINS)
 
     def wrong(self, event: Problem) -> None:
         """Say what went wrong; that a worker has gone for it needs no sentence of its own."""
@@ -685,6 +686,11 @@ class _Told:
         where = f" on {event.host}" if event.host and len(names) == 1 else ""
         at = f" at step {event.step}" if event.step > 0 else ""
         found.text = f"{who} {verb}{where}{at}" + (f": {event.reason}" if event.reason else "")
+        self._sentences[-4:] = [
+            each
+            for each in self._sentences[-4:]
+            if each.topic != _BEGINS or each is found or not found.text.endswith(each.text)
+        ]
 
     def gone(self, event: WorkerGone) -> None:
         self._says(event.worker_id)

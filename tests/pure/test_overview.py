@@ -372,8 +372,9 @@ def test_a_worker_that_has_gone_for_a_problem_is_said_once() -> None:
 
 def test_workers_that_join_are_listed_in_their_order() -> None:
     names = ("w10", "w2", "w0")
-    found = folded(*(joined(each, reason="the run begins") for each in names), started())
-    assert texts(found) == ["w0, w2 and w10 join: the run begins"]
+    events = [joined(each, reason="the run begins") for each in names]
+    for order in ([*events, started()], [started(), *events]):
+        assert texts(folded(*order)) == ["w0, w2 and w10 join: the run begins"]
 
 
 def test_only_the_last_sentences_are_kept() -> None:

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -128,9 +129,61 @@ def test_the_picture_stays_below_all_lines_and_what_is_said_last_below_the_pictu
     assert emulated.text[:4] == ["one", "two", "a picture", "the end"]
 
 
-def test_a_run_in_a_terminal_shows_no_character_of_its_workers_that_a_terminal_obeys(
+def test_after_a_stop_the_picture_is_drawn_anew_below_what_the_shell_has_written(terminal: Pty) -> None:
+    screen = written_to(terminal)
+    screen.show()
+    terminal.until("a picture")
+    os.kill(os.getpid(), signal.SIGCONT)
+    screen.refresh()
+    terminal.shown = b""
+    again = terminal.until("a picture")
+    screen.close()
+    assert "A\r" not in again, "what is above the cursor is not the picture any more"
+
+
+def test_in_the_background_a_line_takes_the_place_of_the_picture(
     terminal: Pty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: os.getpgrp() + 1)
+    screen = written_to(terminal)
+    screen.show()
+    screen.put("one")
+    terminal.until("in short")
+    screen.close("the end")
+    shown = terminal.until("the end")
+    assert "one" in shown
+    assert "a picture" not in shown
+    assert "\x1b" not in shown
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_ends_although_nobody_reads_its_terminal(
+    terminal: Pty, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """As with a connection that hangs: the terminal takes a few kilobytes, and this prints some hundred."""
+    name = script("for number in range(3000):\n    print(number, 'x' * 100)\nopen('done', 'w').close()\n")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "unisono", "run", name, "-n", "1"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=terminal.theirs,
+        stderr=terminal.theirs,
+        start_new_session=True,
+    )
+    try:
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_a_run_in_a_terminal_shows_no_character_of_its_workers_that_a_terminal_obeys(
+    terminal: Pty, monkeypatch: pytest.MonkeyPatch, colours: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+
     class Out(io.StringIO):
         encoding = "utf-8"
 
@@ -156,6 +209,8 @@ def test_a_run_in_a_terminal_shows_no_character_of_its_workers_that_a_terminal_o
     emulated = Terminal(80, 24)
     emulated.write(terminal.until("KeyError: 3"))  # raises at any sequence that the library does not write
     shown = "\n".join(emulated.text)
+    assert ("31" in emulated.styles) is colours
+    assert colours or not emulated.styles
     assert emulated.text[:2] == ["[w0] red", "[w1] to standard error"]
     assert "runs/one" in shown
     assert "loss 0.2500" in shown
@@ -208,6 +263,16 @@ def test_a_finished_run_is_told_in_lines_and_as_json(unisono: Unisono, tmp_path:
     assert re.search(rf"^\d\d:\d\d:\d\d  {state}  6 of 9 steps  loss 0\.0833", lines.out[-1])
     found = msgspec.json.decode("\n".join(objects.out), type=Overview)
     assert (found.state, found.step, found.evaluation) == (state, 5, {"right": 5.0})
+
+
+@pytest.mark.parametrize("option", [[], ["--json"], ["--once"]], ids=str)
+def test_a_reader_that_goes_is_no_error(option: list[str], tmp_path: Path, mark: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-P", "-m", "unisono", "watch", ended_run(tmp_path / "run"), *option]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_finished_run_fills_a_terminal_until_the_user_quits(tmp_path: Path, terminal: Pty, mark: str) -> None:

@@ -167,7 +167,7 @@ def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Se
             return
         lost_s = now - lost_at
         overview = _without_head(overview)
-        note = note or (f"no head answers for {lost_s:.0f} s; this is what the files say" if met else "")
+        note = note or (f"no head answers; this is what the files say, for {lost_s:.0f} s" if met else "")
         yield Seen(overview, note or "; ".join(history.notes), lost_s, is_over=not met and overview.state == UNKNOWN)
         sleep(EVERY_S)
 

@@ -50,7 +50,14 @@ def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool
         return _web(runs, port)
     if len(runs) > 1:
         raise UsageError(f"one run fits a terminal, got {len(runs)}; --web shows several over each other")
-    seen = look(runs[0])
+    try:
+        return _look(look(runs[0]), once=once, as_json=as_json)
+    except BrokenPipeError:  # the reader has what it wanted: `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _look(seen: Iterator[Seen], *, once: bool, as_json: bool) -> int:
     if as_json:
         return _json(seen, once=once)
     if once:
@@ -89,9 +96,10 @@ def _once(seen: Iterator[Seen]) -> int:
 def _json(seen: Iterator[Seen], *, once: bool) -> int:
     import msgspec
 
-    last = None
+    last, note = None, ""
     for each in [_first(seen)] if once else _until_over(seen):
-        if each.note:
+        before, note = note, each.note.partition(";")[0]
+        if note not in ("", before):
             print(f"unisono: {each.note}", file=sys.stderr)
         last = each.overview or last
         if each.overview is not None:
