@@ -1,6 +1,6 @@
 """What those who look at a run cost it: a training, its head, and many viewers of that head.
 
-python -m benchmarks.watchers                                     # nobody, then 1,000 in the clear, then 1,000 by TLS
+python -m benchmarks.watchers                                     # 1,000 in the clear, then 1,000 by TLS; five minutes
 python -m benchmarks.watchers --watchers 100 --ask-s 5 --json watchers.json
 
 A real run of some workers trains at about 50 steps a second (each step sleeps for most of its time, so the cores are
@@ -11,9 +11,10 @@ token for looking: each reads all that it is told, and asks for a series of the 
 `reader_mb`: of the process that answers questions; `watch_cpu`: of all viewers together; `told_s`: how often a viewer
 is told something, in seconds; `mb_s`: what the head sends to all viewers; `answer_ms`: from a question to its answer,
 99th percentile; `attach_s`: until all viewers are connected. Then workers are killed (SIGKILL), one after the other,
-each when the others train: `notice_ms`: from the kill to the notice at the last survivor, median; `notice_max_ms`. At
-the end the head is killed, and all viewers connect again as a page does (after about a second): `head_s`: from the kill
-until the next head answers, and knows of all workers; `again_s`: until it has all viewers, too.
+each when the others train, some while nobody looks and some under the eyes of all viewers, in turns: `notice_ms`: from
+the kill to the notice at the last survivor, median; `notice_90_ms`, `notice_max_ms`. At the end the head is killed, and
+all viewers connect again as a page does (after about a second): `head_s`: from the kill until the next head answers,
+and knows of all workers; `again_s`: until it has all viewers, too.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 WORKERS: Final = 4
 STEP_S: Final = 0.019
 TIMEOUT_S: Final = 120.0
-FLAVOURS: Final = {"nobody": ("--no-tls", 0), "in the clear": ("--no-tls", 1), "by TLS": ("--tls", 1)}
-"""Options of the run, and how many times the viewers."""
+FLAVOURS: Final = {"in the clear": "--no-tls", "by TLS": "--tls"}
 
 
 # -- the training ------------------------------------------------------------------------------------
@@ -300,35 +300,56 @@ def kill_head(run_dir: Path, head: int, viewers: Viewers, number: int) -> dict[s
     return {**found, "again_s": time.monotonic() - began if number else 0.0}
 
 
-def measure(tls: str, number: int, options: argparse.Namespace) -> dict[str, float]:
+def measure(tls: str, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the figures without viewers and with them, taken in turns in one run: what else the machine does is then
+    the same for both.
+    """
     from unisono.cli.reach import find
     from unisono.invitation import HeadUrl
 
-    figures: dict[str, float] = {}
+    alone: dict[str, float] = {}
+    watched: dict[str, float] = {}
+    times: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as name, training(Path(name), tls) as run_dir:
         wait_for_team_there(run_dir)
         invitation = find(str(run_dir)).for_looking
         head = json.loads((run_dir / "head.json").read_text())["pid"]
-        began = time.monotonic()
         url = f"{HeadUrl.parse(invitation.url).place}/watch"
-        viewers = Viewers(url, invitation.token, number, options.processes if number else 0, options.ask_s)
-        try:
-            while (seen := viewers.count())["open"] < number:
-                if seen["failed"] or time.monotonic() - began > TIMEOUT_S:
-                    raise RuntimeError(f"of {number} viewers, {seen['open']} are connected, {seen['failed']} failed")
-                time.sleep(0.1)
-            figures["attach_s"] = time.monotonic() - began if number else 0.0
-            time.sleep(options.settle_s)
-            figures |= watch(run_dir, head, viewers, number, options.seconds)
-            draw = random.Random(1)
-            times = [1000 * kill_one(run_dir, draw) for _ in range(options.kills)]
-            figures["notice_ms"], figures["notice_max_ms"] = statistics.median(times), max(times)
-            figures["head_mb"] = memory_mb(head)
-            figures["failed"] = viewers.count()["failed"]
-            figures |= kill_head(run_dir, head, viewers, number)
-        finally:
-            viewers.close()
-    return figures
+        draw = random.Random(1)
+        nobody = Viewers(url, invitation.token, 0, 0, options.ask_s)
+        for turn in range(options.rounds):
+            if turn == 0:
+                alone = watch(run_dir, head, nobody, 0, options.seconds) | {"head_mb": memory_mb(head)}
+            times[False] += [1000 * kill_one(run_dir, draw) for _ in range(options.kills)]
+            viewers = Viewers(url, invitation.token, options.watchers, options.processes, options.ask_s)
+            try:
+                attach_s = wait_for_viewers(viewers, options.watchers)
+                if turn == 0:
+                    time.sleep(options.settle_s)
+                    watched = watch(run_dir, head, viewers, options.watchers, options.seconds)
+                    watched["attach_s"] = attach_s
+                times[True] += [1000 * kill_one(run_dir, draw) for _ in range(options.kills)]
+                if turn == options.rounds - 1:
+                    watched["head_mb"] = memory_mb(head)
+                    watched |= kill_head(run_dir, head, viewers, options.watchers)
+            finally:
+                viewers.close()
+        head = json.loads((run_dir / "head.json").read_text())["pid"]
+        alone |= kill_head(run_dir, head, nobody, 0)
+    for figures, found in ((alone, times[False]), (watched, times[True])):
+        figures |= {"notice_ms": statistics.median(found), "notice_max_ms": max(found)}
+        figures["notice_90_ms"] = sorted(found)[int(0.9 * len(found))]
+    return alone, watched
+
+
+def wait_for_viewers(viewers: Viewers, number: int) -> float:
+    """Return how long it took until all viewers were connected."""
+    began = time.monotonic()
+    while (seen := viewers.count())["open"] < number:
+        if seen["failed"] or time.monotonic() - began > TIMEOUT_S:
+            raise RuntimeError(f"of {number} viewers, {seen['open']} are connected, {seen['failed']} failed")
+        time.sleep(0.1)
+    return time.monotonic() - began
 
 
 def wait_for_team_there(run_dir: Path) -> None:
@@ -368,7 +389,8 @@ def main() -> None:
     parser.add_argument("--ask-s", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--settle-s", type=float, default=10.0)
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", choices=FLAVOURS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", default="", help=argparse.SUPPRESS)
@@ -376,15 +398,19 @@ def main() -> None:
     if options.train:
         train(options.train)
         return
-    found = {}
-    for name, (tls, times) in FLAVOURS.items():
+    columns: dict[str, dict[str, float]] = {}
+    for name, tls in FLAVOURS.items():
         if options.only in (None, name):
-            found[name] = measure(tls, times * options.watchers, options)
-            print(name, {key: round(value, 3) for key, value in found[name].items()}, flush=True)
-    names = list(next(iter(found.values())))
-    print_table(("", *found), [(name, *(f"{found[side][name]:.3f}" for side in found)) for name in names])
+            columns[f"nobody, {name}"], columns[name] = measure(tls, options)
+            print(name, columns[name], columns[f"nobody, {name}"], flush=True)
+    names = list(dict.fromkeys(figure for column in columns.values() for figure in column))
+    rows = [
+        (figure, *(f"{column[figure]:.3f}" if figure in column else "" for column in columns.values()))
+        for figure in names
+    ]
+    print_table(("", *columns), rows)
     if options.json:
-        figures = {f"{side.replace(' ', '_')}.{name}": found[side][name] for side in found for name in names}
+        figures = {f"{side}: {figure}": value for side, column in columns.items() for figure, value in column.items()}
         write_json(options.json, figures, [])
 
 

@@ -163,3 +163,14 @@ def test_loads_are_means_over_the_steps_with_the_same_workers() -> None:
     assert own.waits == pytest.approx({"w1": 0.3})
     assert other.waits == {}
     assert loads_of([]) == []
+
+
+def test_nodes_that_the_shares_avoid_already_are_not_promised_again() -> None:
+    """6 micro-batches on 2 hosts as 4 and 2 are one node each, as 8 would be: only computing becomes shorter."""
+    loads = [
+        Load(worker_id="w0", host="a", seconds=Seconds(compute=0.16, network=0.5), leaves=4),
+        Load(worker_id="w1", host="b", seconds=Seconds(compute=0.08, network=0.5, waiting=0.08), leaves=2),
+    ]
+    found = {each.change: each.gain for each in advise(loads, Setting(microbatches=6, batch_size=24))}
+    assert found["microbatches=8"] == pytest.approx(0.04 / 0.66, abs=0.005)
+    assert found["batch_size=48"] == pytest.approx((0.66 - 0.16) / 2 / 0.66, abs=0.005)

@@ -278,6 +278,7 @@ def test_without_an_index_a_journal_is_read_by_and_by(tmp_path: Path, monkeypatc
 def test_a_run_that_was_resumed_from_a_checkpoint_is_seen_by_who_watches(tmp_path: Path) -> None:
     write(tmp_path, [some_step(number, loss=1.0) for number in range(STEPS)])
     history = History(tmp_path)
+    assert history.overview().loss == 1.0
     truncate(tmp_path / JOURNAL, 10)
     journal = Journal(tmp_path / JOURNAL)
     journal.go_on_at(10)
@@ -286,6 +287,9 @@ def test_a_run_that_was_resumed_from_a_checkpoint_is_seen_by_who_watches(tmp_pat
         journal.emit(some_step(number, loss=2.0))
     history.refresh()
     check(tmp_path, history)
+    overview = history.overview()
+    assert (overview.step, overview.loss) == (2 * STEPS - 1, 2.0)
+    assert max(point.high for point in overview.curve) == 2.0
 
 
 def times(number: int, workers: Sequence[str]) -> dict[str, WorkerTimes]:

@@ -81,7 +81,7 @@ class Recording:
         """Describe the run, and let its machines and workers come."""
         recipe: dict[str, int | bool | str] = {
             "batch_size": 256,
-            "microbatches": 8,
+            "microbatches": 2 * self.num_workers,
             f"note{self.bad}": self.bad or "none",
         }
         facts = {
@@ -220,6 +220,9 @@ class Recording:
                         last=spent,
                         waits_for="" if worker_id == slowest else slowest,
                         waits_s=spent.waiting,
+                        link_to=self.ids[self.ids.index(worker_id) - 1] if self.num_hosts > 1 else "",
+                        link_s=spent.network,
+                        link_bytes=1_200_000 if self.num_hosts > 1 else 0,
                     )
                     for worker_id, spent in times.items()
                 },

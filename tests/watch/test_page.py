@@ -30,12 +30,13 @@ from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono.journal import read
 from unisono.page import site
+from unisono.page.local import run
 
 __all__ = ["chromium"]
 
 STATIC = Path(site.__file__).parent / "static"
 SMALL = Path(__file__).parents[1] / "workers" / "small_training.py"
-WIDTHS = (375, 768, 1280)
+WIDTHS = (320, 375, 768, 1280)
 
 
 @pytest.fixture
@@ -156,6 +157,16 @@ def test_64_workers_are_rows_and_a_map_and_the_slowest_is_named(browser: Browser
         assert height >= 65 * 5
 
 
+def test_the_links_that_are_busiest_are_named(browser: Browser, finished: Path) -> None:
+    with Serving(finished) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        cells = "[...row.cells].map(cell => cell.textContent).join(' ')"
+        rows = browser.run(f"return [...document.querySelectorAll('#links tbody tr')].map(row => {cells})")
+        assert len(rows) == 10
+        assert all(re.fullmatch(r"w\d w\d [\d.]+ ms 1.2 MB [\d.]+ MB/s [\d.]+ %", row) for row in rows)
+
+
 def test_several_runs_lie_over_each_other(browser: Browser, finished: Path, tmp_path: Path) -> None:
     other = record(tmp_path / "other", num_steps=300, num_workers=2, seed=4)
     with Serving(finished, other) as serving:
@@ -169,6 +180,8 @@ def test_several_runs_lie_over_each_other(browser: Browser, finished: Path, tmp_
         browser.driver.find_element(By.ID, "run-chosen-1").click()
         browser.until("return document.getElementById('run-name').textContent === 'other'")
         assert browser.text("#progress-text") == "300 of 300 steps"
+        rows = browser.run("return [...document.querySelectorAll('#differences tr')].map(row => row.innerText)")
+        assert rows == ["\tdigits\tother", "recipe · microbatches\t16\t4"]
 
 
 # -- it is asked for more ----------------------------------------------------------------------------
@@ -669,15 +682,17 @@ def test_a_name_that_somebody_elses_dns_points_here_is_refused(finished: Path) -
         assert get(serving.port, "/").status == 200
         assert get(serving.port, "/", Host=f"localhost:{serving.port}").status == 200
         assert get(serving.port, "/", Host=f"evil.example:{serving.port}").status == 421
-        assert get(serving.port, "/", Host="127.0.0.1").status == 421
+        assert get(serving.port, "/", Host="127.0.0.1.evil.example").status == 421
+        assert get(serving.port, "/", Host="127.0.0.1:9000").status == 200  # by `ssh -L 9000:...`
 
 
 def test_a_page_of_another_site_gets_no_socket(finished: Path) -> None:
     with Serving(finished) as serving:
         url = f"ws://127.0.0.1:{serving.port}/watch?token={TOKEN}"
-        with pytest.raises(InvalidStatus) as refused:
-            connect(url, origin="http://evil.example")  # type: ignore[arg-type]
-        assert refused.value.response.status_code == 403
+        for origin in ("http://evil.example", "null", "http://localhost:1", f"https://127.0.0.1:{serving.port}"):
+            with pytest.raises(InvalidStatus) as refused:
+                connect(url, origin=origin)  # type: ignore[arg-type]
+            assert refused.value.response.status_code == 403
         with connect(url) as socket:
             socket.send('{"id": 7, "get": "runs"}')
             assert '"id":7,"runs":[{"run":0,"name":"digits"' in str(socket.recv(WAIT_S))
@@ -736,6 +751,12 @@ def test_the_server_prints_the_link_and_ends_with_ctrl_c(finished: Path, spawn: 
     assert get(int(found[1]), "/").status == 200
     process.send_signal(signal.SIGINT)
     assert process.wait(WAIT_S) == 0
+
+
+def test_a_port_that_is_taken_is_said(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Serving(finished) as serving:
+        assert run([finished], serving.port) == 2
+        assert f"port {serving.port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ BEGIN = """
         ),
         (["status", "missing"], "there is no run directory missing"),
         (["status", "."], "there is no run in .: no journal, and no head that answers"),
-        (["status", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
+        (["status", "foreign"], "line 2 of foreign/journal.jsonl is not a line of a journal: 'today it rained'"),
         (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
         (["compare", "nothing", "nothing"], "nothing holds no journal"),
         (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
@@ -138,9 +138,10 @@ def test_bad_input_is_one_line_and_starts_nothing(
         (tmp_path / name).mkdir()
         rundir.describe(tmp_path / name, {"command": {"folder": ".", "arguments": arguments_there}})
     (tmp_path / "nothing").touch()
-    for name in ("over", "broken"):
+    for name in ("over", "broken", "foreign"):
         (tmp_path / name).mkdir()
     (tmp_path / "over" / JOURNAL).touch()
+    (tmp_path / "foreign" / JOURNAL).write_text("dear diary\ntoday it rained\n")
     (tmp_path / "broken" / JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n{nonsense\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["unisono", *arguments])
@@ -225,11 +226,22 @@ def test_a_run_that_this_user_cannot_reach_is_not_shown_as_stopped(unreadable: s
         CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False, catch_exceptions=False)
 
 
+def test_the_status_of_a_run_whose_journal_has_a_broken_line_is_shown(tmp_path: Path) -> None:
+    """With what can be read; and it says what cannot."""
+    lines = [json.dumps({"line": n, "kind": "step", "step": n, "num_steps": 9, "loss": 0.5}) for n in range(2)]
+    (tmp_path / JOURNAL).write_text("\n".join([*lines, "{nonsense", ""]))
+    shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
+    first, second, *rest = shown.output.splitlines()
+    assert (first, second) == ("stopped", "2 of 9 steps, loss 0.5000")
+    assert any(line.startswith(f"1 line of {tmp_path / JOURNAL} cannot be read and is left out") for line in rest)
+
+
 def test_the_status_of_a_run_that_diverged(tmp_path: Path) -> None:
     """A loss that is no number is a string in the journal."""
     (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": "nan"}\n')
     shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
-    assert shown.output == "stopped\n4 of 9 steps, loss nan\n"
+    said = f"there is no {tmp_path / 'run.json'}"
+    assert shown.output == f"stopped\n4 of 9 steps, loss nan\n{said}\n"
 
 
 @pytest.mark.parametrize(("other", "code"), [("a", 0), ("b", 1)])

@@ -144,6 +144,7 @@ def test_down_to_the_last_worker(calm: Outcome, tmp_path: Path) -> None:
     assert_same_bits(hurt, calm)
     sizes = [len(workers) for workers in hurt.times.values()]
     assert (sizes[0], sizes[2], sizes[-1]) == (4, 3, 1), hurt.output
+    assert list(hurt.times) == list(range(STEPS)), "the next writer tells what the killed one had not written yet"
 
 
 @pytest.mark.parametrize("at", ["after_backward", "published", "reduced", "committed", "after_step"])

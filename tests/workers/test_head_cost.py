@@ -12,10 +12,24 @@ from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, 
 from tests.waiting import WAIT_S
 from unisono.decisions.membership import Lags
 from unisono.decisions.membership.roster import WorkerState
+from unisono.events import WorkerJoined
 from unisono.head.keys import Keys
 from unisono.head.memory import Memory
 from unisono.head.server import Head
-from unisono.messages import Hello, Holding, Kept, Lost, Message, Ready, Scale, Snapshot, StoreAnswer, StoreCall, decode
+from unisono.messages import (
+    Hello,
+    Holding,
+    Kept,
+    Lost,
+    Message,
+    Ready,
+    Scale,
+    Snapshot,
+    StoreAnswer,
+    StoreCall,
+    Told,
+    decode,
+)
 from unisono.packed import unpack
 from unisono.spec import RunSpec
 
@@ -71,6 +85,33 @@ def test_what_all_members_say_at_once_is_remembered_once() -> None:
 
     found = asyncio.run(work())
     assert len(found) <= 3, "of the generation, before anybody hears of it, and of what was said"
+
+
+def test_who_joins_at_the_same_time_is_told_together() -> None:
+    """A message for each of 1,000 workers to each of 125 machines would keep a head busy for seconds."""
+
+    async def work() -> list[Told]:
+        story = Story(32)
+        story.agent(32)
+        head, said = head_of(story, heartbeat_s=0.01)
+        ids = [f"w{number}" for number in range(32)]
+        for message in (Ready(phase=0), Holding(generation=1)):
+            for worker_id in ids:
+                if isinstance(message, Ready):
+                    head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}))
+                head._happens(worker_id, message)
+        found: list[Told] = []
+        while sum(isinstance(event, WorkerJoined) for told in found for event in told.events) < 32:
+            await asyncio.sleep(0)
+            heard: list[Message] = [decode(unpack(said.get_nowait())) for _ in range(said.qsize())]
+            found += [message for message in heard if isinstance(message, Told)]
+            head._kept(AGENT, Kept(term=1, number=head._versions.number))
+        return found
+
+    found = asyncio.run(work())
+    assert len(found) <= 3
+    joined = [event.worker_id for told in found for event in told.events if isinstance(event, WorkerJoined)]
+    assert sorted(joined) == sorted(f"w{number}" for number in range(32)), "each once"
 
 
 def test_the_keys_of_a_generation_go_when_it_is_over() -> None:

@@ -11,11 +11,12 @@ from typing import NoReturn, TypeVar
 
 import pytest
 
+from tests.pure.test_journal import evaluation, step
 from tests.waiting import WAIT_S
 from unisono import member as members
 from unisono.errors import DeadlineExceeded
-from unisono.events import Announcement
-from unisono.member import Member
+from unisono.events import Announcement, EvaluationFinished
+from unisono.member import MOST_STEPS, Member
 from unisono.messages import (
     Beat,
     Happened,
@@ -24,6 +25,7 @@ from unisono.messages import (
     MemberInfo,
     Message,
     Notice,
+    Steps,
     Suspect,
     Welcome,
     decode,
@@ -234,3 +236,65 @@ def test_what_takes_connections_and_says_nothing_is_no_head(
         stopped = member.wait_ended(WAIT_S)
         assert stopped is not None
         assert "has been away" in str(stopped)
+
+
+def step_event(number: int) -> Happened:
+    return Happened(event=step(number), number=number)
+
+
+@pytest.fixture
+def slow_beats(connections: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a heartbeat nor the time lets steps go."""
+    connections.answer = Welcome(run_id="x", heartbeat_s=1e6)
+    monkeypatch.setattr(members, "STEPS_S", 1e9)
+
+
+def told(connection: Connection) -> list[Happened | Steps]:
+    """What came about steps, until an evaluation."""
+    found: list[Happened | Steps] = []
+    while True:
+        message = connection.said.get(timeout=WAIT_S)
+        if isinstance(message, Happened) and isinstance(message.event, EvaluationFinished):
+            return found
+        if isinstance(message, Happened | Steps):
+            found.append(message)
+
+
+@pytest.mark.usefixtures("slow_beats")
+def test_events_of_fast_steps_are_sent_together_and_before_what_follows(
+    connections: queue.Queue[Connection], member: Member
+) -> None:
+    first = connections.get(timeout=WAIT_S)
+    for number in range(3 * MOST_STEPS):
+        member.happened(step_event(number))
+    member.happened(Happened(event=evaluation(96, right=1), number=96))
+    messages = told(first)
+    # The first heartbeat may have come in between.
+    assert len(messages) <= 5
+    steps = [each for message in messages for each in (message.steps if isinstance(message, Steps) else [message])]
+    assert [each.number for each in steps] == list(range(3 * MOST_STEPS))
+
+
+@pytest.mark.usefixtures("slow_beats")
+def test_a_new_connection_repeats_the_steps_that_were_sent_together_last(
+    connections: queue.Queue[Connection], member: Member
+) -> None:
+    """The head that has heard them may have died with them."""
+    first = connections.get(timeout=WAIT_S)
+    for _ in range(2):
+        for number in range(MOST_STEPS + 3):
+            member.happened(step_event(number))
+        member.happened(Happened(event=evaluation(40, right=1), number=40))
+    told(first)
+    said = told(first)
+    assert isinstance(said[-1], Steps)
+    first.tell(None)
+    assert connections.get(timeout=WAIT_S).hears(Steps) == said[-1]
+
+
+def test_a_step_that_nobody_follows_is_sent_with_the_next_heartbeat(
+    connections: queue.Queue[Connection], member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "STEPS_S", 1e9)
+    member.happened(step_event(3))
+    assert connections.get(timeout=WAIT_S).hears(Happened) == step_event(3)

@@ -105,6 +105,35 @@ def test_the_traces_of_the_others_are_written_when_a_worker_is_lost(
     assert all(sorted(each) == [3, 4, 5] for each in found.values())
 
 
+CLOCKS_APART = """
+import runpy, sys
+from unisono import member
+from unisono.training import profiling
+
+profiling._clock_id = lambda: member.spec().worker_id
+sys.argv = [sys.argv[1], *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.usefixtures("nursery")
+def test_the_difference_of_clocks_is_measured_between_machines(tmp_path: Path) -> None:
+    """Here all have one clock, and are told that they have not: what is measured is nothing, within its bounds."""
+    script = tmp_path / "apart.py"
+    script.write_text(CLOCKS_APART)
+    outcome = run_workers(
+        script, 3, directory=tmp_path / "run", arguments=[str(SCRIPT), *STEPS],
+        options=["--profile", "3:6", "--simulate-hosts", "3"], timeout_s=WAIT_S,
+    )  # fmt: skip
+    assert outcome.exit_code == 0, outcome.output
+    first, *others = Trace(tmp_path / "run" / "profile" / "steps-3-6.json.gz").all["unisono"]["workers"]
+    assert (first["ahead_s"], first["error_s"]) == (0.0, 0.0)
+    assert len(others) == 2
+    for each in others:
+        assert each["error_s"] > 0.0
+        assert abs(each["ahead_s"]) <= each["error_s"]
+
+
 def train(directory: Path, profile: range | None, steps: int) -> None:
     with unisono.Run(directory, seed=1, profile=profile) as run:
         model = torch.nn.Linear(4, 2)

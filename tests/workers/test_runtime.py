@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.membership import Policy, Tick
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
+from unisono.events import Announcement
 from unisono.head.memory import Memory
 from unisono.head.server import Head
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
@@ -40,7 +42,6 @@ from unisono.machine.worker import STACK_SIGNAL
 from unisono.member import Member
 from unisono.messages import (
     AgentHello,
-    Announcement,
     Beat,
     Finished,
     Hello,
@@ -53,6 +54,7 @@ from unisono.messages import (
     Snapshot,
     StoreAnswer,
     StoreCall,
+    Told,
     Welcome,
     WorkerExit,
     decode,
@@ -225,6 +227,12 @@ def test_what_a_stranger_says_leaves_no_trace(
     assert written.getvalue() == ""
 
 
+def announced(message: Any) -> list[str]:
+    """The sentences in a message of the head."""
+    said = message.events if isinstance(message, Told) else []
+    return [event.text for event in said if isinstance(event, Announcement)]
+
+
 def test_that_there_is_no_room_for_a_connection_is_one_line(
     serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,11 +248,10 @@ def test_that_there_is_no_room_for_a_connection_is_one_line(
     }
     for context in (*[full] * 100, {"message": "something else"}):
         served.loop.call_soon_threadsafe(served.loop.call_exception_handler, context)
-    served.loop.call_soon_threadsafe(served.head._tell_agents, Announcement(text="the last"))
-    told = []
+    served.loop.call_soon_threadsafe(served.head._announce, "the last")
+    told: list[str] = []
     while not told or told[-1] != "the last":
-        if isinstance(heard := decode(agent.recv(WAIT_S, decode=False)), Announcement):
-            told.append(heard.text)
+        told += announced(decode(agent.recv(WAIT_S, decode=False)))
     assert len(told) == 2
     assert "cannot take another connection (Too many open files)" in told[0]
     assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]
@@ -290,11 +297,11 @@ def test_what_a_heartbeat_decides_is_remembered(serve: Callable[..., Served]) ->
         heard = decode(agent.recv(WAIT_S, decode=False))
         if isinstance(heard, Snapshot):
             remembered = heard.state
-        elif isinstance(heard, Announcement) and "is left aside" in heard.text:
+        elif said := [text for text in announced(heard) if "is left aside" in text]:
             break
     memory = Memory.decode(remembered)
     assert memory.state.members == ("w0",)
-    assert memory.reason == heard.text
+    assert memory.reason == said[0]
 
 
 @pytest.mark.parametrize("is_reused", [False, True])

@@ -213,6 +213,8 @@ def test_where_the_head_does_not_see_the_directory_it_answers_from_what_it_has_k
     [
         "",
         "nonsense",
+        '{"a":' + "[" * 9000,
+        '{"id": true, "get": "x"}',
         "[]",
         "1",
         "null",
@@ -499,6 +501,27 @@ def test_when_as_many_watch_as_can_the_next_one_is_told_so_and_members_come_in(s
     while served.asked(lambda: len(served.head._viewing._viewers)):
         assert time.monotonic() < deadline
     Watching(served.invitation).close()
+
+
+def test_an_error_in_what_shows_the_run_is_none_of_the_run(
+    serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = serve()
+    served.is_served()
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with Watching(served.invitation) as watching:
+        assert watching.next(WAIT_S)
+        served.asked(lambda: setattr(served.head._viewing._overviews, "take", fail))
+        served.asked(lambda: setattr(served.head._viewing._overviews, "overview", fail))
+        served.happens(step(1), step(2))
+        served.is_served()
+        assert watching.ask({"get": "overview"})["overview"]["run_id"] == RUN_ID
+        assert watching.next(WAIT_S), "viewers are told what is known"
+        served.close()
+    assert capsys.readouterr().err.count("Traceback") == 1
 
 
 def test_what_all_are_told_is_encoded_once(serve: Callable[..., Served]) -> None:

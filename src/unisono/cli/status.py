@@ -65,11 +65,17 @@ def _afterwards(folder: Path) -> dict[str, Any]:
 
     if rundir.holder(folder) is None:
         raise UsageError(f"there is no run in {folder}: no journal, and no head that answers")
+    history = History(folder)
     try:
         found = journal.summary(folder)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UsageError(f"the journal cannot be read: {error}") from error
-    history = History(folder)
+    except ValueError as error:  # a line at its end is broken
+        known = history.overview()
+        if known.step < 0:
+            raise UsageError(f"the journal cannot be read: {error}") from error
+        names = ("step", "num_steps", "epoch", "loss", "generation")
+        found = {"state": "stopped", **{name: getattr(known, name) for name in names}, "workers": []}
     told = account(_events(history))
     end = told["end"]
     if rundir.is_going(folder):

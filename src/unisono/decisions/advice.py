@@ -7,6 +7,7 @@ measured on. What cannot be computed has no gain (0), and says only what is lost
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from unisono.decisions.balance import balanced
+from unisono.decisions.balance import balanced, weighed
 from unisono.decisions.plan import Plan, plan
 from unisono.decisions.tree import cover
 from unisono.events import Seconds, WorkerTimes
@@ -169,10 +170,40 @@ def computing_seconds(loads: Sequence[Load], setting: Setting, microbatches: int
     if microbatches == setting.microbatches:
         longest = max(load.seconds.data + load.seconds.compute for load in loads)
         return max(longest, min(each.seconds.data + each.seconds.compute + each.seconds.waiting for each in loads))
+    shares, paces = _planned(loads, setting, microbatches)
+    return max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
+
+
+def sending_seconds(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
+    """Return how long bytes would be on their way with so many micro-batches of the same global batch.
+
+    The model is that of `unisono.decisions.balance`: the host that sends most sends one sum for each node of the tree
+    that its micro-batches add up to, and the sums that come back take as long as one more.
+    """
+    if microbatches == setting.microbatches:
+        return max(load.seconds.network for load in loads)
+    shares, _ = _planned(loads, setting, microbatches)
+    return _node_seconds(loads, setting) * (_num_nodes(loads, shares) + 1)
+
+
+def _saved(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
+    """Return by how much a step would be shorter."""
+    now, then = (
+        computing_seconds(loads, setting, number) + sending_seconds(loads, setting, number)
+        for number in (setting.microbatches, microbatches)
+    )
+    return now - then
+
+
+def _planned(loads: Sequence[Load], setting: Setting, microbatches: int) -> tuple[Plan, list[float]]:
+    """Return the plan of the run with so many micro-batches, and the paces that it would have."""
     smaller = setting.microbatches / microbatches
     paces = [max(1e-9, _smaller(load.pace, smaller)) for load in loads]
-    shares = _shares(paces, microbatches, loads, balance=setting.balance)
-    return max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
+    if not setting.balance:
+        return plan(len(paces), microbatches), paces
+    unit = max(paces) / 256
+    rounded, node_cost = tuple(max(1, round(pace / unit)) for pace in paces), _node_seconds(loads, setting) / unit
+    return weighed(rounded, microbatches, hosts=_hosts(loads), node_cost=round(node_cost / 16) * 16), paces
 
 
 def _smaller(pace: float, part: float) -> float:
@@ -180,26 +211,34 @@ def _smaller(pace: float, part: float) -> float:
     return fixed + (pace - fixed) * part
 
 
-def _shares(paces: Sequence[float], microbatches: int, loads: Sequence[Load], *, balance: bool) -> Plan:
-    if not balance:
-        return plan(len(paces), microbatches)
-    unit = max(paces) / 256
-    return balanced(tuple(max(1, round(pace / unit)) for pace in paces), microbatches, hosts=_hosts(loads))
+def _node_seconds(loads: Sequence[Load], setting: Setting) -> float:
+    """Return how long one node of the host that sends most is on its way."""
+    if len(_hosts(loads)) < 2:
+        return 0.0
+    return max(load.seconds.network for load in loads) / (_num_nodes(loads, _measured(loads, setting)) + 1)
+
+
+def _measured(loads: Sequence[Load], setting: Setting) -> Plan:
+    """Return the plan of the measured steps, as far as the means show it."""
+    counts = [round(load.leaves) for load in loads]
+    if sum(counts) != setting.microbatches:
+        return plan(len(loads), setting.microbatches)
+    edges = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
+    return Plan(setting.microbatches, tuple(range(first, stop) for first, stop in itertools.pairwise(edges)))
 
 
 def _hosts(loads: Sequence[Load]) -> tuple[range, ...]:
     """Return the ranks of each host, where workers of one stand together."""
     edges = [rank for rank in range(len(loads)) if rank == 0 or loads[rank].host != loads[rank - 1].host]
-    return tuple(range(first, stop) for first, stop in zip(edges, [*edges[1:], len(loads)], strict=True))
+    return tuple(range(first, stop) for first, stop in itertools.pairwise([*edges, len(loads)]))
 
 
-def _num_nodes(loads: Sequence[Load], microbatches: int) -> int:
-    """Return how many nodes of the summation tree the host that sends most has, with equal shares."""
-    shares = plan(len(loads), microbatches)
+def _num_nodes(loads: Sequence[Load], shares: Plan) -> int:
+    """Return how many nodes of the summation tree the host that sends most has."""
     most, start = 1, 0
     for host in _hosts(loads):
         stop = start + sum(len(shares.ranges[rank]) for rank in host)
-        most, start = max(most, len(cover(start, stop, microbatches))), stop
+        most, start = max(most, len(cover(start, stop, shares.num_leaves))), stop
     return most
 
 
@@ -217,12 +256,9 @@ def _candidates(loads: Sequence[Load], setting: Setting) -> list[int]:
 
 def _uneven_shares(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     """Workers wait because the micro-batches cannot be shared out well: with more and smaller ones they can."""
-    step, now = step_seconds(loads), computing_seconds(loads, setting, setting.microbatches)
+    step = step_seconds(loads)
     waiting = max(loads, key=lambda load: load.seconds.waiting)
-    gains = {
-        number: _gain(now - computing_seconds(loads, setting, number), step, number, setting, loads)
-        for number in _candidates(loads, setting)
-    }
+    gains = {number: _saved(loads, setting, number) / step for number in _candidates(loads, setting)}
     best = max(gains.values(), default=0.0)
     if best < LEAST or setting.microbatches < len(loads):
         return
@@ -237,24 +273,14 @@ def _uneven_shares(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     )
 
 
-def _gain(saved_s: float, step_s: float, microbatches: int, setting: Setting, loads: Sequence[Load]) -> float:
-    """Return a gain of time, less what more nodes of the tree cost on their way between hosts."""
-    network = max(load.seconds.network for load in loads)
-    if network > 0.0 and len(_hosts(loads)) > 1:
-        nodes = (_num_nodes(loads, microbatches) + 1) / (_num_nodes(loads, setting.microbatches) + 1)
-        saved_s -= network * (nodes - 1)
-    return saved_s / step_s
-
-
 def _idle_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     """There are fewer micro-batches than workers."""
     if setting.microbatches >= len(loads):
         return
     step = step_seconds(loads)
     idle = len(loads) - setting.microbatches
-    now = computing_seconds(loads, setting, setting.microbatches)
     numbers = [number for number in _candidates(loads, setting) if number % len(loads) == 0]
-    gains = {n: _gain(now - computing_seconds(loads, setting, n), step, n, setting, loads) for n in numbers}
+    gains = {number: _saved(loads, setting, number) / step for number in numbers}
     number, gain = max(gains.items(), key=lambda each: (each[1], -each[0]), default=(0, 0.0))
     what = f": {idle} of them {'has' if idle == 1 else 'have'} nothing to compute. "
     if gain >= LEAST:
@@ -279,9 +305,7 @@ def _slow_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
         if not others or load.pace < SLOW * statistics.median(others):
             continue
         usual = statistics.median(others)
-        paces = [usual if one is load else max(1e-9, one.pace) for one in loads]
-        shares = _shares(paces, setting.microbatches, loads, balance=setting.balance)
-        then = max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
+        then = _computing_with([usual if one is load else max(1e-9, one.pace) for one in loads], loads, setting)
         gain = max(0.0, now - then) / step
         waits = max(one.seconds.waiting for one in loads if one is not load)
         yield Advice(
@@ -293,6 +317,16 @@ def _slow_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
             gain=gain,
             change="",
         )
+
+
+def _computing_with(paces: Sequence[float], loads: Sequence[Load], setting: Setting) -> float:
+    """Return how long the slowest worker computes at these paces."""
+    shares = plan(len(paces), setting.microbatches)
+    if setting.balance:
+        unit = max(paces) / 256
+        rounded = tuple(max(1, round(pace / unit)) for pace in paces)
+        shares = balanced(rounded, setting.microbatches, hosts=_hosts(loads))
+    return max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
 
 
 def _loading(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
@@ -343,12 +377,10 @@ def _network(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
             f"{_duration(busiest.link_s)} of it, at {rate:.0f} Mbit/s."
         )
     says = f"Bytes on their way take {_percent(network / step)} of each step.{link}"
-    hosts, nodes = len(_hosts(loads)), _num_nodes(loads, setting.microbatches)
+    hosts, nodes = len(_hosts(loads)), _num_nodes(loads, _measured(loads, setting))
     fewest = [number for number in _candidates(loads, setting) if _is_ring(number, hosts) and number >= len(loads)]
-    if nodes > 1 and fewest:
-        saved = network * (1 - 2 / (nodes + 1))
-        now, number = computing_seconds(loads, setting, setting.microbatches), fewest[0]
-        gain = max(0.0, saved + now - computing_seconds(loads, setting, number)) / step
+    gain = _saved(loads, setting, number := fewest[0]) / step if nodes > 1 and fewest else 0.0
+    if gain >= LEAST:
         yield Advice(
             text=f"{says} microbatches={number} (hosts x 2^k) makes each host send the least, and would bring "
             f"{_percent(gain)} of the step's time.",

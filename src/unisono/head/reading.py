@@ -62,10 +62,10 @@ class Reading:
         """Return the answer to a question in JSON, as JSON. Says in it what is wrong."""
         try:
             question = msgspec.json.decode(asked)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             question = None
         number = question.pop("id", None) if isinstance(question, dict) else None
-        start = b'{"id":%b' % (str(number).encode() if isinstance(number, int) else b"null")
+        start = b'{"id":%b' % msgspec.json.encode(number if isinstance(number, int) else None)
         if not isinstance(question, dict):
             return start + b"," + _error("this is no question: a JSON object with `id` and `get` is one")
         try:

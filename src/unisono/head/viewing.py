@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import resource
 import socket
+import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -100,6 +102,7 @@ class Viewing:
     """
 
     def __init__(self, run_id: str, *, script: str, started: float, is_first: bool) -> None:
+        self._run_id = run_id
         self._overviews = OverviewBuilder(run_id=run_id, script=script, started=started)
         self._is_whole = is_first
         self._kept = Kept(self.overview)
@@ -112,16 +115,29 @@ class Viewing:
         self._push: _Push | None = None
         self._pushing: asyncio.Task[None] | None = None
         self._overview: Overview | None = None
+        self._has_failed = False
 
     # -- what happens --------------------------------------------------------------------------------
 
     def take(self, event: Event) -> None:
-        """Count an event of the run. Called for each, so it only notes it."""
-        self._overviews.take(event)
-        self._kept.take(event)
+        """Count an event of the run. Called for each, so it only notes it.
+
+        An error in what shows the run is no error of the run: it is printed once.
+        """
+        try:
+            self._overviews.take(event)
+            self._kept.take(event)
+        except Exception:
+            self._fail()
         if not isinstance(event, StepFinished | MachineUsed | WorkerOutput):
             self._events.append(msgspec.json.encode(event))
             self._num_events += 1
+
+    def _fail(self) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            print("unisono: what is shown of the run may be wrong from here on; the run goes on", file=sys.stderr)
+            traceback.print_exc()
 
     def reads_from(self, run_dir: str, facts: str) -> None:
         """Note the run's directory, and its description (JSON)."""
@@ -131,10 +147,15 @@ class Viewing:
 
     def overview(self) -> Overview:
         """Return the run as it is now; put together at most once a second."""
-        now = time.time()
-        if self._overview is None or not 0 <= now - self._overview.time < EVERY_S / 2:
+        now, known = time.time(), self._overview
+        if known is not None and 0 <= now - known.time < EVERY_S / 2:
+            return known
+        try:
             found = self._overviews.overview(now)
-            self._overview = msgspec.structs.replace(found, run_dir=found.run_dir or self._reading.directory)
+        except Exception:
+            self._fail()
+            found = known or Overview(run_id=self._run_id, time=now)
+        self._overview = msgspec.structs.replace(found, run_dir=found.run_dir or self._reading.directory)
         return self._overview
 
     # -- viewers -------------------------------------------------------------------------------------
@@ -160,7 +181,7 @@ class Viewing:
             await self._look()
             self._tell(viewer)
             self._queue.append(viewer)
-            if self._pushing is None:
+            if self._pushing is None or self._pushing.done():
                 self._pushing = asyncio.create_task(self._push_all())
             async for asked in connection:
                 await self._answer(viewer, asked)
@@ -196,7 +217,6 @@ class Viewing:
                 self._queue.append(viewer)
                 self._tell(viewer)
                 told += 1
-        self._pushing = None
         self._queue.clear()
 
     def _pause(self, told: int) -> float:
@@ -251,7 +271,7 @@ class Viewing:
         """Tell all viewers what was the last, as far as they listen, and stop."""
         if self._pushing is not None:
             self._pushing.cancel()
-        self._overview = None
+        self._overview = self._overview and msgspec.structs.replace(self._overview, time=0.0)
         self._push = _Push(msgspec.json.encode(self.overview()), time.monotonic())
         for viewer in self._viewers.values():
             self._tell(viewer)

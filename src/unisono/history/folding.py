@@ -44,7 +44,7 @@ class Fold:
 
     def overview(self, facts: dict[str, Any], now: float) -> Overview:
         """Return the overview at a moment."""
-        identity = (self._lines.identity, self._story.identity, facts.get("run_id"))
+        identity = (self._lines.turn, self._story.turn, facts.get("run_id"))
         if identity != self._identity:
             self._begin(facts)
             self._identity = identity

@@ -61,7 +61,9 @@ class Lines:
         """All whole lines before this offset are in a block, except for the holes."""
         self._holes: list[tuple[int, int]] = []
         self._index_end = 0
-        self.identity: tuple[int, int] | None = None
+        self.turn = 0
+        """Grows when the file is another one, or was cut: what was known of it holds no more."""
+        self._identity: tuple[int, int] | None = None
         self._with_steps: list[Block] | None = None
 
     @property
@@ -78,12 +80,12 @@ class Lines:
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
-                is_same = (found.st_dev, found.st_ino) == self.identity and (
+                is_same = (found.st_dev, found.st_ino) == self._identity and (
                     not self.blocks or is_true(self.blocks[-1], file, found.st_size)
                 )
                 if not is_same:  # cut, and perhaps written on
                     self._forget()
-                    self.identity = (found.st_dev, found.st_ino)
+                    self._identity = (found.st_dev, found.st_ino)
                 self.size, self.error = found.st_size, ""
                 descriptor = file.fileno()
                 if self.size - self._end > INDEX_BYTES:
@@ -93,7 +95,8 @@ class Lines:
                 while self._holes and time.monotonic() < deadline:
                     self._fill(descriptor)
         except FileNotFoundError:
-            self._forget()
+            if self._identity is not None:
+                self._forget()
         except OSError as error:
             self.error = f"{self.path} cannot be read: {error.strerror or error}"
 
@@ -146,11 +149,12 @@ class Lines:
         return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
 
     def _forget(self) -> None:
+        self.turn += 1
         self.blocks, self.names, self._open, self._holes = [], {}, [], []
         self.size = self._end = self._index_end = self.num_broken = 0
         self.first_broken = self.error = ""
         self.head = b""
-        self.identity = self._with_steps = None
+        self._identity = self._with_steps = None
 
     def _read_index(self, descriptor: int) -> None:
         try:

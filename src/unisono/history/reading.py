@@ -52,6 +52,8 @@ class History:
         self._story = Story(self.directory / EVENTS_FILE)
         self._fold = Fold(self.directory, self._lines, self._story)
         self._notes: dict[str, list[str]] = {}
+        self._curve: tuple[int, int, list[CurvePoint]] = (0, -1, [])
+        """First and last step, and the loss of them."""
         self.refresh()
 
     # -- what there is -------------------------------------------------------------------------------
@@ -59,7 +61,10 @@ class History:
     def refresh(self) -> None:
         """Look at what the files have now. Cheap if little is new."""
         self._read_facts()
+        turn = self._lines.turn
         self._lines.refresh()
+        if self._lines.turn != turn or self._lines.missing:
+            self._curve = (0, -1, [])
         self._story.refresh()
 
     def complete(self) -> None:
@@ -224,6 +229,15 @@ class History:
     def overview(self) -> Overview:
         """Return the run as it is now, or as it has ended."""
         found = self._fold.overview(self._facts, time.time())
+        here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
+        return msgspec.structs.replace(found, curve=self._whole_curve(), run_dir=here)
+
+    def _whole_curve(self) -> list[CurvePoint]:
+        """Return the loss of the whole run; without the newest steps, as long as they are less than a point."""
+        first, last = self.span()
+        begin, end, known = self._curve
+        if begin == first and end <= last and (last - end) * CURVE_POINTS < last - first and known:
+            return known
         curve = self.series(["loss"], points=CURVE_POINTS)["loss"]
         points = zip(curve["step"], curve["low"], curve["high"], curve["mean"], strict=True)
         shown = [
@@ -231,8 +245,8 @@ class History:
             for step, low, high, mean in points
             if not isinstance(low, str) and not isinstance(high, str)
         ]
-        here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
-        return msgspec.structs.replace(found, curve=shown, run_dir=here)
+        self._curve = (first, last, shown)
+        return shown
 
     def _old_times(self, first: int, last: int, points: int) -> tuple[tuple[str, ...], list[thinning.Row]]:
         """Return the times that the lines of an older version have; of some of the steps, if there are many."""

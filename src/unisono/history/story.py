@@ -24,14 +24,16 @@ class Story:
         self.path = path
         self.notes: list[str] = []
         self._starts = array("Q", [0])
-        self.identity: tuple[int, int] | None = None
+        self.turn = 0
+        """Grows when the file is another one, or was cut."""
+        self._identity: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     @property
     def is_there(self) -> bool:
-        return self.identity is not None
+        return self._identity is not None
 
     def refresh(self) -> None:
         """Look at what is new."""
@@ -39,9 +41,10 @@ class Story:
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
-                if (found.st_dev, found.st_ino) != self.identity or found.st_size < self._starts[-1]:
+                if (found.st_dev, found.st_ino) != self._identity or found.st_size < self._starts[-1]:
                     self._starts = array("Q", [0])
-                    self.identity = (found.st_dev, found.st_ino)
+                    self.turn += 1
+                    self._identity = (found.st_dev, found.st_ino)
                 at = self._starts[-1]
                 file.seek(at)
                 while data := file.read(PIECE_BYTES):
@@ -51,7 +54,7 @@ class Story:
                         end = data.find(b"\n", end) + 1
                     at += len(data)
         except FileNotFoundError:
-            self._starts, self.identity = array("Q", [0]), None
+            self._starts, self._identity = array("Q", [0]), None
         except OSError as error:
             self.notes = [f"{self.path} cannot be read: {error.strerror or error}"]
 

@@ -14,6 +14,7 @@ import bisect
 import contextlib
 import math
 import os
+import sys
 import threading
 import warnings
 from collections import deque
@@ -32,6 +33,8 @@ SEGMENT_BYTES: Final = 1 << 20
 """A file that has grown so large is followed by another one."""
 LEVEL_BYTES: Final = 16 << 20
 """At most so much is kept of each level (and the file that is being written)."""
+END_BYTES: Final = 1 << 16
+"""So much of a file is read for its newest rows, unless more are asked for."""
 INTERVAL_S: Final = 0.5
 """What was added is written at most so often."""
 MOST_WAITING: Final = 4096
@@ -467,30 +470,38 @@ class _Files:
                 with contextlib.suppress(msgspec.DecodeError):
                     self.cuts.append(_cuts.decode(text))
 
-    def rows(self, level: int, number: int, path: Path) -> list[Row]:
-        """Return the rows of a file that were not taken back."""
+    def rows(self, level: int, number: int, path: Path, end_bytes: int = sys.maxsize) -> list[Row]:
+        """Return the rows of a file that were not taken back.
+
+        Args:
+            end_bytes: only those in the last so many bytes.
+        """
         try:
-            texts = path.read_bytes().split(b"\n")
+            with path.open("rb") as file:
+                head = file.readline()
+                offset = file.seek(max(len(head), os.fstat(file.fileno()).st_size - end_bytes))
+                if offset > len(head):
+                    offset += len(file.readline())  # perhaps the rest of a line
+                texts = file.read().split(b"\n")
         except FileNotFoundError:
             return []  # it was the oldest, and its writer has forgotten it
         except OSError as error:
             self.notes.append(f"{path} cannot be read: {error.strerror}")
             return []
-        if not self._is_like_the_newest(texts[0], path):
+        if not self._is_like_the_newest(head, path):
             return []
         rows: list[Row] = []
         offsets: list[int] = []
-        num_broken = offset = 0
+        num_broken = 0
         for number_of_line, text in enumerate(texts, 1):
-            if number_of_line > 1:
-                try:
-                    rows.append(_rows.decode(text))
-                    offsets.append(offset)
-                except (msgspec.DecodeError, UnicodeDecodeError):  # half a line at the end is being written
-                    num_broken += text != b"" and number_of_line < len(texts)
+            try:
+                rows.append(_rows.decode(text))
+                offsets.append(offset)
+            except (msgspec.DecodeError, UnicodeDecodeError):  # half a line at the end is being written
+                num_broken += text != b"" and number_of_line < len(texts)
             offset += len(text) + 1
         if num_broken:
-            self.notes.append(f"{num_broken} of {len(texts) - 2} lines of {path} are broken and left out")
+            self.notes.append(f"{num_broken} of {len(texts) - 1} lines of {path} are broken and left out")
         highest = max((row.last for row in rows), default=-math.inf)
         for cut in self.cuts:
             if cut.key <= highest and number <= (before := cut.before.get(str(level), _BEGIN))[0]:
@@ -609,7 +620,10 @@ def newest(directory: Path, most: int) -> Reading:
     files = _Files(directory)
     found: list[Row] = []
     for number, path in reversed(_files(directory, 0)):
-        found = files.rows(0, number, path) + found
+        rows = files.rows(0, number, path, END_BYTES)
+        if len(found) + len(rows) < most:
+            rows = files.rows(0, number, path)
+        found = rows + found
         if len(found) >= most:
             break
     return Reading(files.header or {}, sorted(found, key=_first)[-most:], files.notes)

@@ -274,12 +274,7 @@ class _Agent:
             limits = Limits(idle_s=idle.idle_s, load=idle.load)
             tasks.append(asyncio.create_task(Watching(limits, idle.inputs, self._on_idle).run()))
         reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.heartbeat_s)
-        metering = Metering(
-            self._host,
-            lambda: dict(self._workers.processes()),
-            lambda: self._following.num_machines,
-            lambda use: self._following.report(Used(use=use)),
-        )
+        metering = self._start_metering() if IS_WATCHED else None
         try:
             if self._machines is not None:
                 self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
@@ -290,7 +285,8 @@ class _Agent:
             ended = await self._over
         finally:
             self._following.leave()
-            metering.close()
+            if metering is not None:
+                metering.close()
             machines = asyncio.ensure_future(self._end_machines(self._result()))
             await self._end_workers(self._result(), reporter)
             await self._following.sent(LAST_WORDS_S)  # every end that this agent has seen
@@ -303,6 +299,14 @@ class _Agent:
         self._show(ended)
         self._chronicle.close()
         return ended.exit_code
+
+    def _start_metering(self) -> Metering:
+        return Metering(
+            self._host,
+            lambda: dict(self._workers.processes()),
+            lambda: self._following.num_machines,
+            lambda use: self._following.report(Used(use=use)),
+        )
 
     def _start_helpers(self) -> None:
         self._following.start_head()

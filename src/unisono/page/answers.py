@@ -149,7 +149,7 @@ def answer(histories: Sequence[Readable], question: Mapping[str, Any]) -> dict[s
         if not 0 <= asked.run < len(histories):
             raise ValueError(f"there is no run {asked.run}: runs are numbered from 0 to {len(histories) - 1}")
         return {**reply, str(type(asked).__struct_config__.tag): asked.of(histories[asked.run])}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except Exception as error:
         return {**reply, "error": str(error) or type(error).__name__}
 
 

@@ -39,6 +39,7 @@ from unisono.page.answers import Readable, answer, encode
 __all__ = ["WRONG_TOKEN", "Directories", "Watched", "run"]
 
 HOST: Final = "127.0.0.1"
+NAMES: Final = (HOST, "localhost")
 PUSH_EVERY_S: Final = 1.0
 SLOWEST: Final = 20
 """Looking at the runs may take one part in so many of the time."""
@@ -112,13 +113,13 @@ class Directories:
 
     def _respond(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer a request for a file; None: the request is for the WebSocket."""
-        hosts = (f"{HOST}:{self._port}", f"localhost:{self._port}")
-        if request.headers.get_all("Host") not in ([host] for host in hosts):
+        hosts = request.headers.get_all("Host")
+        if len(hosts) != 1 or hosts[0].partition(":")[0] not in NAMES:  # any port: it may come through `ssh -L`
             return connection.respond(http.HTTPStatus.MISDIRECTED_REQUEST, f"this is {self.url.partition('#')[0]}\n")
         path = request.path.partition("?")[0]
         if path == site.WATCH:
             origins = request.headers.get_all("Origin")
-            if origins and origins not in ([f"http://{host}"] for host in hosts):
+            if origins not in ([], [f"http://{hosts[0]}"]):
                 return connection.respond(http.HTTPStatus.FORBIDDEN, "asked by a page of another site\n")
             return None
         asset = site.find(path)
@@ -178,7 +179,7 @@ class Directories:
             history.refresh()
             overview = history.overview()
             page = history.events(self._next[number], MOST_EVENTS_PUSHED)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except Exception as error:
             return encode({"run": number, "error": f"the run cannot be read: {error}"})
         events = page["events"] if self._next[number] >= 0 else []
         self._next[number] = page["next"]
@@ -238,7 +239,9 @@ async def _run(runs: Sequence[Watched], port: int, open_browser: bool) -> int:
 @contextlib.contextmanager
 def _until_signal(over: asyncio.Event) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = [
+        each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN
+    ]
     for number in signals:
         loop.add_signal_handler(number, over.set)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,25 +16,35 @@ from unisono.problems.fit import Held
 from unisono.problems.limits import memory_limit, own_address_space, own_memory
 from unisono.state.tracked import Tracked
 
-__all__ = ["held_now", "kinds"]
+__all__ = ["Beginning", "data_bytes", "held_now", "kinds"]
 
+SOME: Final = 1_000
+"""So many items of a list are looked at; the others are taken to be as large."""
 NUM_BIGGEST: Final = 8
 LEAST_BYTES: Final = 100_000
 """A smaller tensor is not among the largest."""
 PROGRAM: Final = "the program itself"
 
 
-def kinds(tracked: Tracked, slots: Slots, baseline: int) -> dict[str, int]:
-    """Return the bytes of what does not depend on the size of a micro-batch, by name.
+@dataclass(frozen=True)
+class Beginning:
+    """The memory of a process at the beginning of its training."""
 
-    Args:
-        baseline: memory of the process before the script made its objects; 0: on an accelerator.
-    """
-    parameters = {id(one): one for _, one in tracked.parameters()}
+    used: int = 0
+    """All of it, with parameters and data; 0: what is on an accelerator counts."""
+    data: int = 0
+    """Of the data set."""
+
+
+def kinds(tracked: Tracked, slots: Slots, beginning: Beginning) -> dict[str, int]:
+    """Return the bytes of what does not depend on the size of a micro-batch, by name."""
+    parameters = sum(map(_bytes, {id(one): one for _, one in tracked.parameters()}.values()))
+    buffers = sum(_bytes(one) for module in tracked.modules.values() for one in module.buffers())
     known = {
-        PROGRAM: baseline,
-        "parameters": sum(map(_bytes, parameters.values())),
-        "buffers": sum(_bytes(one) for module in tracked.modules.values() for one in module.buffers()),
+        PROGRAM: max(0, beginning.used - parameters - buffers - beginning.data),
+        "data set": beginning.data,
+        "parameters": parameters,
+        "buffers": buffers,
         "gradients": _slot_bytes(slots),
         "optimizer state": sum(number for _, number in _optimizer_tensors(tracked)),
     }
@@ -43,12 +54,11 @@ def kinds(tracked: Tracked, slots: Slots, baseline: int) -> dict[str, int]:
 
 
 def held_now(
-    tracked: Tracked, slots: Slots, device: torch.device, *, baseline: int, asked: int, num_workers: int
+    tracked: Tracked, slots: Slots, device: torch.device, beginning: Beginning, *, asked: int, num_workers: int
 ) -> Held:
     """Return what holds the memory of this process now, that of its accelerator if it computes there.
 
     Args:
-        baseline: memory of the process before the script made its objects.
         asked: bytes that it could not get.
         num_workers: on this machine.
     """
@@ -60,7 +70,7 @@ def held_now(
     named = [(f"{name} {tuple(one.shape)} {_dtype(one)}", _bytes(one)) for name, one in tracked.parameters()]
     named += list(_optimizer_tensors(tracked))
     return Held(
-        kinds=kinds(tracked, slots, 0 if is_gpu else baseline),
+        kinds=kinds(tracked, slots, beginning),
         used=used,
         asked=asked,
         limit=limit,
@@ -68,6 +78,27 @@ def held_now(
         shared=shared,
         biggest=sorted((item for item in named if item[1] >= LEAST_BYTES), key=lambda item: -item[1])[:NUM_BIGGEST],
     )
+
+
+def data_bytes(dataset: object, device: torch.device) -> int:
+    """Return the memory of the tensors and arrays that a data set holds itself: in its attributes, or as its items."""
+    if isinstance(dataset, Tensor):
+        return _bytes_on(dataset, device)
+    if isinstance(dataset, (list, tuple)):
+        some = dataset[:SOME]
+        return sum(_bytes_on(one, device) for one in some) * len(dataset) // max(1, len(some))
+    held = getattr(dataset, "__dict__", {}).values()
+    flat = [one for value in held for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    return sum(_bytes_on(one, device) for one in flat[: 10 * SOME])
+
+
+def _bytes_on(value: object, device: torch.device) -> int:
+    if isinstance(value, Tensor):
+        return _bytes(value) if value.device.type == device.type else 0
+    if device.type != "cpu" or type(value).__name__ == "memmap":  # that is on its disk
+        return 0
+    found = getattr(value, "nbytes", 0)
+    return found if isinstance(found, int) else 0
 
 
 def _cpu(num_workers: int) -> tuple[int, int, str, int]:

@@ -415,6 +415,7 @@ class Run(Calls):
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
         self._num_epochs += -(-num_steps // cursor.steps_per_epoch)
         rounds, _ = self._in_rounds()
+        self._troubles.begins(source.dataset)
         loop = TrainingLoop(
             rounds=rounds,
             tracked=self._tracked,

@@ -6,6 +6,7 @@ both by itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from unisono.problems.evidence import Witness, redacted, shown_environment
 from unisono.problems.fit import Setting, advice, asked_bytes, table
 from unisono.problems.kinds import Trouble, file_name, kind_of, text
 from unisono.problems.limits import memory_limit, own_memory
-from unisono.problems.memory import held_now, kinds
+from unisono.problems.memory import Beginning, data_bytes, held_now, kinds
 from unisono.problems.witness import about_machine, about_process, own_stacks, versions
 from unisono.problems.writing import FOLDER, stamp, write
 from unisono.process import tell
@@ -65,9 +66,17 @@ class OwnTroubles:
         self._device = device
         self._member = member
         self._emit = emit
-        self._baseline = own_memory()
+        self._beginning: Beginning | None = None
         self._has_told = False
         self._names: list[str] = []
+
+    def begins(self, dataset: object) -> None:
+        """Note the memory of this process before its first training loop, and that of its data."""
+        if self._beginning is None:
+            used, data = own_memory() if self._device.type == "cpu" else 0, 0
+            with contextlib.suppress(Exception):  # attributes of a data set may do anything
+                data = data_bytes(dataset, self._device)
+            self._beginning = Beginning(used, data)
 
     # -- while training goes on ----------------------------------------------------------------------
 
@@ -95,7 +104,7 @@ class OwnTroubles:
         self._has_told = True
         if self._device.type != "cpu":
             return  # what the kernel kills a process for is the memory of the host
-        held, cursor = kinds(rounds.tracked, rounds.slots, self._baseline), loop.cursor
+        held, cursor = kinds(rounds.tracked, rounds.slots, self._beginning or Beginning()), loop.cursor
         self._member.send(Holds(kinds=held, batch_size=cursor.batch_size, microbatches=cursor.microbatches))
 
     # -- at the end ----------------------------------------------------------------------------------
@@ -151,7 +160,7 @@ class OwnTroubles:
             rounds.tracked,
             rounds.slots,
             self._device,
-            baseline=self._baseline,
+            self._beginning or Beginning(),
             asked=asked_bytes(str(error)),
             num_workers=num_workers,
         )

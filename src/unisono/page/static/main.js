@@ -5,6 +5,7 @@ import { Curves } from "./curves.js";
 import { byId, el, put, say } from "./dom.js";
 import { clock, duration, plain, runName } from "./format.js";
 import { startKeys } from "./keys.js";
+import { drawLinks } from "./links.js";
 import { Machines } from "./machines.js";
 import { Run, isOver } from "./model.js";
 import { Connection } from "./socket.js";
@@ -182,9 +183,10 @@ class App {
       this.drawRuns();
       this.machines.drawRows(run);
     }
-    if (dirty.has("facts")) drawFacts(run);
+    if (dirty.has("facts")) drawFacts(run, this.runs.filter((each) => each.overview));
     if (dirty.has("series") || dirty.has("events")) this.curves.draw();
-    if (dirty.has("overview") || dirty.has("times")) this.workers.draw();
+    if (dirty.has("overview") || dirty.has("times")) this.workers.draw(dirty.has("times"));
+    if (dirty.has("times")) drawLinks(run);
     if (dirty.has("use")) this.machines.draw();
     if (dirty.has("events")) {
       drawHeader(run, this.link);

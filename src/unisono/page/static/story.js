@@ -197,15 +197,34 @@ function cell(key, value) {
 
 // -- recipe and environment --------------------------------------------------------------------------
 
-export function drawFacts(run) {
+export function drawFacts(run, runs) {
   const { recipe, schema, ...rest } = run.facts;
   const card = (heading, facts, empty) => el("article", { class: "card" }, el("h3", { text: heading }),
     facts.length ? el("dl", { class: "facts" }, facts.map(([name, value]) => [el("dt", { class: "name", text: plain(name, 120) }), el("dd", { text: plain(value, 1000) })]))
       : el("p", { class: "empty", text: empty }));
   put(byId("facts"), card("Recipe: what the bits depend on", flat(recipe), "It is written when the training begins."),
     card("Environment and run", flat(rest), "Nothing is known."));
+  drawDifferences(runs);
   say(byId("footer"), [plain(run.overview?.run_dir, 300), plain(run.overview?.run_id, 100)].filter(Boolean).join(" · "));
 }
+
+/** What differs between several runs: of each fact, the value in each run. */
+function drawDifferences(runs) {
+  const host = byId("differences");
+  host.hidden = runs.length < 2;
+  if (runs.length < 2) return;
+  const facts = runs.map((run) => new Map(flat(run.facts).filter(([name]) => !ALWAYS_OTHER.has(name))));
+  const names = [...new Set(facts.flatMap((each) => [...each.keys()]))];
+  const other = names.filter((name) => new Set(facts.map((each) => each.get(name))).size > 1);
+  const heading = el("h3", { text: "What differs between the runs" });
+  put(host, heading, other.length
+    ? el("div", { class: "scroll short", tabindex: 0, role: "region", "aria-label": "What differs between the runs" },
+      table("What differs between the runs", ["", ...runs.map((run) => runName(run.overview, `run ${run.index}`))],
+        other.map((name) => [plain(name, 80), ...facts.map((each) => plain(each.get(name) ?? "–", 200))])))
+    : el("p", { class: "empty", text: "Nothing: the runs have the same recipe, command and environment." }));
+}
+
+const ALWAYS_OTHER = new Set(["run_id", "started", "earlier"]);
 
 /** Nested facts as [name, text] rows. */
 function flat(facts, before = "") {

@@ -38,8 +38,8 @@ export class Timeline {
     const marks = generations.filter(({ time }) => isIn(time));
     const every = Math.ceil(marks.length / Math.max(1, Math.min(MOST_GENERATION_LABELS, width / 40)));
     put(this.body,
-      el("div"), el("div", { class: "ruler" }, ticks(from, to, width).map((time, index, all) =>
-        el("span", { class: index && index === all.length - 1 && time > to - (to - from) * 0.06 ? "last" : "", text: clock(time, to), style: { left: place(time) } }))),
+      el("div"), el("div", { class: "ruler" }, ticks(from, to, width).map((time) =>
+        el("span", { class: edge((time - from) / (to - from), width), text: clock(time, to), style: { left: place(time) } }))),
       el("div", { class: "label", text: "generation" }),
       el("div", { class: "generations" }, marks.map((mark, index) => el("span", {
         text: index % every ? "" : whole(mark.generation), title: `generation ${mark.generation}, ${clock(mark.time)}${mark.reason ? `: ${plain(mark.reason, 300)}` : ""}`,
@@ -145,6 +145,12 @@ function bar(span, place, high, width) {
   node.style.left = left;
   node.style.width = `calc(${right} - ${left})`;
   return node;
+}
+
+/** A label at an edge stays inside. */
+function edge(part, width) {
+  const half = 30 / Math.max(60, width);
+  return part < half ? "first" : part > 1 - half ? "last" : "";
 }
 
 function ticks(from, to, width) {

@@ -39,7 +39,8 @@ export class Workers {
     }
   }
 
-  draw() {
+  /** `isRecoloured`: the colours may be others, and not only the values. */
+  draw(isRecoloured = false) {
     const run = this.app.primary();
     if (!run?.overview) return;
     const rows = this.sorted(this.rows(run));
@@ -53,6 +54,9 @@ export class Workers {
     }));
     put(this.body, rows.map((row) => this.row(row, parts, longest)));
     say(byId("workers-say"), rows.length ? verdict(rows) : "No worker has reported yet.");
+    const order = rows.map((row) => row.id).join();
+    if (run.times === this.mapped?.times && order === this.mapped.order && !isRecoloured) return;
+    this.mapped = { times: run.times, order };
     this.heat.show(run.times, rows.map((row) => row.id));
   }
 

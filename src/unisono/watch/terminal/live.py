@@ -25,7 +25,7 @@ _RESET: Final = "\x1b[0m"
 
 
 class Live(Terminal):
-    """A picture of the run (`unisono.watch.terminal.drawing`), drawn twice a second.
+    """A picture of the run (`unisono.watch.terminal.drawing`), drawn once a second.
 
     It is shown from the first event of the training on; before, and for scripts that make no `unisono.Run`, there are
     lines only.

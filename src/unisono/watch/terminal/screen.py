@@ -19,7 +19,7 @@ from unisono.watch.terminal.text import Line
 
 __all__ = ["PICTURE_EVERY_S", "Picture", "Screen", "rows_beside_output"]
 
-PICTURE_EVERY_S: Final = 0.5
+PICTURE_EVERY_S: Final = 1.0
 LINES_EVERY_S: Final = 0.25
 """Lines that come within this time are written together."""
 BACKGROUND_EVERY_S: Final = 30.0
