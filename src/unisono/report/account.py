@@ -13,6 +13,7 @@ from typing import Any, Final
 from unisono.decisions.advice import Advice, Load, Setting, advise
 from unisono.events import Seconds
 from unisono.history import History
+from unisono.journal.lines import is_number
 from unisono.overview import Overview
 from unisono.words import count, duration
 
@@ -334,14 +335,10 @@ def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
     spare = [
         used["num_cores"] - statistics.fmean(cores)
         for used in use.get("machines", {}).values()
-        if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if _is_number(value)])
+        if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if is_number(value)])
     ]
     return Setting(
         microbatches=int(recipe.get("microbatches") or 0),
         batch_size=int(recipe.get("batch_size") or 0),
         spare_cores=max(0.0, min(spare)) if spare else math.inf,
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
