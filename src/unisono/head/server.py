@@ -106,6 +106,7 @@ from unisono.problems.kinds import Trouble
 from unisono.rundir import STATUS_SCHEMA
 from unisono.spec import RunSpec
 from unisono.watch.prometheus import CONTENT_TYPE, exposition
+from unisono.words import script_in
 
 __all__ = ["Head"]
 
@@ -181,7 +182,7 @@ class Head:
         self._listens_until = 0.0
         self._full_at = -math.inf
         self._refusals = Refusals(
-            self._tell_refusal,
+            self._announce,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
         run_dir = spec.run_dir or memory.run_dir
@@ -206,9 +207,7 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
-        self._viewing = Viewing(
-            run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
-        )
+        self._viewing = Viewing(run_id, script=script_in(spec.arguments), started=self._started, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
         self._troubles = Troubles(self, run_id, [token])
         self._meeting = Meeting(self, run_id, url, self._directory)
@@ -347,8 +346,8 @@ class Head:
         except ProtocolError as error:
             why = str(error)
             line.put(encode(Announcement(text=why)))
-            if not name:
-                self._refusals.note(f"with the run's token ({why})", connection.where)
+            if not name and self._refusals.note(f"with the run's token ({why})", connection.where):
+                self._troubles.say(Trouble(kind="failed-join", host=connection.where, error=why))
         except ConnectionClosed:
             pass
         except Exception:  # a bug of this library: connections without the token do not get here
@@ -724,10 +723,6 @@ class Head:
             for event in used:
                 self._viewing.take(event)
             self._tell(self._audience(), Told(events=used))
-
-    def _tell_refusal(self, text: str) -> None:
-        self._announce(text)
-        self._troubles.say(Trouble(kind="failed-join", error=text))
 
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
