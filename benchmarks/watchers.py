@@ -1,6 +1,6 @@
 """What those who look at a run cost it: a training, its head, and many viewers of that head.
 
-python -m benchmarks.watchers                                     # 1,000 in the clear, then 1,000 by TLS; five minutes
+python -m benchmarks.watchers                                     # 1,000 in the clear, then 1,000 by TLS; seven minutes
 python -m benchmarks.watchers --watchers 100 --ask-s 5 --json watchers.json
 
 A real run of some workers trains at about 50 steps a second (each step sleeps for most of its time, so the cores are

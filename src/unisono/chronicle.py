@@ -136,12 +136,14 @@ class Chronicle:
 
     def use(self, used: Sequence[MachineUsed]) -> None:
         """Keep what machines use at the moment, where this process writes (`unisono.journal.thinning`)."""
-        directory = self._directory
-        if self._file is None or directory is None or not used:
-            return
-        if self._uses is None:
-            self._uses = Thinned(directory / USE_FOLDER, {"schema": USE_SCHEMA, "key": "time"}, report=lambda _: None)
-        self._uses.add(max(each.time for each in used), {each.host: record_of(each) for each in used})
+        with self._changed:  # the thread may stop writing at any moment
+            directory = self._directory
+            if self._file is None or directory is None or not used:
+                return
+            if self._uses is None:
+                header = {"schema": USE_SCHEMA, "key": "time"}
+                self._uses = Thinned(directory / USE_FOLDER, header, report=lambda _: None)
+            self._uses.add(max(each.time for each in used), {each.host: record_of(each) for each in used})
 
     def write_to(self, directory: Path, run_id: str) -> None:
         """Write into this directory of the run, as soon as it is there and no other process does."""
@@ -216,13 +218,14 @@ class Chronicle:
             for event in events:
                 if self._events and self._events[0] is event:
                     self._events.popleft()
-            self._num_dropped -= num_dropped
+            self._num_dropped = max(0, self._num_dropped - num_dropped)  # `leave` may have come in between
 
     def _free(self) -> None:
-        uses, self._uses = self._uses, None
+        with self._changed:
+            uses, self._uses = self._uses, None
+            file, self._file = self._file, None
         if uses is not None:
             uses.close()
-        file, self._file = self._file, None
         if file is not None:
             file.close()
 

@@ -18,7 +18,7 @@ from unisono.history import History
 SCRIPT = Path(linked_training.__file__)
 JOIN, CHANGE, MEND = 2, 300, 307
 """Gates: the other host joins; something becomes slow; it ends. Before that, steps enough to know what is usual."""
-STEPS = 450
+STEPS = 1200
 SLOW_S = 0.1
 
 

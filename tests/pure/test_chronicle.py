@@ -258,3 +258,28 @@ def test_an_event_with_a_line_in_the_journal_is_known_by_its_number(made: Any) -
     assert not told.tell(evaluation(1, correct=4), 4)
     assert told.tell(RunStarted(time=3.0, run_id="r", directory="", step=0, recipe={}))
     assert told.tell(evaluation(1, correct=5), 0), "a run that begins again counts again"
+
+
+def test_who_joins_another_side_while_lines_are_written_has_lost_none_there(
+    run: Path, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that did not fit were said to be lost with the ones that are being written: not once more later."""
+    monkeypatch.setattr(chronicle, "KEPT", 3)
+    told = made()
+    append = chronicle._File.append
+
+    def leaves_meanwhile(file: Any, written: Any) -> bool:
+        found = append(file, written)
+        if not told._leaves:
+            told.leave()
+        return found
+
+    monkeypatch.setattr(chronicle._File, "append", leaves_meanwhile)
+    for number in range(5):
+        told.tell(said(number))
+    told.write_to(run, "r1")
+    wait_for(run, 4)  # the lost ones, and three
+    monkeypatch.setattr(chronicle._File, "append", append)
+    told.tell(said(5))
+    wait_for(run, 5)
+    assert [line["kind"] for line in lines(run)] == ["gap"] + 4 * ["announcement"]

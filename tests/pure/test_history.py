@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.test_journal import end, evaluation, step
 from tests.watch.long_run import make_long_run
 from unisono import cli
-from unisono.events import Seconds, StepFinished, WorkerTimes
+from unisono.chronicle import line_of
+from unisono.events import Problem, Seconds, StepFinished, WorkerTimes
 from unisono.history import History
 from unisono.history import lines as lines_module
 from unisono.history import reading as reading_module
@@ -164,6 +165,7 @@ def events_from(draw: st.DrawFn, first: int) -> list[LineEvent]:
     return found
 
 
+@settings(max_examples=100)
 @given(st.data())
 def test_the_index_says_what_the_lines_say(data: st.DataObject) -> None:
     """Whoever writes, is killed in the middle of a line or of the index, and goes on, or goes back to a checkpoint."""
@@ -418,6 +420,43 @@ def test_what_is_no_journal_is_said(data: bytes, said: str, tmp_path: Path) -> N
     assert history.overview().step == -1
 
 
+def test_what_is_no_file_is_said(tmp_path: Path) -> None:
+    for name in (JOURNAL, "run.json", "events.jsonl"):
+        (tmp_path / name).mkdir()
+    for name in ("times", "use"):
+        (tmp_path / name).touch()
+    history = History(tmp_path)
+    assert history.overview().step == -1
+    assert (history.times()["step"], history.use()["time"]) == ([], [])
+    notes = " ".join(history.notes)
+    assert all(f"{tmp_path / name} cannot be read: " in notes for name in (JOURNAL, "run.json", "events.jsonl"))
+
+
+def test_a_line_without_an_end_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "MOST_LINE_BYTES", 10_000)
+    read_bytes: list[int] = []
+    pread = lines_module.os.pread
+    monkeypatch.setattr(
+        lines_module.os, "pread", lambda file, size, at: read_bytes.append(size) or pread(file, size, at)
+    )
+    (tmp_path / JOURNAL).write_bytes(b"x" * 1_000_000)
+    history = History(tmp_path)
+    history.complete()
+    assert max(read_bytes) <= 10_000
+    assert any("is not a journal: it begins with" in note for note in history.notes)
+
+
+def test_an_index_that_says_impossible_things_is_not_believed(tmp_path: Path) -> None:
+    write(tmp_path, [some_step(number) for number in range(STEPS)])
+    lines = (tmp_path / INDEX).read_bytes().splitlines(keepends=True)
+    lies = [{"offset": -5, "end": 3}, {"offset": 99, "end": 1 << 60}, {"offset": 300, "end": 200}]
+    lines[1:1] = [json.dumps({"check": 1, "lines": 2, "steps": 2, **lie}).encode() + b"\n" for lie in lies]
+    (tmp_path / INDEX).write_bytes(b"".join(lines))
+    history = History(tmp_path)
+    history.complete()
+    check(tmp_path, history)
+
+
 def test_broken_lines_are_left_out_and_named(tmp_path: Path) -> None:
     write(tmp_path, [some_step(number) for number in range(6)])
     (tmp_path / INDEX).unlink()
@@ -454,6 +493,8 @@ def test_what_is_written_otherwise_than_a_run_writes_it_stops_nobody_who_looks_b
     (run / "run.json").write_text(json.dumps(facts))
     with (run / EVENTS_FILE).open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in STRANGE["events"])
+        problem = Problem(time=5.0, problem="nan", text="the loss is nan", worker_id="w0", step=3, evidence="")
+        file.write(line_of(problem, "long") + "\n")
     good = len(History(run).events()["events"])
     assert good == len((run / EVENTS_FILE).read_text().splitlines()) - len(STRANGE["events"])
     found = account(run)

@@ -12,6 +12,8 @@ from unisono.events import Announcement, LinkSlow, Seconds, WorkerTimes
 HOSTS = {"w0": "a", "w1": "b", "w2": "c"}
 CALM = WARM_UP + IN_A_ROW + KNOWN
 """So many steps, and what is usual is known."""
+LOOKS_TO_BE_WELL = 10
+"""Of steps of 0.2 s."""
 MEGABYTE = 1_000_000
 
 Step = dict[str, WorkerTimes]
@@ -59,7 +61,7 @@ def test_a_link_that_becomes_slow_is_named_once_and_once_when_it_is_over() -> No
     assert slow.bytes_per_s == pytest.approx(MEGABYTE / 0.84)
     assert slow.usual_bytes_per_s == pytest.approx(MEGABYTE / 0.008, rel=0.01)
     assert slow.seconds == pytest.approx(0.832)
-    assert ended == CALM + 20 + IN_A_ROW - 1
+    assert ended == CALM + 20 + LOOKS_TO_BE_WELL - 1
     assert isinstance(over, LinkSlow)
     assert over.is_over
 
@@ -107,8 +109,9 @@ def test_workers_of_one_host_are_no_link() -> None:
 
 def test_a_worker_that_becomes_slow_is_named_with_what_each_step_waits_for_it() -> None:
     fast, slow = computing(0.1, 0.1, 0.1), computing(0.1, 0.1, 0.3)
-    (begun, named), (ended, over) = told(Slowness(), [fast] * CALM + [slow] * 20 + [fast] * 10)
-    assert (begun, ended) == (CALM + IN_A_ROW - 1, CALM + 20 + IN_A_ROW - 1)
+    (begun, named), (ended, over) = told(Slowness(), [fast] * CALM + [slow] * 20 + [fast] * 15)
+    assert begun == CALM + IN_A_ROW - 1
+    assert ended - (CALM + 20 + LOOKS_TO_BE_WELL) in (-1, 0)  # ten times 0.2 are a little less than 2
     assert isinstance(named, Announcement)
     assert isinstance(over, Announcement)
     assert named.text == (
@@ -139,7 +142,19 @@ def test_a_worker_stays_known_when_others_come_and_go() -> None:
     assert len(begun) == 1
     fewer = [{worker_id: step[worker_id] for worker_id in ("w0", "w2")} for step in [slow] * 10]
     assert list(told(slowness, fewer)) == []
-    assert len(list(told(slowness, [computing(0.1, 0.1, 0.1)] * 10))) == 1
+    assert len(list(told(slowness, [computing(0.1, 0.1, 0.1)] * 15))) == 1
+
+
+def test_what_goes_to_and_fro_is_said_less_and_less_often() -> None:
+    """Well for 3 s in turns with slow for 6 s: that is enough to be called well once, and not twice."""
+    turn = [computing(0.1, 0.1, 0.3)] * 10 + [computing(0.1, 0.1, 0.1)] * 15
+    assert len(list(told(Slowness(), [computing(0.1, 0.1, 0.1)] * CALM + turn * 30))) == 3
+
+
+def test_what_is_slow_for_less_than_a_second_is_not_named() -> None:
+    """Short steps: three looks are soon taken."""
+    fast, slow = computing(0.02, 0.02), computing(0.02, 0.06)
+    assert list(told(Slowness(), ([fast] * 40 + [slow] * 7) * 10)) == []
 
 
 def test_short_steps_are_looked_at_rarely() -> None:

@@ -361,7 +361,7 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     waiting = asyncio.Queue[bytes]()
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
-        head._pass_on(Happened(event=step(number), number=number))
+        head._telling.pass_on(Happened(event=step(number), number=number))
     head._tell_agents(Announcement(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
     assert kinds == [Happened] * (MAX_STEPS_QUEUED + 1) + [Announcement]
@@ -373,8 +373,8 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
     async def story() -> Any:
         state = training(2).state
         head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=Memory(state, 0.0, "").encode())
-        head._pass_on(Happened(event=step(7), number=7))
-        head._pass_on(Happened(event=step(6), number=6))
+        head._telling.pass_on(Happened(event=step(7), number=7))
+        head._telling.pass_on(Happened(event=step(6), number=6))
         return head.status()["step"]
 
     assert asyncio.run(story()) == 7

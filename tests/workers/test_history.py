@@ -27,7 +27,7 @@ def seen(history: History, what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not what():
         assert time.monotonic() < deadline, (history.span(), history.times(), history.notes)
-        time.sleep(0.05)
+        time.sleep(0)
         history.refresh()
 
 

@@ -81,7 +81,7 @@ class Served:
 
     def happens(self, *events: Any) -> None:
         for event in events:
-            self.loop.call_soon_threadsafe(self.head._pass_on, Happened(event=event))
+            self.loop.call_soon_threadsafe(self.head._telling.pass_on, Happened(event=event))
 
     def asked(self, call: Callable[[], T]) -> T:
         """Call something in the head's thread."""

@@ -4,7 +4,7 @@ A link is **slow** while it carries far less than it usually does (or than the o
 faster), and the network part of the steps has grown with it. A worker is slow while others wait for it and it takes far
 longer for a micro-batch than it did, or than the others of the run. Something is said once, when it begins, and once
 when it is over. It begins only after `IN_A_ROW` looks that agree, and ends at another limit, so a single slow step says
-nothing, and what lies near a limit does not go to and fro.
+nothing. What goes to and fro is said less and less often.
 
 A look is taken at most every `EVERY_S` seconds of the run: there are many short steps, and nobody reads more often.
 """
@@ -23,6 +23,12 @@ __all__ = ["Slowness"]
 
 EVERY_S: Final = 0.1
 IN_A_ROW: Final = 3
+SLOW_S: Final = 1.0
+"""Something must be slow for so long to be named."""
+WELL_S: Final = 1.0
+"""It must be well for twice as long before that is said; the second time four times as long, then eight: what goes to
+and fro is said less and less often."""
+MOST_DOUBLED: Final = 10
 KNOWN: Final = 4
 """So many looks make what is usual."""
 WINDOW: Final = 32
@@ -61,6 +67,19 @@ class Look(NamedTuple):
         return self.nbytes / max(self.busy_s, GRAIN_S)
 
 
+class _Span(NamedTuple):
+    """Of a look."""
+
+    step_s: float
+    since_s: float
+    """Of the run since the look before."""
+
+    @property
+    def least_s(self) -> float:
+        """What is not worth a sentence."""
+        return max(LEAST_S, LEAST_PART * self.step_s)
+
+
 class _Usual(NamedTuple):
     """What a link is held against. Zeros: unknown."""
 
@@ -84,13 +103,23 @@ class _Switch:
     is_on: bool = False
     num_signs: int = 0
     """Looks in a row that speak against the present state."""
+    signs_s: float = 0.0
+    """Of the run, that they stand for."""
+    num_times: int = 0
+    """That it was slow."""
 
-    def turns(self, sign: bool) -> bool:
-        """Count a look that speaks against the present state, or does not; return whether the state changes now."""
-        self.num_signs = self.num_signs + 1 if sign else 0
-        if self.num_signs < IN_A_ROW:
+    def turns(self, sign: bool, seconds: float) -> bool:
+        """Count a look that speaks against the present state, or does not; return whether the state changes now.
+
+        Args:
+            seconds: of the run since the look before.
+        """
+        self.num_signs, self.signs_s = (self.num_signs + 1, self.signs_s + seconds) if sign else (0, 0.0)
+        least_s = WELL_S * 2 ** min(self.num_times, MOST_DOUBLED) if self.is_on else SLOW_S
+        if self.num_signs < IN_A_ROW or self.signs_s < least_s:
             return False
-        self.is_on, self.num_signs = not self.is_on, 0
+        self.is_on, self.num_signs, self.signs_s = not self.is_on, 0, 0.0
+        self.num_times += self.is_on
         return True
 
     @property
@@ -158,7 +187,7 @@ class Slowness:
         self._unseen_s += step_s
         if self._unseen_s < EVERY_S or step_s <= 0.0:
             return []
-        self._unseen_s = 0.0
+        since_s, self._unseen_s = self._unseen_s, 0.0
         members = tuple(workers)
         if members != self._members:
             self._members, self._num_looks = members, 0
@@ -166,12 +195,13 @@ class Slowness:
         self._num_looks += 1
         if self._num_looks <= WARM_UP:
             return []
-        return [*self._see_links(workers, hosts, step_s), *self._see_workers(workers, hosts, step_s)]
+        span = _Span(step_s, since_s)
+        return [*self._see_links(workers, hosts, span), *self._see_workers(workers, hosts, span)]
 
     # -- links ---------------------------------------------------------------------------------------
 
     def _see_links(
-        self, workers: Mapping[str, WorkerTimes], hosts: Mapping[str, str], step_s: float
+        self, workers: Mapping[str, WorkerTimes], hosts: Mapping[str, str], span: _Span
     ) -> list[LinkSlow | Announcement]:
         network_s = min(times.last.network for times in workers.values())
         looks: dict[tuple[str, str], Look] = {}
@@ -186,11 +216,11 @@ class Slowness:
         for link, look in looks.items():
             known = self._links.setdefault(link, _Link())
             known.take(look)
-            said += self._judge(link, known, step_s, is_rival=look.busy_s >= RIVAL * busiest)
+            said += self._judge(link, known, span, is_rival=look.busy_s >= RIVAL * busiest)
         return said
 
     def _judge(
-        self, link: tuple[str, str], known: _Link, step_s: float, *, is_rival: bool
+        self, link: tuple[str, str], known: _Link, span: _Span, *, is_rival: bool
     ) -> list[LinkSlow | Announcement]:
         usual = self._usual(link, known)
         look = known.recent[-1]
@@ -198,8 +228,8 @@ class Slowness:
         if known.switch.is_on:
             sign = look.bytes_per_s >= WELL_LINK / SLOW_LINK * usual.limit or excess < LEAST_S / 2
         else:
-            sign = is_rival and look.bytes_per_s < usual.limit and excess >= max(LEAST_S, LEAST_PART * step_s)
-        if not known.switch.turns(sign):
+            sign = is_rival and look.bytes_per_s < usual.limit and excess >= span.least_s
+        if not known.switch.turns(sign, span.since_s):
             return []
         return [
             LinkSlow(
@@ -227,7 +257,7 @@ class Slowness:
     # -- workers -------------------------------------------------------------------------------------
 
     def _see_workers(
-        self, workers: Mapping[str, WorkerTimes], hosts: Mapping[str, str], step_s: float
+        self, workers: Mapping[str, WorkerTimes], hosts: Mapping[str, str], span: _Span
     ) -> list[LinkSlow | Announcement]:
         waits = dict.fromkeys(workers, 0.0)
         for times in workers.values():
@@ -240,23 +270,23 @@ class Slowness:
         for worker_id, pace in self._paces.items():
             if len(pace.recent) == IN_A_ROW and workers[worker_id].leaves > 0:
                 name = f"{worker_id} on {hosts[worker_id]}" if hosts.get(worker_id) else worker_id
-                said += self._judge_worker(worker_id, name, pace, workers[worker_id].leaves, step_s)
+                said += self._judge_worker(worker_id, name, pace, workers[worker_id].leaves, span)
         return said
 
     def _judge_worker(
-        self, worker_id: str, name: str, pace: _Pace, leaves: int, step_s: float
+        self, worker_id: str, name: str, pace: _Pace, leaves: int, span: _Span
     ) -> list[LinkSlow | Announcement]:
         now = pace.recent[-1]
         if pace.switch.is_on:
             is_well = now < WELL_WORKER * pace.reference or leaves * (now - pace.reference) < LEAST_S / 2
-            if pace.switch.turns(is_well):
+            if pace.switch.turns(is_well, span.since_s):
                 return [Announcement(text=f"{name} is not slow any more: {_duration(now)} for a micro-batch")]
             return []
-        if pace.waits[-1] < max(LEAST_S, LEAST_PART * step_s):
-            pace.switch.turns(sign=False)
+        if pace.waits[-1] < span.least_s:
+            pace.switch.turns(sign=False, seconds=span.since_s)
             return []
         reference, than = self._reference(worker_id, pace)
-        if not pace.switch.turns(0.0 < SLOW_WORKER * reference <= now):
+        if not pace.switch.turns(0.0 < SLOW_WORKER * reference <= now, span.since_s):
             return []
         pace.reference = reference
         took, waited = statistics.median(pace.recent), statistics.median(pace.waits)

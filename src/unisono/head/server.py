@@ -6,23 +6,19 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import itertools
-import json
 import math
-import shlex
 import signal
 import socket
 import ssl
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 from websockets.exceptions import ConnectionClosed
 
 from unisono import events
-from unisono.decisions.following import MAX_HEIRS
 from unisono.decisions.membership import (
     Action,
     Alarm,
@@ -43,7 +39,6 @@ from unisono.decisions.membership import (
 from unisono.decisions.membership.likeness import differences
 from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, resumed
 from unisono.errors import ProtocolError
-from unisono.events import MachineUsed, StepFinished
 from unisono.head.address import AddressFiles
 from unisono.head.directory import Directory
 from unisono.head.door import Caller, open_door
@@ -54,13 +49,11 @@ from unisono.head.memory import Memory
 from unisono.head.refusals import Refusals
 from unisono.head.reunion import Reunion
 from unisono.head.status import machines_status, workers_status
-from unisono.head.story import Story, Uses
-from unisono.head.troubles import Troubles
+from unisono.head.story import Story
+from unisono.head.telling import Telling, how_to_join
 from unisono.head.versions import Outgoing, Versions
 from unisono.head.viewing import Viewing
 from unisono.head.visitors import Visitors
-from unisono.interfaces import is_local
-from unisono.invitation import HeadUrl
 from unisono.journal.lines import plain
 from unisono.lifetime import end_group, end_when_silent, start_time
 from unisono.messages import (
@@ -70,14 +63,12 @@ from unisono.messages import (
     Beat,
     Beats,
     Ended,
-    Evidence,
     Foreign,
     Happened,
     Heads,
     Hello,
     Holding,
     Holds,
-    Inquire,
     Kept,
     Lost,
     Message,
@@ -113,7 +104,6 @@ __all__ = ["Head"]
 MAX_STEPS_QUEUED = 1_000
 CATCH_UP_BEATS = 2  # a head that stood still waits for so many heartbeats before it calls a worker silent
 EVENTS_SHOWN = 20  # in a status
-TOGETHER_S = 0.2  # in which what several machines use is told together
 FULL_EVERY_S = 60.0  # between two announcements that there is no room for another connection
 FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REPORTED_AGAIN = Beat | StepDone | Hello | Ready | Holding | TalkCall
@@ -170,11 +160,7 @@ class Head:
         self._keys = Keys()
         self._reason = memory.reason
         self._started = memory.started
-        self._last: StepFinished | None = None
         self._story = Story(memory.story)
-        self._uses = Uses()
-        self._telling: asyncio.TimerHandle | None = None
-        self._told_uses_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None
         self._remembering: asyncio.TimerHandle | None = None
@@ -209,7 +195,10 @@ class Head:
         )
         self._viewing = Viewing(run_id, script=script_in(spec.arguments), started=self._started, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
-        self._troubles = Troubles(self, run_id, [token])
+        self._telling = Telling(
+            self, run_id, spec, token, directory=self._directory, story=self._story, viewing=self._viewing
+        )
+        self._troubles = self._telling.troubles
         self._meeting = Meeting(self, run_id, url, self._directory)
         self.superseded_by = 0
         """The term of a head that has taken over from this one."""
@@ -272,7 +261,7 @@ class Head:
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono status`` shows (docs/files.md)."""
-        state, last, story = self._state, self._last, self._story
+        state, last, story = self._state, self._telling.last, self._story
         found = {
             "schema": STATUS_SCHEMA,
             "run_id": self._run_id,
@@ -288,7 +277,7 @@ class Head:
             "url": self._url,
             "run_dir": self._directory.path,
             "job": msgspec.to_builtins(self._spec),
-            "machines": machines_status(state, self._uses.newest),
+            "machines": machines_status(state, self._telling.uses.newest),
             "workers": workers_status(state),
             "efficiency": story.efficiency,
             "interrupted_s": story.interrupted_s,
@@ -384,11 +373,11 @@ class Head:
                     self._directory.take_pen()
                     self._remember()
             case Happened():
-                self._pass_on(message)
+                self._telling.pass_on(message)
             case Steps():
-                self._pass_on_steps(message)
+                self._telling.pass_on_steps(message)
             case Used() if name in self._state.agents:
-                self._take_use(name, message.use)
+                self._telling.take_use(name, message.use)
             case Kept():
                 self._kept(name, message)
             case Statement():
@@ -476,15 +465,29 @@ class Head:
         why = f"the head at this address is that of run {self._run_id}, and no longer of run {first.run_id}"
         line.put(encode(Ended(ok=False, reason=why, exit_code=1)))
 
-    # -- other heads of this run (`unisono.head.meeting.Party`) ---------------------------------------
+    # -- what `unisono.head.telling.Members` and `unisono.head.meeting.Party` need ---------------------
 
     @property
     def state(self) -> State:
         return self._state
 
+    @property
+    def connected(self) -> Collection[str]:
+        return self._lines.keys()
+
     def move(self, url: str, text: str) -> None:
         self._announce(text)
         self._tell_agents(Moved(url=url))
+
+    def send_all(self, names: Iterable[str], message: Message) -> None:
+        data = encode(message)
+        for name in names:
+            line = self._lines.get(name)
+            # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
+            if line is not None and not (
+                isinstance(message, Happened | Steps) and line.queue.qsize() > MAX_STEPS_QUEUED
+            ):
+                line.put(data)
 
     def has_workers(self) -> bool:
         return bool(self._lines.keys() & self._state.workers.keys())
@@ -537,7 +540,7 @@ class Head:
             self._troubles.hurry()
         for action in actions:
             if isinstance(action, Alarm):  # not when the heirs know: the culprit may have ended by then
-                self._take_trouble(action.trouble)
+                self._telling.take_trouble(action.trouble)
         following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
@@ -633,10 +636,10 @@ class Head:
                 message.set_result(None)
             return
         if isinstance(message, Told):
-            self._tell_story(message.events)
+            self._telling.tell_story(message.events)
             return
         if isinstance(message, Invite):
-            self._announce(self._how_to_join())
+            self._announce(how_to_join(self._url, self._directory.path))
             return
         assert not isinstance(message, Alarm), "it was taken before"
         line = self._lines.get(message.to if isinstance(message, Send) else message.worker_id)
@@ -650,7 +653,8 @@ class Head:
             if isinstance(message.message, Ended):
                 self._informed.add(message.to)
             elif isinstance(message.message, WorkerLate):
-                self._pass_on(Happened(event=events.WorkerLate(**msgspec.structs.asdict(message.message))))
+                late = events.WorkerLate(**msgspec.structs.asdict(message.message))
+                self._telling.pass_on(Happened(event=late))
 
     def _encoded(self, message: Message) -> bytes:
         """Return what to send for a message; one that goes to all members is encoded once."""
@@ -660,141 +664,8 @@ class Head:
             self._encoded_last = (message, data)
         return data
 
-    def _pass_on(self, message: Happened) -> None:
-        """Give an event to the sinks of all machines that have some."""
-        event = message.event
-        if isinstance(event, StepFinished):
-            self._take_step(event)
-            self._tell(self._listeners(), message)
-            return
-        self._viewing.take(event)
-        self._troubles.note(event)
-        self._story.take_other(event)
-        self._tell(self._audience(), message)
-
-    def _pass_on_steps(self, message: Steps) -> None:
-        for each in message.steps:
-            if isinstance(each.event, StepFinished):
-                self._take_step(each.event)
-        self._tell(self._listeners(), message)
-
-    def _take_step(self, event: StepFinished) -> None:
-        self._viewing.take(event)
-        self._troubles.note(event)
-        # A worker that connects again repeats its last step.
-        if self._last is None or event.step >= self._last.step:
-            is_new = self._last is None or event.step > self._last.step
-            self._last = event
-            if is_new and (told := self._story.take_step(event)):
-                self._tell_story(told)
-
-    def _listeners(self) -> list[str]:
-        return [agent_id for agent_id, agent in self._state.agents.items() if not agent.launched]
-
-    def _audience(self) -> list[str]:
-        """Return who hears the story: who shows it, and who may write it."""
-        writers = [*self._state.heirs, *itertools.islice(self._directory.seers, MAX_HEIRS)]
-        return list(dict.fromkeys([*self._listeners(), *writers]))
-
     def _announce(self, text: str) -> None:
-        """Tell a sentence that follows from no decision of the table."""
-        self._tell_story(self._story.announce(text))
-
-    def _tell_story(self, happened: list[events.Event]) -> None:
-        for event in happened:
-            self._viewing.take(event)
-            self._troubles.note(event)
-        self._tell(self._audience(), Told(events=happened))
-
-    # -- what machines use -----------------------------------------------------------------------------
-
-    def _take_use(self, agent_id: str, use: MachineUsed) -> None:
-        self._uses.add(agent_id, use)
-        if self._telling is None:
-            due = self._told_uses_at + self._uses.wait_s(len(self._audience()))
-            delay = max(TOGETHER_S, due - time.monotonic())
-            self._telling = asyncio.get_running_loop().call_later(delay, self._tell_uses)
-
-    def _tell_uses(self) -> None:
-        self._telling, self._told_uses_at = None, time.monotonic()
-        self._uses.keep(self._state.agents.keys())
-        if self._uses.has_news:
-            used = self._uses.take()
-            for event in used:
-                self._viewing.take(event)
-            self._tell(self._audience(), Told(events=used))
-
-    # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
-
-    def _take_trouble(self, trouble: Trouble) -> None:
-        try:
-            self._troubles.take(trouble)
-        except Exception:  # a bug of this library: what is decided counts all the same
-            traceback.print_exc()
-
-    def tell(self, problem: events.Problem) -> None:
-        self._pass_on(Happened(event=problem))
-
-    def ask(self, names: Iterable[str], question: Inquire) -> None:
-        self._tell(names, question)
-
-    def workers(self) -> Sequence[str]:
-        return [name for name in self._lines if name in self._state.workers]
-
-    def host_of(self, worker_id: str) -> str:
-        worker = self._state.workers.get(worker_id)
-        return worker.info.host if worker is not None and worker.info is not None else ""
-
-    def num_workers_on(self, host: str) -> int:
-        return sum(self.host_of(w.worker_id) == host for w in self._state.workers.values() if w.state in ALIVE)
-
-    def agents(self) -> dict[str, str]:
-        agents = self._state.agents
-        return {name: agents[name].host for name in self._lines if name in agents}
-
-    def directory(self) -> str:
-        return self._directory.path if self.sees_directory() or self._directory.seers else ""
-
-    def sees_directory(self) -> bool:
-        return bool(self._directory.path) and self._directory.may_write and self._directory.is_held
-
-    def announce(self, text: str) -> None:
-        self._announce(text)
-
-    def hand_over(self, name: str, content: str) -> None:
-        seers = [agent_id for agent_id in self._directory.seers if agent_id in self._lines]
-        self._tell(seers[:1], Evidence(directory=self._directory.path, name=name, text=content))
-
-    def facts(self) -> dict[str, str]:
-        state = self._state
-        return {
-            "run": self._run_id,
-            "directory": self._directory.path,
-            "when": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "last step": str(state.committed) if state.committed >= 0 else "none",
-            "generation": str(state.generation),
-            "members": ", ".join(state.members),
-            "hosts": ", ".join(sorted({agent.host for agent in state.agents.values()})),
-        }
-
-    def settings(self) -> str:
-        return json.dumps(msgspec.to_builtins(self._spec), indent=1)
-
-    def recipe(self) -> str:
-        return self._directory.facts
-
-    def _how_to_join(self) -> str:
-        """Return the sentence that says how another machine joins."""
-        status = (
-            shlex.join(["unisono", "status", self._directory.path]) if self._directory.path else "unisono status RUN"
-        )
-        line = f"with the line that `{status}` shows"
-        if is_local(HeadUrl.parse(self._url).host):
-            return (
-                f"more workers join, on this machine, {line}; other machines cannot reach the head: start the run with "
-                "--bind and an address of this machine that they reach, or with --bind 0.0.0.0"
-            )
-        return f"other machines join {line}"
+        self._telling.announce(text)
 
     def _note_process(self, worker: Worker) -> None:
         agent = self._state.agents.get(worker.agent)
@@ -803,17 +674,7 @@ class Head:
             self._here[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
 
     def _tell_agents(self, message: Message) -> None:
-        self._tell(self._state.agents, message)
-
-    def _tell(self, agent_ids: Iterable[str], message: Message) -> None:
-        data = encode(message)
-        for agent_id in agent_ids:
-            line = self._lines.get(agent_id)
-            # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
-            if line is not None and not (
-                isinstance(message, Happened | Steps) and line.queue.qsize() > MAX_STEPS_QUEUED
-            ):
-                line.put(data)
+        self.send_all(self._state.agents, message)
 
     def _set_timer(self) -> None:
         now = time.monotonic()
@@ -831,7 +692,7 @@ class Head:
 
     def _may_write_has_changed(self) -> None:
         heads = Heads(branch=self._state.branch_name, may_write=self._directory.may_write)
-        self._tell(self._state.workers, heads)
+        self.send_all(self._state.workers, heads)
 
 
 def _tens(state: State) -> int:

@@ -32,6 +32,8 @@ PIECE_BYTES: Final = 1 << 20
 INDEX_BYTES: Final = 1 << 18
 """When a journal has grown by more than this, its index is asked before its lines are."""
 HEAD_BYTES: Final = 40
+MOST_LINE_BYTES: Final = 1 << 24
+"""What is longer is no line of a journal."""
 BUDGET_S: Final = 0.25
 """So long a call reads what has no index; the next call goes on."""
 
@@ -190,18 +192,8 @@ class Lines:
                 self._end = at + cut + 1
 
     def _read_end(self, descriptor: int) -> None:
-        while self._end < self.size:
-            placed = scan(self._end, os.pread(descriptor, min(PIECE_BYTES, self.size - self._end), self._end))
-            if not placed:
-                if self.size - self._end <= PIECE_BYTES:
-                    return  # half a line
-                placed = self._long_line(descriptor)
-                if not placed:
-                    return
+        while self._end < self.size and (placed := _piece(descriptor, self._end, self.size)):  # the rest is half a line
             self._take(placed)
-
-    def _long_line(self, descriptor: int) -> list[Placed]:
-        return scan(self._end, os.pread(descriptor, self.size - self._end, self._end))
 
     def _take(self, placed: Sequence[Placed]) -> None:
         for each in placed:
@@ -234,9 +226,7 @@ class Lines:
 
     def _fill(self, descriptor: int) -> None:
         begin, end = self._holes[0]
-        num_bytes = min(PIECE_BYTES, end - begin)
-        while not (placed := scan(begin, os.pread(descriptor, num_bytes, begin))) and num_bytes < end - begin:
-            num_bytes = min(2 * num_bytes, end - begin)
+        placed = _piece(descriptor, begin, end)
         self._note_broken(placed)
         fresh = [block_of(placed[at : at + BLOCK_LINES]) for at in range(0, len(placed), BLOCK_LINES)]
         for block in fresh:
@@ -252,6 +242,16 @@ class Lines:
                 self.num_broken += 1
                 if not self.first_broken:
                     self.first_broken = each.text[:HEAD_BYTES].decode(errors="replace").rstrip("\n")
+
+
+def _piece(descriptor: int, begin: int, end: int) -> list[Placed]:
+    """Return some whole lines from ``begin`` on; none if none ends before ``end``, or the first one is too long."""
+    num_bytes = min(PIECE_BYTES, end - begin)
+    while not (placed := scan(begin, os.pread(descriptor, num_bytes, begin))):
+        if num_bytes >= min(MOST_LINE_BYTES, end - begin):
+            break
+        num_bytes = min(4 * num_bytes, MOST_LINE_BYTES, end - begin)
+    return placed
 
 
 def _offset(block: Block) -> int:

@@ -291,7 +291,7 @@ class History:
             )
         if lines.missing:
             found.append(f"{lines.path} has no index, or only a part of one; {lines.missing:.0%} of it is not read yet")
-        elif lines.blocks and (lost := self._last_told()) > (last := self.span()[1]):
+        elif lines.with_steps and (lost := self._last_told()) > (last := self.span()[1]):
             found.append(
                 f"{lines.path} ends with step {last}, and the run ended after step {lost}: the last lines were cut "
                 "off, or could not be written (a full disk)"

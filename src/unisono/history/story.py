@@ -104,7 +104,10 @@ def _event_in(text: bytes) -> dict[str, Any]:
     """
     event: dict[str, Any] = json.loads(text)
     if event["kind"] in _KINDS:
-        msgspec.convert({name: _number(value) for name, value in event.items()}, Event)
+        try:
+            msgspec.convert(event, Event)
+        except msgspec.ValidationError:
+            msgspec.convert({name: _number(value) for name, value in event.items()}, Event)
     elif not isinstance(event["kind"], str) or not isinstance(event["time"], int | float):
         raise ValueError
     return event

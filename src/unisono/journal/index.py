@@ -146,7 +146,7 @@ def block_of(placed: Sequence[Placed]) -> Block:
     others: list[tuple[int, str]] = []
     for offset, _, _, line in placed:
         kind = kind_of(line)
-        if kind == "step":
+        if kind == "step" and line is not None and line.step >= 0:  # type: ignore[union-attr]
             steps.append(line)
         else:
             others.append((offset, kind))
@@ -357,7 +357,8 @@ def true_blocks(blocks: Sequence[Block], descriptor: int, size: int) -> list[Blo
     """
     ordered: list[Block] = []
     for block in sorted(blocks, key=_offset):
-        if not ordered or block.offset >= ordered[-1].end:
+        is_sound = block.lines > 0 and 0 <= block.offset < block.end and block.first <= block.last
+        if is_sound and block.offset >= (ordered[-1].end if ordered else 0):
             ordered.append(block)
     low, high = 0, len(ordered)
     if ordered and is_true(ordered[-1], descriptor, size):

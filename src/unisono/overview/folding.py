@@ -1,15 +1,11 @@
-"""Overview of a run: all that a view shows without looking back, as one value. Folded from events, by one rule.
-
-The head, a terminal and a reader of a finished run fold the same events, so they show the same. An overview is JSON
-(`msgspec.json.encode`); ``schema`` grows when a field changes its meaning.
-"""
+"""The rule that folds the events of a run into its overview."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,113 +31,20 @@ from unisono.events import (
     WorkerLate,
     WorkerOutput,
 )
-from unisono.words import count, listed
+from unisono.overview.curve import Curve
+from unisono.overview.sentences import (
+    Told,
+    checkpoint_name,
+    checkpoint_words,
+    evaluation_words,
+    finite,
+    late_words,
+    link_words,
+)
+from unisono.overview.values import Overview, WorkerNow
+from unisono.words import count
 
-__all__ = [
-    "CURVE_POINTS",
-    "RECENT",
-    "SCHEMA",
-    "CurvePoint",
-    "Overview",
-    "OverviewBuilder",
-    "Recent",
-    "WorkerNow",
-    "link_words",
-]
-
-SCHEMA: Final = 1
-CURVE_POINTS: Final = 240
-"""At most so many points show the loss of the whole run: when there are more, two become one."""
-RECENT: Final = 50
-"""So many of the last sentences are kept."""
-
-
-class CurvePoint(msgspec.Struct, frozen=True, array_like=True):
-    """Loss of some steps that follow each other."""
-
-    step: int
-    """The first of them."""
-    low: float
-    high: float
-    mean: float
-
-
-class Recent(msgspec.Struct, frozen=True, kw_only=True):
-    """A sentence about what has happened."""
-
-    time: float
-    text: str
-    level: str = "info"
-    """info, warning or error."""
-
-
-class WorkerNow(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, at the moment."""
-
-    worker_id: str
-    host: str = ""
-    device: str = ""
-    rank: int | None = None
-    """None: it is no member of the current generation."""
-    state: str = ""
-    """joining, training, waiting, late, leaving, lost ..."""
-    share: float = 0.0
-    """Its part of the micro-batches of the last steps, 0 to 1."""
-    seconds: Seconds = Seconds()
-    """Mean of its last steps."""
-    waits_for: str = ""
-    """The worker for which it has waited longest in the last steps."""
-    cores: float = 0.0
-    memory_bytes: int = 0
-
-
-class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, at a moment."""
-
-    schema: int = SCHEMA
-    run_id: str = ""
-    run_dir: str = ""
-    script: str = ""
-    state: str = "starting"
-    """starting, training, paused, waiting, finished, stopped, failed, unknown."""
-    reason: str = ""
-    time: float = 0.0
-    """Of this overview, in seconds since 1970."""
-    started: float = 0.0
-    ended: float = 0.0
-    """0: it has not ended."""
-    step: int = -1
-    """The last one that was finished; -1: none."""
-    num_steps: int = 0
-    """Up to the end of this ``run.steps``; 0: unknown."""
-    first_step: int = 0
-    """Steps before this ``run.steps``."""
-    epoch: int = 0
-    loss: float | None = None
-    """Not a number and infinite are None, and `loss_is` says which."""
-    loss_is: str = ""
-    logs: dict[str, float] = {}
-    """The last values of ``step.log``."""
-    evaluation: dict[str, float] = {}
-    """The totals of the last evaluation that are numbers."""
-    samples_per_s: float = 0.0
-    steps_per_s: float = 0.0
-    left_s: float | None = None
-    """Time left; None: nobody knows how many steps there will be."""
-    generation: int = 0
-    checkpoint: str = ""
-    """The newest one."""
-    checkpoint_step: int = -1
-    curve: list[CurvePoint] = []
-    workers: list[WorkerNow] = []
-    """By rank, then those that are no members."""
-    machines: list[MachineUsed] = []
-    """By name of the host."""
-    recent: list[Recent] = []
-    """The oldest first."""
-
-
-# -- the rule ----------------------------------------------------------------------------------------
+__all__ = ["OverviewBuilder"]
 
 _WINDOW_S: Final = 10.0
 """What is said of "the last steps" is a mean over so many seconds of steps, and at least `_LEAST_STEPS` of them."""
@@ -158,8 +61,6 @@ _UNUSED_S: Final = 60.0
 """A machine that has not said for so long what it uses is left out, while the run goes on."""
 _KNOWN: Final = 64
 """A repeated event is found among so many of the last ones."""
-_BEGINS: Final = "begins"
-_GENERATION: Final = "generation"
 _PAUSED: Final = "paused: "
 """In the reason of a generation that does not train (`unisono.decisions.membership`)."""
 
@@ -179,7 +80,7 @@ class OverviewBuilder:
         self._steps: deque[StepFinished] = deque()
         """The last ones of one generation."""
         self._kept_steps = _KEPT_TIMES
-        self._curve = _Curve()
+        self._curve = Curve()
         self._members: tuple[str, ...] = ()
         self._generation = 0
         self._reason = ""
@@ -191,7 +92,7 @@ class OverviewBuilder:
         self._evaluation: EvaluationFinished | None = None
         self._checkpoint: Mapping[str, Any] = {}
         self._ended: RunEnded | None = None
-        self._told = _Told()
+        self._told = Told()
         self._known: deque[Event] = deque(maxlen=_KNOWN)
 
     def take(self, event: Event, number: int = -1) -> None:
@@ -224,7 +125,7 @@ class OverviewBuilder:
             self._late.clear()
         if step.checkpoint:
             self._checkpoint = step.checkpoint
-            self._told.replace("checkpoint", step.time, _checkpoint_words(step.checkpoint))
+            self._told.replace("checkpoint", step.time, checkpoint_words(step.checkpoint))
         for warning in step.warnings:
             self._told.add(step.time, warning, "warning")
 
@@ -244,14 +145,14 @@ class OverviewBuilder:
                 self._go(event)
             case WorkerLate():
                 self._late[event.worker_id] = event
-                self._told.replace(f"late {event.worker_id}", event.time, _late_words(event), "warning")
+                self._told.replace(f"late {event.worker_id}", event.time, late_words(event), "warning")
             case MachineUsed():
                 self._machines[event.host] = event
             case MachineGone():
                 self._forget(event)
             case EvaluationFinished():
                 self._evaluation = event
-                self._told.replace("evaluation", event.time, _evaluation_words(event))
+                self._told.replace("evaluation", event.time, evaluation_words(event))
             case RunEnded():
                 self._end(event)
             case Problem():
@@ -361,13 +262,13 @@ class OverviewBuilder:
             epoch=last.epoch if last is not None else 0,
             loss=loss if is_finite else None,
             loss_is="" if is_finite or loss is None else str(loss),
-            logs=_finite(last.logs) if last is not None else {},
-            evaluation=_finite(self._evaluation.totals) if self._evaluation is not None else {},
+            logs=finite(last.logs) if last is not None else {},
+            evaluation=finite(self._evaluation.totals) if self._evaluation is not None else {},
             samples_per_s=samples / seconds if seconds > 0 else 0.0,
             steps_per_s=1 / step_s if step_s > 0 else 0.0,
             left_s=None if ended is not None else _left_s(last, step_s),
             generation=max(self._generation, last.generation if last is not None else 0),
-            checkpoint=_name(self._checkpoint),
+            checkpoint=checkpoint_name(self._checkpoint),
             checkpoint_step=int(self._checkpoint.get("step", -1)),
             curve=self._curve.points(),
             workers=self._workers_now(window, now, is_stalled=is_stalled),
@@ -400,7 +301,7 @@ class OverviewBuilder:
             return "paused", self._reason.partition(_PAUSED)[2]
         if self._late:
             late = self._late[min(self._late)]
-            return "waiting", _late_words(late)
+            return "waiting", late_words(late)
         if last is None:
             return "starting", ""
         return ("waiting", "") if is_stalled else ("training", "")
@@ -532,209 +433,3 @@ def _left_s(last: StepFinished | None, step_s: float) -> float | None:
     if last is None or not last.num_steps or last.first_step:
         return None
     return max(0.0, (last.num_steps - last.step - 1) * step_s)
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the values, by name. JSON has no others."""
-    return {
-        name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
-def _name(checkpoint: Mapping[str, Any]) -> str:
-    """Return the name of a checkpoint from the news about it (`unisono.checkpoint.files.step_name`)."""
-    return f"step-{checkpoint['step']:010}" if "step" in checkpoint else ""
-
-
-# -- the curve ---------------------------------------------------------------------------------------
-
-
-class _Curve:
-    """Loss of the whole run in at most `CURVE_POINTS` points of equally many steps each."""
-
-    def __init__(self) -> None:
-        self._width = 1
-        """Steps in a point: a power of two. A point begins at a multiple of it."""
-        self._points: list[_Point] = []
-        self._end = -1
-        """First step that is not in the last point any more."""
-
-    def add(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss):
-            return
-        if step < self._end:
-            self._points[-1].add(loss)
-            return
-        self._points.append(_Point(step, loss, loss, loss, 1))
-        while len(self._points) > CURVE_POINTS:
-            self._width *= 2
-            self._points = list(_merged(self._points, self._width))
-        self._end = (self._points[-1].step // self._width + 1) * self._width
-
-    def cut(self, step: int) -> None:
-        """Forget the steps from this one on. A point in which it lies keeps what it has: it is done again, alike."""
-        self._points = [point for point in self._points if point.step < step]
-        last = self._points[-1].step if self._points else -1
-        self._end = (last // self._width + 1) * self._width if self._points else -1
-        if not self._points:
-            self._width = 1
-
-    def points(self) -> list[CurvePoint]:
-        return [CurvePoint(point.step, point.low, point.high, point.sum / point.number) for point in self._points]
-
-
-@dataclass(slots=True)
-class _Point:
-    step: int
-    low: float
-    high: float
-    sum: float
-    number: int
-
-    def add(self, loss: float) -> None:
-        if loss < self.low:
-            self.low = loss
-        if loss > self.high:
-            self.high = loss
-        self.sum += loss
-        self.number += 1
-
-
-def _merged(points: Iterable[_Point], width: int) -> Iterable[_Point]:
-    """Give the points that points become when a point has ``width`` steps."""
-    last: _Point | None = None
-    for point in points:
-        if last is not None and last.step // width == point.step // width:
-            last.low, last.high = min(last.low, point.low), max(last.high, point.high)
-            last.sum += point.sum
-            last.number += point.number
-            continue
-        if last is not None:
-            yield last
-        last = point
-    if last is not None:
-        yield last
-
-
-# -- sentences ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Sentence:
-    time: float
-    text: str
-    level: str
-    topic: str
-    """Of what there is one sentence; "": of no such thing."""
-    names: list[str] = field(default_factory=list)
-    """Workers that it is about."""
-
-
-class _Told:
-    """The last sentences about a run."""
-
-    def __init__(self) -> None:
-        self._sentences: list[_Sentence] = []
-        self._said: set[str] = set()
-        """Workers of which sentences have said that they have joined or gone, and no generation since."""
-
-    def add(self, time: float, text: str, level: str = "info", topic: str = "") -> None:
-        self._sentences.append(_Sentence(time, text, level, topic))
-        del self._sentences[:-RECENT]
-
-    def replace(self, topic: str, time: float, text: str, level: str = "info") -> None:
-        """Add a sentence instead of the earlier one about the same: of checkpoints the newest counts."""
-        self._sentences = [each for each in self._sentences if each.topic != topic]
-        self.add(time, text, level, topic)
-
-    def begins(self, event: RunStarted) -> None:
-        text = f"the run goes on at step {event.step}" if event.step else "the run begins"
-        if not any(each.text.endswith(text) for each in self._sentences[-2:]):  # those who join have said so
-            self.add(event.time, text, topic=_BEGINS)
-
-    def wrong(self, event: Problem) -> None:
-        """Say what went wrong; that a worker has gone for it needs no sentence of its own."""
-        own = f"gone {event.worker_id}"
-        if event.worker_id:
-            self._sentences[-4:] = [each for each in self._sentences[-4:] if each.topic != own]
-        where = f" (evidence: {event.evidence})" if event.evidence else ""
-        self.add(event.time, event.text + where, "error", f"problem {event.worker_id}")
-
-    def changed(self, event: MembershipChanged, who: set[str]) -> None:
-        """Say that there is another generation, unless sentences say who has joined and gone."""
-        unsaid = who - self._said
-        self._said.clear()
-        if unsaid or not who:
-            reason = f": {event.reason}" if event.reason else ""
-            workers = count(len(event.worker_ids), "worker")
-            self.add(event.time, f"generation {event.generation} with {workers}{reason}", topic=_GENERATION)
-            self._sentences[-1].names = sorted(unsaid)
-
-    def joined(self, event: WorkerJoined) -> None:
-        """Say who has joined; workers that join together, in one sentence."""
-        self._says(event.worker_id)
-        topic = f"joined {event.generation} {event.reason}"
-        found = next((each for each in self._sentences[-4:] if each.topic == topic), None)
-        if found is None:
-            self.add(event.time, "", topic=topic)
-            found = self._sentences[-1]
-        if event.worker_id not in found.names:
-            found.names.append(event.worker_id)
-        names = found.names = sorted(found.names, key=lambda name: (len(name), name))
-        who = listed(names) if len(names) <= 4 else f"{count(len(names), 'worker')} ({names[0]} ... {names[-1]})"
-        verb = "joins" if len(names) == 1 else "join"
-        where = f" on {event.host}" if event.host and len(names) == 1 else ""
-        at = f" at step {event.step}" if event.step > 0 else ""
-        found.text = f"{who} {verb}{where}{at}" + (f": {event.reason}" if event.reason else "")
-        self._sentences[-4:] = [
-            each
-            for each in self._sentences[-4:]
-            if each.topic != _BEGINS or each is found or not found.text.endswith(each.text)
-        ]
-
-    def gone(self, event: WorkerGone) -> None:
-        self._says(event.worker_id)
-        if any(each.topic == f"problem {event.worker_id}" for each in self._sentences[-4:]):
-            return
-        verb = {"left": "has left", "lost": "was lost", "failed": "has failed", "evicted": "was ended"}[event.how]
-        after = f" after step {event.step}" if event.step >= 0 else ""
-        where = f" on {event.host}" if event.host else ""
-        level = {"left": "info", "failed": "error"}.get(event.how, "warning")
-        why = f": {event.reason}" if event.reason else ""
-        self.add(event.time, f"{event.worker_id}{where} {verb}{after}{why}", level, f"gone {event.worker_id}")
-
-    def _says(self, worker_id: str) -> None:
-        """Note that a sentence is about this worker, and drop that about the generation, if nobody else has changed."""
-        self._said.add(worker_id)
-        for each in [each for each in self._sentences[-8:] if each.topic == _GENERATION and worker_id in each.names]:
-            each.names.remove(worker_id)
-            if not each.names:
-                self._sentences.remove(each)
-                self._said.discard(worker_id)
-
-    def recent(self) -> list[Recent]:
-        return [Recent(time=each.time, text=each.text, level=each.level) for each in self._sentences]
-
-
-def _late_words(event: WorkerLate) -> str:
-    where = f"at step {event.step}" + (f", micro-batch {event.microbatch}" if event.microbatch >= 0 else "")
-    return f"{event.worker_id} makes no progress for {event.seconds:.0f} s {where}; the others wait for it"
-
-
-def link_words(event: LinkSlow) -> str:
-    """Return what has happened to a link, in one sentence."""
-    link = f"the network from {event.source} to {event.target}"
-    if event.is_over:
-        return f"{link} is as fast as before"
-    now, usual = event.bytes_per_s / 1e6, event.usual_bytes_per_s / 1e6
-    return f"{link} is slow: {now:,.1f} MB/s instead of {usual:,.1f}; each step takes {event.seconds:.3f} s longer"
-
-
-def _checkpoint_words(news: Mapping[str, Any]) -> str:
-    took = f", {news['bytes'] / 1e6:,.1f} MB in {news['seconds']:.1f} s" if {"bytes", "seconds"} <= news.keys() else ""
-    return f"checkpoint {_name(news)}{took}"
-
-
-def _evaluation_words(event: EvaluationFinished) -> str:
-    totals = ", ".join(f"{name} {value:g}" for name, value in _finite(event.totals).items())
-    return f"evaluation after {count(event.step, 'step')}" + (f": {totals}" if totals else "")

@@ -1,0 +1,102 @@
+"""An overview, and what it is made of."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from unisono.events import MachineUsed, Seconds
+
+__all__ = ["CURVE_POINTS", "RECENT", "SCHEMA", "CurvePoint", "Overview", "Recent", "WorkerNow"]
+
+SCHEMA: Final = 1
+CURVE_POINTS: Final = 240
+"""At most so many points show the loss of the whole run: when there are more, two become one."""
+RECENT: Final = 50
+"""So many of the last sentences are kept."""
+
+
+class CurvePoint(msgspec.Struct, frozen=True, array_like=True):
+    """Loss of some steps that follow each other."""
+
+    step: int
+    """The first of them."""
+    low: float
+    high: float
+    mean: float
+
+
+class Recent(msgspec.Struct, frozen=True, kw_only=True):
+    """A sentence about what has happened."""
+
+    time: float
+    text: str
+    level: str = "info"
+    """info, warning or error."""
+
+
+class WorkerNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, at the moment."""
+
+    worker_id: str
+    host: str = ""
+    device: str = ""
+    rank: int | None = None
+    """None: it is no member of the current generation."""
+    state: str = ""
+    """joining, training, waiting, late, leaving, lost ..."""
+    share: float = 0.0
+    """Its part of the micro-batches of the last steps, 0 to 1."""
+    seconds: Seconds = Seconds()
+    """Mean of its last steps."""
+    waits_for: str = ""
+    """The worker for which it has waited longest in the last steps."""
+    cores: float = 0.0
+    memory_bytes: int = 0
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, at a moment."""
+
+    schema: int = SCHEMA
+    run_id: str = ""
+    run_dir: str = ""
+    script: str = ""
+    state: str = "starting"
+    """starting, training, paused, waiting, finished, stopped, failed, unknown."""
+    reason: str = ""
+    time: float = 0.0
+    """Of this overview, in seconds since 1970."""
+    started: float = 0.0
+    ended: float = 0.0
+    """0: it has not ended."""
+    step: int = -1
+    """The last one that was finished; -1: none."""
+    num_steps: int = 0
+    """Up to the end of this ``run.steps``; 0: unknown."""
+    first_step: int = 0
+    """Steps before this ``run.steps``."""
+    epoch: int = 0
+    loss: float | None = None
+    """Not a number and infinite are None, and `loss_is` says which."""
+    loss_is: str = ""
+    logs: dict[str, float] = {}
+    """The last values of ``step.log``."""
+    evaluation: dict[str, float] = {}
+    """The totals of the last evaluation that are numbers."""
+    samples_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    left_s: float | None = None
+    """Time left; None: nobody knows how many steps there will be."""
+    generation: int = 0
+    checkpoint: str = ""
+    """The newest one."""
+    checkpoint_step: int = -1
+    curve: list[CurvePoint] = []
+    workers: list[WorkerNow] = []
+    """By rank, then those that are no members."""
+    machines: list[MachineUsed] = []
+    """By name of the host."""
+    recent: list[Recent] = []
+    """The oldest first."""
