@@ -5,7 +5,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-__all__ = ["count", "duration", "exit_words", "listed", "position_words", "progress", "short_duration"]
+__all__ = [
+    "count",
+    "duration",
+    "exit_words",
+    "listed",
+    "position_words",
+    "progress",
+    "script_in",
+    "short_duration",
+]
 
 
 def count(number: int, noun: str) -> str:
@@ -40,6 +49,11 @@ def listed(names: Sequence[str]) -> str:
     """Return ``w1``, ``w1 and w2``, ``w1, w2 and w3``."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def script_in(arguments: Sequence[object]) -> str:
+    """Return the script of a command, or its module: ``train.py``, ``-m training``."""
+    return " ".join(str(each) for each in arguments[: 2 if arguments[:1] in (["-m"], ("-m",)) else 1])
 
 
 def progress(done: int, total: int) -> str:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.test_journal import end, evaluation, step
 from tests.watch.long_run import make_long_run
-from unisono.events import Seconds, StepFinished, WorkerTimes
+from unisono import cli
+from unisono.chronicle import line_of
+from unisono.events import Problem, Seconds, StepFinished, WorkerTimes
 from unisono.history import History
 from unisono.history import lines as lines_module
 from unisono.history import reading as reading_module
@@ -25,6 +28,8 @@ from unisono.journal import index as index_module
 from unisono.journal.index import INDEX, read_blocks
 from unisono.journal.lines import LineEvent, number_in, text_of
 from unisono.journal.times import by_step
+from unisono.report import account, report
+from unisono.rundir import EVENTS_FILE
 
 ODD = {math.nan: "nan", math.inf: "inf", -math.inf: "-inf"}
 STEPS = 40
@@ -461,6 +466,61 @@ def test_broken_lines_are_left_out_and_named(tmp_path: Path) -> None:
     history = History(tmp_path)
     assert history.series(["loss"])["loss"]["step"] == [0, 1, 3, 4, 5]
     assert any("1 line of" in note and "cannot be read and is left out" in note for note in history.notes)
+
+
+STRANGE: dict[str, list[Any]] = {
+    "events": [
+        {"time": "soon", "kind": "gone", "worker_id": "w0", "host": "a", "how": "lost", "reason": "", "step": 1},
+        {"time": 2.0, "kind": "interruption", "generation": 2, "step": 4, "seconds": "long", "reason": ""},
+        {"time": 3.0, "kind": "machine-gone"},
+        {"time": 4.0, "kind": ["end"]},
+        {"time": None, "kind": "sung"},
+        [1],
+    ],
+    "facts": [
+        [1],
+        {"run_id": 5, "recipe": [1], "command": "python", "environment": 3},
+        {"recipe": {"microbatches": "many", "batch_size": None}, "command": {"arguments": [None]}},
+        {},
+    ],
+}
+"""What other programs, or hands, may have written where a run writes something else."""
+
+
+@pytest.mark.parametrize("facts", STRANGE["facts"])
+def test_what_is_written_otherwise_than_a_run_writes_it_stops_nobody_who_looks_back(facts: Any, tmp_path: Path) -> None:
+    run = make_long_run(tmp_path / "run", steps=300, workers=2)
+    (run / "run.json").write_text(json.dumps(facts))
+    with (run / EVENTS_FILE).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in STRANGE["events"])
+        problem = Problem(time=5.0, problem="nan", text="the loss is nan", worker_id="w0", step=3, evidence="")
+        file.write(line_of(problem, "long") + "\n")
+    good = len(History(run).events()["events"])
+    assert good == len((run / EVENTS_FILE).read_text().splitlines()) - len(STRANGE["events"])
+    found = account(run)
+    assert (found.overview.state, found.last) == ("finished", 299)
+    assert any("is no event" in note for note in found.notes)
+    assert report([found], 0.0).startswith("<!doctype html>")
+    shown = CliRunner().invoke(cli._group, ["status", str(run)], standalone_mode=False)
+    assert shown.exception is None
+    assert shown.output.startswith("finished\n300 of 300 steps")
+
+
+def test_a_journal_that_ends_before_its_run_is_said(tmp_path: Path) -> None:
+    run = make_long_run(tmp_path / "run", steps=300, workers=2)
+    assert History(run).notes == []
+    lines = (run / JOURNAL).read_bytes().splitlines(keepends=True)
+    (run / JOURNAL).write_bytes(b"".join(lines[:100]))
+    history = History(run)
+    assert history.overview().state == "finished"
+    (note,) = history.notes
+    assert note.startswith(f"{run / JOURNAL} ends with step 99, and the run ended after step 299: ")
+
+
+def test_a_run_that_is_over_has_the_name_of_its_script(tmp_path: Path) -> None:
+    for arguments, name in ((["train.py", "--lr", "1"], "train.py"), (["-m", "training"], "-m training")):
+        (tmp_path / "run.json").write_text(json.dumps({"command": {"folder": "/", "arguments": arguments}}))
+        assert History(tmp_path).overview().script == name
 
 
 def test_an_empty_place_is_an_empty_history(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 import unisono as unisono_package
 from tests.waiting import WAIT_S
+from tests.watch.long_run import make_long_run
 from tests.workers.conftest import Command, Unisono
 from unisono import LaunchError, cli, launch, rundir
 from unisono.capacity import free_workers, parse_workers
@@ -234,6 +235,20 @@ def test_the_status_of_a_run_whose_journal_has_a_broken_line_is_shown(tmp_path: 
     first, second, *rest = shown.output.splitlines()
     assert (first, second) == ("stopped", "2 of 9 steps, loss 0.5000")
     assert any(line.startswith(f"1 line of {tmp_path / JOURNAL} cannot be read and is left out") for line in rest)
+
+
+def test_the_status_of_a_run_whose_journal_is_something_else_has_the_rest(tmp_path: Path) -> None:
+    """And where only the end of the journal is lost, the run has finished all the same."""
+    run = make_long_run(tmp_path / "run", steps=70, workers=2)
+    journal = run / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-20])
+    shown = CliRunner().invoke(cli._group, ["status", str(run)], standalone_mode=False)
+    assert shown.output.startswith("finished\n70 of 70 steps"), shown.output
+    journal.write_bytes(b"\x7fELF\x00\n" * 99)
+    shown = CliRunner().invoke(cli._group, ["status", str(run)], standalone_mode=False)
+    assert shown.output.startswith("finished\nno step yet"), shown.output
+    assert "w1 on node0 came" in shown.output
+    assert "is not a journal: it begins with" in shown.output
 
 
 def test_the_status_of_a_run_that_diverged(tmp_path: Path) -> None:

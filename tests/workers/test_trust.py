@@ -33,6 +33,7 @@ from unisono.journal.times import by_step
 from unisono.lifetime import Memory
 from unisono.link import Link
 from unisono.messages import Stop
+from unisono.rundir import EVENTS_FILE
 from unisono.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("small_training.py")
@@ -375,6 +376,7 @@ def test_strangers_change_nothing(unisono: Unisono, tmp_path: Path, calm: Path) 
     told = [line for line in command.err if "refused" in line]
     assert len(told) < 5, "not one line for each attempt"
     assert "refused a connection without the run's token, from 127.0.0.1; the run goes on" in told[0]
+    assert "failed-join" not in (run_dir / EVENTS_FILE).read_text(), "who knocks at the port is no worker of the run"
     assert not [line for line in (*command.out, *command.err) if "Traceback" in line or "lost" in line]
     assert {len(workers) for workers in by_step(run_dir).values()} == {2}
 

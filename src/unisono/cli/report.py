@@ -57,4 +57,4 @@ def _write(target: Path, text: str) -> None:
         part.replace(target)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise UsageError(f"the report cannot be written to {target}: {error}") from error
+        raise UsageError(f"the report cannot be written to {target}: {error.strerror or error}") from error

@@ -68,20 +68,21 @@ def _afterwards(folder: Path) -> dict[str, Any]:
     history = History(folder)
     try:
         found = journal.summary(folder)
-    except OSError as error:
-        raise UsageError(f"the journal cannot be read: {error}") from error
-    except ValueError as error:  # a line at its end is broken
+    except (OSError, ValueError) as error:  # a line at its end is broken, or it is no journal
         known = history.overview()
-        if known.step < 0:
+        found = {"state": "unknown", "step": None, "loss": None, "workers": []}
+        if known.step >= 0:
+            names = ("step", "num_steps", "epoch", "loss", "generation")
+            found |= {"state": "stopped", **{name: getattr(known, name) for name in names}}
+        elif not history.events(-1, 1)["events"]:
             raise UsageError(f"the journal cannot be read: {error}") from error
-        names = ("step", "num_steps", "epoch", "loss", "generation")
-        found = {"state": "stopped", **{name: getattr(known, name) for name in names}, "workers": []}
     told = account(_events(history))
     end = told["end"]
     if rundir.is_going(folder):
         found |= {"state": "training", "reason": NO_HEAD}
     elif end:
-        state = "stopped" if end["ok"] and found["state"] == "stopped" else "finished" if end["ok"] else "failed"
+        is_early = found["state"] == "stopped" and end["reason"] not in ("", "finished")
+        state = "failed" if not end["ok"] else "stopped" if is_early else "finished"
         found |= {"state": state, "reason": end["reason"] or found.get("reason", "")}
     elif found["state"] in ("stopped", "unknown"):
         found["reason"] = NO_END if told["started"] else found.get("reason", "")

@@ -38,7 +38,13 @@ HELP: Final = (
     help="Show the run in a browser: its page's address is printed, and opened. Several directories are shown over "
     "each other.",
 )
-@click.option("--port", default=0, metavar="N", help="Of this machine, for --web and a run without a head.")
+@click.option(
+    "--port",
+    default=0,
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    help="Of this machine, for --web and a run without a head.",
+)
 @click.option("--once", is_flag=True, help="Print one picture, and end.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a line a second, with all that is shown.")
 def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool) -> int:

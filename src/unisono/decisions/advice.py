@@ -94,7 +94,7 @@ def advise(loads: Sequence[Load], setting: Setting) -> list[Advice]:
     Args:
         loads: of all workers, by rank.
     """
-    if not loads or step_seconds(loads) <= 0.0:
+    if not loads or step_seconds(loads) <= 0.0 or not setting.microbatches:
         return []
     found = [
         *_idle_workers(loads, setting),

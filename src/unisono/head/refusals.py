@@ -35,20 +35,24 @@ class Refusals:
         self._untold: Counter[str] = Counter()
         self._last = ""
 
-    def note(self, why: str, where: str) -> None:
+    def note(self, why: str, where: str) -> bool:
         """Count one.
 
         Args:
             why: ends the sentence "a connection ...": "without the run's token".
             where: the address that it came from.
+
+        Returns:
+            Whether it was told at once.
         """
         self._last = where
         if self._since is None:
             self._since = self._clock()
             self._tell(f"the head has refused a connection {why}, from {where}; the run goes on")
             self._later(EVERY_S, self._tell_number)
-        else:
-            self._untold[why] += 1
+            return True
+        self._untold[why] += 1
+        return False
 
     def _tell_number(self) -> None:
         assert self._since is not None

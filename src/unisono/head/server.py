@@ -97,6 +97,7 @@ from unisono.problems.kinds import Trouble
 from unisono.rundir import STATUS_SCHEMA
 from unisono.spec import RunSpec
 from unisono.watch.prometheus import CONTENT_TYPE, exposition
+from unisono.words import script_in
 
 __all__ = ["Head"]
 
@@ -167,7 +168,7 @@ class Head:
         self._listens_until = 0.0
         self._full_at = -math.inf
         self._refusals = Refusals(
-            lambda text: self._telling.tell_refusal(text),
+            self._announce,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
         run_dir = spec.run_dir or memory.run_dir
@@ -192,9 +193,7 @@ class Head:
         self._versions = Versions(
             self._lines, send=self._send, leave_out=lambda heir: self._happens(heir, Lags()), slack_s=spec.heartbeat_s
         )
-        self._viewing = Viewing(
-            run_id, script=" ".join(spec.arguments[:1]), started=self._started, is_first=not snapshot
-        )
+        self._viewing = Viewing(run_id, script=script_in(spec.arguments), started=self._started, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
         self._telling = Telling(
             self, run_id, spec, token, directory=self._directory, story=self._story, viewing=self._viewing
@@ -336,8 +335,8 @@ class Head:
         except ProtocolError as error:
             why = str(error)
             line.put(encode(Announcement(text=why)))
-            if not name:
-                self._refusals.note(f"with the run's token ({why})", connection.where)
+            if not name and self._refusals.note(f"with the run's token ({why})", connection.where):
+                self._troubles.say(Trouble(kind="failed-join", host=connection.where, error=why))
         except ConnectionClosed:
             pass
         except Exception:  # a bug of this library: connections without the token do not get here

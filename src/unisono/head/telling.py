@@ -154,11 +154,6 @@ class Telling:
                 self._viewing.take(event)
             self._members.send_all(self._audience(), Told(events=used))
 
-    def tell_refusal(self, text: str) -> None:
-        """Tell that a connection was refused."""
-        self.announce(text)
-        self.troubles.say(Trouble(kind="failed-join", error=text))
-
     # -- what goes wrong (`unisono.head.troubles.House`) ----------------------------------------------
 
     def take_trouble(self, trouble: Trouble) -> None:

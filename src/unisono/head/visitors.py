@@ -85,7 +85,7 @@ class Visitors:
         status: Callable[[], dict[str, Any]],
         metrics: Callable[[], tuple[str, str]],
         may_watch: Callable[[], str],
-        refused: Callable[[str, Any], None],
+        refused: Callable[[str, Any], object],
     ) -> None:
         self._token = token
         self._reader = reader_token(token)

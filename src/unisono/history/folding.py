@@ -18,6 +18,7 @@ from unisono.journal.thinning import newest
 from unisono.journal.times import TIMES, workers_in
 from unisono.overview import Overview, OverviewBuilder
 from unisono.rundir import USE_FOLDER
+from unisono.words import script_in
 
 __all__ = ["Fold"]
 
@@ -126,4 +127,5 @@ def _when(each: tuple[Event, int]) -> float:
 
 
 def _script(command: Any) -> str:
-    return str(command.get("script", "")) if isinstance(command, dict) else ""
+    arguments = command.get("arguments") if isinstance(command, dict) else None
+    return script_in(arguments) if isinstance(arguments, list) else ""

@@ -31,6 +31,8 @@ EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
 RUN_SCHEMA: Final = 1
 """Of ``run.json``, that this version knows."""
+_FACTS: Final = {"run_id": str, "recipe": dict, "command": dict, "environment": dict, "resumed": list, "earlier": list}
+"""What ``run.json`` has, where it is as this version knows it."""
 _ORDER: Final = ("loss", "samples_per_s", "step_s", "sent_bytes")
 _HIDDEN: Final = ("samples",)
 
@@ -289,7 +291,17 @@ class History:
             )
         if lines.missing:
             found.append(f"{lines.path} has no index, or only a part of one; {lines.missing:.0%} of it is not read yet")
+        elif lines.with_steps and (lost := self._last_told()) > (last := self.span()[1]):
+            found.append(
+                f"{lines.path} ends with step {last}, and the run ended after step {lost}: the last lines were cut "
+                "off, or could not be written (a full disk)"
+            )
         return found
+
+    def _last_told(self) -> int:
+        """Return the last step of a run whose story has an end; else -1."""
+        told, _ = self._story.read(-1, 1)
+        return int(told[0].get("step", -1)) if told and told[0]["kind"] == "end" else -1
 
     def _read_facts(self) -> None:
         self._facts_note = ""
@@ -304,8 +316,11 @@ class History:
         except (OSError, ValueError) as error:
             self._facts, self._facts_note = {}, f"{path} cannot be read: {error}"
             return
-        self._facts = facts
+        odd = [name for name, kind in _FACTS.items() if name in facts and not isinstance(facts[name], kind)]
+        self._facts = {name: value for name, value in facts.items() if name not in odd}
         schema = facts.get("schema", RUN_SCHEMA)
+        if odd:
+            self._facts_note = f"{path} has no usable {', '.join(odd)}; all else is shown"
         if not isinstance(schema, int) or schema > RUN_SCHEMA:
             self._facts_note = (
                 f"{path} was written by a newer version (schema {schema}, this one knows {RUN_SCHEMA}); what this "

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from array import array
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
+
+import msgspec
+
+from unisono.events import Event
 
 __all__ = ["Story"]
 
 PIECE_BYTES: Final = 1 << 20
+_KINDS: Final = frozenset(each.__struct_config__.tag for each in get_args(Event))
+_ODD: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Story:
@@ -75,9 +82,7 @@ class Story:
                 return [], begin
             for text in data.splitlines():
                 try:
-                    event = json.loads(text)
-                    if not isinstance(event["kind"], str):
-                        raise ValueError
+                    event = _event_in(text)
                 except (ValueError, KeyError, TypeError):
                     self._note(text)
                     continue
@@ -85,5 +90,29 @@ class Story:
         return found, end
 
     def _note(self, text: bytes) -> None:
-        if len(self.notes) < 3:
-            self.notes.append(f"a line of {self.path} is no event: {text[:40].decode(errors='replace')!r}")
+        said = f"a line of {self.path} is no event: {text[:40].decode(errors='replace')!r}"
+        if len(self.notes) < 3 and said not in self.notes:
+            self.notes.append(said)
+
+
+def _event_in(text: bytes) -> dict[str, Any]:
+    """Return the event of a line, as it stands there: whoever reads it need not look at types.
+
+    Raises:
+        ValueError, KeyError, TypeError: the line is no event, or not as this version writes those of its kind. Of a
+            kind that this version does not know, only the time is looked at.
+    """
+    event: dict[str, Any] = json.loads(text)
+    if event["kind"] in _KINDS:
+        try:
+            msgspec.convert(event, Event)
+        except msgspec.ValidationError:
+            msgspec.convert({name: _number(value) for name, value in event.items()}, Event)
+    elif not isinstance(event["kind"], str) or not isinstance(event["time"], int | float):
+        raise ValueError
+    return event
+
+
+def _number(value: Any) -> Any:
+    """Return a value of a line; a number that JSON does not have, as a number."""
+    return _ODD.get(value, value) if isinstance(value, str) else value

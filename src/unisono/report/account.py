@@ -338,7 +338,12 @@ def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
         if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if is_number(value)])
     ]
     return Setting(
-        microbatches=int(recipe.get("microbatches") or 0),
-        batch_size=int(recipe.get("batch_size") or 0),
+        microbatches=_whole(recipe.get("microbatches")),
+        batch_size=_whole(recipe.get("batch_size")),
         spare_cores=max(0.0, min(spare)) if spare else math.inf,
     )
+
+
+def _whole(value: Any) -> int:
+    """Return a number of a recipe; 0 where it is none."""
+    return value if isinstance(value, int) and value > 0 else 0
