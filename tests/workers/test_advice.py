@@ -63,5 +63,6 @@ def test_as_many_loader_processes_as_are_advised_bring_what_was_said() -> None:
     found = advise(loads, Setting(microbatches=MICROBATCHES, batch_size=BATCH))[0]
     assert found.change.startswith("loader_workers=")
     after = steps_with(int(found.change.removeprefix("loader_workers=")))
-    slow, fast = (statistics.median(step.seconds.total() for step in steps) for steps in (before, after))
+    # The fastest but two: nothing else has held them up.
+    slow, fast = (sorted(step.seconds.total() for step in steps)[2] for steps in (before, after))
     assert (slow - fast) / slow == pytest.approx(found.gain, abs=0.12), found
