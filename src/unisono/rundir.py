@@ -119,7 +119,8 @@ class Lock:
         if self._descriptor is None:
             return False
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(directory / LOCK_FILE), os.fstat(self._descriptor)):
+            # For each line of the journal: a string is made in a tenth of the time of a path.
+            if os.path.samestat(os.stat(f"{directory}/{LOCK_FILE}"), os.fstat(self._descriptor)):
                 return True
         with contextlib.suppress(OSError):
             return holder(directory) == run_id  # the directory was restored from a copy

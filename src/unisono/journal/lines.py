@@ -28,6 +28,9 @@ Line = dict[str, Any]
 LineEvent = StepFinished | EvaluationFinished | LinesLost | RunEnded
 """The events that have a line: all members make the same ones, in the same order."""
 
+_FINITE: Final = json.JSONEncoder(allow_nan=False)
+_LINE_EVENTS: Final = get_args(LineEvent)
+
 _ABSENT: Final[dict[str, Line]] = {
     "step": {
         "step": -1, "epoch": 0, "loss": math.nan, "weight": 0.0, "samples": 0, "digest": "", "num_steps": 0,
@@ -42,7 +45,7 @@ _ABSENT: Final[dict[str, Line]] = {
 
 def is_line(event: Event) -> TypeGuard[LineEvent]:
     """Return whether an event has a line in the journal."""
-    return isinstance(event, get_args(LineEvent))
+    return isinstance(event, _LINE_EVENTS)
 
 
 def to_line(event: LineEvent) -> Line:
@@ -76,7 +79,7 @@ def from_line(line: Line) -> LineEvent | None:
 def text_of(line: Line) -> str:
     """Return a line as JSON, without its newline."""
     try:
-        return json.dumps(line, allow_nan=False)
+        return _FINITE.encode(line)
     except ValueError:
         return json.dumps(plain(line))
 

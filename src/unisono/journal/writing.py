@@ -49,6 +49,7 @@ class Journal:
 
     def __init__(self, path: Path | None, is_there: Callable[[], bool] = lambda: True) -> None:
         self._path = path
+        self._name = os.fspath(path) if path is not None else ""
         self._is_there = is_there
         self._is_writer = False
         self._recent: deque[_Numbered] = deque()
@@ -166,7 +167,7 @@ class Journal:
             lines = missing
             if (first := missing[0].number) > self._last + 1:
                 lines = [_Numbered(first - 1, LinesLost(first=self._last + 1, last=first - 1)), *missing]
-            with self._path.open("ab", buffering=0) as file:
+            with FileIO(self._name, "ab") as file:  # each line is written at once, so this is done each step
                 for start in range(0, len(lines), LINES_AT_ONCE):
                     self._put(file, lines[start : start + LINES_AT_ONCE])
         except OSError as error:
