@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,7 @@ from unisono.events import GpuUse, MachineUsed
 from unisono.journal.lines import is_number
 from unisono.journal.thinning import Row
 
-__all__ = ["natural", "times_of", "use_of", "used_in"]
+__all__ = ["natural", "steps_of", "times_of", "use_of", "used_in"]
 
 
 def times_of(columns: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
@@ -36,6 +37,16 @@ def times_of(columns: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
         "values": values,
         **names,
     }
+
+
+def steps_of(times: Mapping[str, Any], last: int) -> list[int]:
+    """Return how many steps each point of `times_of` stands for: older points are means of more steps.
+
+    Args:
+        last: the last step.
+    """
+    steps = times["step"]
+    return [after - before for before, after in itertools.pairwise([*steps, last + 1])]
 
 
 def use_of(rows: Sequence[Row]) -> dict[str, Any]:

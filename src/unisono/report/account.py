@@ -13,6 +13,7 @@ from typing import Any, Final
 from unisono.decisions.advice import Advice, Load, Setting, advise
 from unisono.events import Seconds
 from unisono.history import History
+from unisono.history.machines import steps_of
 from unisono.journal.lines import is_number
 from unisono.overview import Overview
 from unisono.words import count, duration
@@ -21,7 +22,8 @@ __all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "i
 
 POINTS: Final = 1000
 PARTS: Final = Seconds.__struct_fields__
-MOST_EVENTS: Final = 20_000
+TOLD: Final = frozenset({"start", "joined", "gone", "interruption", "problem", "end"})
+"""Kinds of events that an account is made of; there may be very many of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,7 @@ def account(directory: Path) -> Account:
     scalars = [name for name in names if not name.startswith(("part/", "evaluation/"))]
     evaluations = [name for name in names if name.startswith("evaluation/")]
     times = history.times(first, last, POINTS) if last >= 0 else {}
-    told = history.events(0, MOST_EVENTS)["events"]
+    told = [each for each in history.every_event() if each.get("kind") in TOLD]
     hosts = {each["worker_id"]: each.get("host", "") for each in told if each.get("kind") == "joined"}
     workers = _workers(times, last, hosts)
     total = sum(each.total for each in workers)
@@ -266,7 +268,7 @@ def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> l
     steps: Sequence[int] = times.get("step", ())
     if not names or not steps:
         return []
-    weights = [after - before for before, after in zip(steps, [*steps[1:], last + 1], strict=True)]
+    weights = steps_of(times, last)
     values = times["values"]
     leaves = [_sum(values.get("leaves", ()), weights, place) for place in range(len(names))]
     all_leaves = sum(leaves) or 1.0
