@@ -30,7 +30,7 @@ from unisono.journal.index import INDEX, read_blocks
 from unisono.journal.lines import LineEvent, number_in, text_of
 from unisono.journal.times import by_step
 from unisono.report import account, report
-from unisono.rundir import EVENTS_FILE
+from unisono.rundir import EVENTS_FILE, Lock
 
 ODD = {math.nan: "nan", math.inf: "inf", -math.inf: "-inf"}
 STEPS = 40
@@ -516,6 +516,20 @@ def test_a_journal_that_ends_before_its_run_is_said(tmp_path: Path) -> None:
     assert history.overview().state == "finished"
     (note,) = history.notes
     assert note.startswith(f"{run / JOURNAL} ends with step 99, and the run ended after step 299: ")
+
+
+def test_a_run_whose_processes_were_all_killed_is_not_said_to_wait(tmp_path: Path) -> None:
+    run = make_long_run(tmp_path / "run", steps=300, workers=2, ended=False)
+    overview = History(run).overview()
+    assert (overview.state, overview.step, overview.left_s) == ("unknown", 299, None)
+    assert "the run was killed, or goes on where this is not seen" in overview.reason
+    assert account(run).sentence.startswith("Ended after 300 steps")
+    lock = Lock()
+    lock.take(run, "long")
+    try:
+        assert History(run).overview().state == "waiting", "a process of the run is there"
+    finally:
+        lock.release()
 
 
 def test_a_run_that_is_over_has_the_name_of_its_script(tmp_path: Path) -> None:

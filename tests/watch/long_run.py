@@ -60,7 +60,7 @@ def make_long_run(directory: Path, steps: int = 1_000_000, workers: int = 64, *,
         "run_id": "long",
         "schema": 1,
         "recipe": {"batch_size": 512, "microbatches": 64, "seed": 1},
-        "command": {"folder": "/home/ada", "arguments": ["train.py"]},
+        "command": {"folder": "/", "arguments": ["train.py"]},
     }
     (directory / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
     _write_journal(directory, steps, ended=ended)

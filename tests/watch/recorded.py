@@ -89,7 +89,7 @@ class Recording:
             "schema": 1,
             "run_id": f"made-up-{self.seed}{self.bad}",
             "recipe": recipe,
-            "command": {"folder": "/home/ada", "arguments": [f"train.py{self.bad}", "--lr", "0.002"]},
+            "command": {"folder": "/", "arguments": [f"train.py{self.bad}", "--lr", "0.002"]},
             "environment": {"python": "3.11.9", "torch": "2.6.0", "hosts": self.hosts},
         }
         (self.directory / RUN_FILE).write_text(json.dumps(facts))

@@ -138,7 +138,7 @@ def _seen(told: Any) -> Seen:
 
 
 def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Seen]:
-    from unisono.history import History
+    from unisono.history import History, without_head
 
     if not folder.exists():
         raise UsageError(f"there is no run directory {folder}")
@@ -166,7 +166,7 @@ def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Se
             yield Seen(overview, note or "; ".join(history.notes), is_over=True)
             return
         lost_s = now - lost_at
-        overview = _without_head(overview)
+        overview = without_head(overview)
         note = note or (f"no head answers; this is what the files say, for {lost_s:.0f} s" if met else "")
         yield Seen(overview, note or "; ".join(history.notes), lost_s, is_over=not met and overview.state == UNKNOWN)
         sleep(EVERY_S)
@@ -174,11 +174,3 @@ def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Se
 
 def _no_head(file: Path) -> Invitation:
     raise NotGoing(f"{file} is a file")
-
-
-def _without_head(overview: Overview) -> Overview:
-    """Return what to show of a run that has no end, while no head answers."""
-    if overview.state not in ("starting", "waiting"):
-        return overview
-    reason = "no head answers, and the journal has no end: the run was killed, or goes on where this is not seen"
-    return msgspec.structs.replace(overview, state=UNKNOWN, reason=reason)

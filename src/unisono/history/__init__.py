@@ -6,6 +6,6 @@ whatever can be read: what cannot is in `History.notes`.
 
 from __future__ import annotations
 
-from unisono.history.reading import History
+from unisono.history.reading import History, without_head
 
-__all__ = ["History"]
+__all__ = ["History", "without_head"]

@@ -22,10 +22,10 @@ from unisono.journal import JOURNAL, thinning
 from unisono.journal.index import Block, Placed, Scanned, block_of, column_of
 from unisono.journal.times import COLUMNS, TIMES, record_of
 from unisono.overview import CURVE_POINTS, CurvePoint, Overview
-from unisono.rundir import EVENTS_FILE, RUN_FILE, USE_FOLDER
+from unisono.rundir import EVENTS_FILE, RUN_FILE, USE_FOLDER, is_going
 from unisono.words import count
 
-__all__ = ["EXACT_STEPS", "History"]
+__all__ = ["EXACT_STEPS", "History", "without_head"]
 
 EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
@@ -243,7 +243,8 @@ class History:
         """Return the run as it is now, or as it has ended."""
         found = self._fold.overview(self._facts, time.time())
         here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
-        return msgspec.structs.replace(found, curve=self._whole_curve(), run_dir=here)
+        found = msgspec.structs.replace(found, curve=self._whole_curve(), run_dir=here)
+        return found if is_going(self.directory) else without_head(found)
 
     def _whole_curve(self) -> list[CurvePoint]:
         """Return the loss of the whole run; without the newest steps, as long as they are less than a point."""
@@ -305,7 +306,7 @@ class History:
         elif lines.with_steps and (lost := self._last_told()) > (last := self.span()[1]):
             found.append(
                 f"{lines.path} ends with step {last}, and the run ended after step {lost}: the last lines were cut "
-                "off, or could not be written (a full disk)"
+                "off, or could not be written (a full disk, or all workers were killed)"
             )
         return found
 
@@ -337,6 +338,14 @@ class History:
                 f"{path} was written by a newer version (schema {schema}, this one knows {RUN_SCHEMA}); what this "
                 "version does not know is left out"
             )
+
+
+def without_head(overview: Overview) -> Overview:
+    """Return what to show of a run that no process is seen of: it may go on elsewhere, unless it has an end."""
+    if overview.state not in ("starting", "waiting"):
+        return overview
+    reason = "no head answers, and the journal has no end: the run was killed, or goes on where this is not seen"
+    return msgspec.structs.replace(overview, state="unknown", reason=reason, left_s=None)
 
 
 class _Series:
