@@ -29,7 +29,7 @@ from unisono.events import (
     WorkerJoined,
     WorkerTimes,
 )
-from unisono.head.story import KEPT_S, Kept, Story
+from unisono.head.story import KEPT_S, Story, StoryState
 
 T = 1.79e9
 
@@ -117,7 +117,7 @@ def test_the_balance_is_told_once_a_minute() -> None:
 def test_the_next_head_knows_what_was_told_last_and_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [T]
     monkeypatch.setattr("unisono.head.story.time.time", lambda: now[0])
-    story = Story(Kept())
+    story = Story(StoryState())
     story.add([MachineJoined(agent_id="agent0", host="a", num_workers=2)], "all are ready")
     first = story.take()
     assert [event.time for event in first] == [T, T]
@@ -126,7 +126,7 @@ def test_the_next_head_knows_what_was_told_last_and_how_long_steps_take(monkeypa
     for number in range(4):
         story.take_step(step(number, T + 0.5 * number))
     story.add([change(2, 0.0)])
-    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(story.kept()), type=Kept)
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(story.kept()), type=StoryState)
     assert [event.time for event in kept.told] == [now[0]], "what is older has arrived"
     following = Story(kept)
     assert following.recent == list(kept.told)
@@ -138,7 +138,7 @@ def test_the_next_head_knows_what_was_told_last_and_how_long_steps_take(monkeypa
 
 
 def test_the_end_has_the_digests_that_the_workers_have_told() -> None:
-    story = Story(Kept())
+    story = Story(StoryState())
     story.take_other(RunEnded(ok=True, reason="", digests={"model": "5f"}))
     story.add([RunEnded(ok=True, reason="finished", digests={}, step=7)])
     (end,) = [event for event in story.take() if isinstance(event, RunEnded)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any, cast
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from unisono.events import Announcement, GpuUse, MachineUsed, Seconds, StepFinished, WorkerTimes, WorkerUse
+from unisono.head import reading
 from unisono.head.kept import MOST_EVENTS, MOST_STEPS, MOST_TIMES, Kept
 from unisono.overview import Overview
 from unisono.page.answers import answer
@@ -144,3 +146,29 @@ def test_the_arguments_of_a_script_are_not_told() -> None:
     assert found.facts() == {"recipe": {"seed": 1}}
     found.described = "no json"
     assert found.facts() == {}
+
+
+def test_answers_from_memory_leave_the_head_most_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 0.0, []
+
+    class Slow(Kept):
+        def facts(self) -> dict[str, Any]:
+            nonlocal now
+            now += 0.25
+            return {}
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    monkeypatch.setattr(reading.time, "monotonic", lambda: now)
+    monkeypatch.setattr(reading.asyncio, "sleep", sleep)
+
+    async def ask() -> list[bytes]:
+        found = reading.Reading("x", Slow(lambda: Overview(run_id="x")))
+        return [await found.answer(f'{{"id": {number}, "get": "facts", "run": {number}}}') for number in (0, 0, 1)]
+
+    first, second, _ = asyncio.run(ask())
+    assert (first, second) == (b'{"id":0,"facts":{}}', b'{"id":0,"facts":{}}')
+    assert slept == [0.0, pytest.approx(0.25 * reading.SLOWEST)], "the second is answered from what is fresh"

@@ -385,3 +385,13 @@ def test_only_the_last_sentences_are_kept() -> None:
 def test_sixty_four_workers_that_join_together_are_one_sentence() -> None:
     found = folded(*(joined(f"w{number}") for number in range(64)))
     assert texts(found) == ["64 workers (w0 ... w63) join: all are ready"]
+
+
+def test_of_workers_that_come_and_go_for_months_the_newest_are_kept() -> None:
+    builder = OverviewBuilder()
+    builder.take(members(1, "w0"))
+    for number in range(1, 1000):
+        builder.take(joined(f"w{number}", time=START + number))
+        builder.take(gone(f"w{number}", time=START + number))
+    assert len(builder._workers) < 300
+    assert set(states(builder.overview(START + 1000))) == {"w0", *(f"w{number}" for number in range(992, 1000))}

@@ -330,6 +330,17 @@ def test_a_group_at_its_limit_is_said(tmp_path: Path) -> None:
     assert "at its limit" in kills.new()
 
 
+@pytest.mark.parametrize(("version", "name"), [(1, "total_inactive_file"), (2, "inactive_file")])
+def test_a_group_that_is_full_of_what_files_left_is_not_at_its_limit(tmp_path: Path, version: int, name: str) -> None:
+    root = machine(tmp_path, version=version, kills=0, used=990)
+    folder = root / ("sys/fs/cgroup/job" if version == 2 else "sys/fs/cgroup/memory/job")
+    (folder / "memory.stat").write_text(f"anon 90\n{name} 900\n")
+    assert Kills(root).new() == "", "somebody has killed it, but not for memory"
+    limit = memory_limit(root)
+    assert limit is not None
+    assert limit.used == 90
+
+
 def test_the_nearest_limit_counts(tmp_path: Path) -> None:
     limit = memory_limit(machine(tmp_path, version=2, kills=0, used=100))
     assert limit is not None

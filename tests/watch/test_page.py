@@ -734,6 +734,7 @@ def test_what_is_no_question_is_answered_with_an_error_and_the_next_one_is_answe
             '{"get": "everything"}',
             '{"get": "series"}',
             '{"get": "overview", "run": 9}',
+            50_000 * "[",
         ):
             socket.send(text)
             assert "error" in str(socket.recv(WAIT_S))

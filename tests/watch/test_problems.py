@@ -91,7 +91,7 @@ def whole(content: str) -> None:
     """What each file has."""
     for part in ("What to do: ", "Stacks of all workers", "Machines, and the memory", "Last events", "Versions"):
         assert part in content, content
-    for part in ("torch ", "OMP_NUM_THREADS", '"microbatches": 8', "MemTotal"):
+    for part in ("torch ", "OMP_NUM_THREADS", '"microbatches": 8', "MemTotal", "limit: "):
         assert part in content, content
     assert SECRET not in content
 

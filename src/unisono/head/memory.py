@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from unisono.decisions.membership import Policy, State
-from unisono.head.story import NOTHING, Kept
+from unisono.head.story import NOTHING, StoryState
 from unisono.messages import Failed
 
 __all__ = ["Memory"]
@@ -28,7 +28,7 @@ class Memory:
     """The run's description (`unisono.rundir.describe`), as JSON."""
     seers: tuple[str, ...] = ()
     """The agents on whose machines a worker has seen the run directory."""
-    story: Kept = NOTHING
+    story: StoryState = NOTHING
     """What was told last."""
     clock: float | None = None
     """The time of this machine's clock (`time.monotonic`), of which times in ``state`` are."""

@@ -28,7 +28,7 @@ from unisono.events import (
     StepFinished,
 )
 
-__all__ = ["NOTHING", "Kept", "Story", "Uses"]
+__all__ = ["NOTHING", "Story", "StoryState", "Uses"]
 
 RECENT: Final = 1_000
 """So many of the newest events are told again to an agent that connects again."""
@@ -42,7 +42,7 @@ USES_PER_S: Final = 500.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoryState:
     """The part of the story in the head's state."""
 
     told: tuple[Event, ...] = ()
@@ -57,7 +57,7 @@ class Kept:
     total_s: float = 0.0
 
 
-NOTHING: Final = Kept()
+NOTHING: Final = StoryState()
 
 
 class Story:
@@ -67,7 +67,7 @@ class Story:
         kept: of the head before this one.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: StoryState) -> None:
         self._untold: list[Event] = []
         self._recent: deque[Event] = deque(kept.told, RECENT)
         self._interruptions = Interruptions(kept.last_step_at, kept.usual_s)
@@ -119,11 +119,11 @@ class Story:
         self._recent += told
         return told
 
-    def kept(self) -> Kept:
+    def kept(self) -> StoryState:
         """Return the part of the story that the next head needs."""
         since = time.time() - KEPT_S
         told = tuple(event for event in (*self._recent, *self._untold) if event.time >= since)
-        return Kept(
+        return StoryState(
             told,
             last_step_at=self._interruptions.last,
             usual_s=self._interruptions.usual_s,

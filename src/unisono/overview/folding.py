@@ -57,6 +57,8 @@ _STALLED_STEPS: Final = 5.0
 _GONE_S: Final = 60.0
 """For so long a worker that has gone is still shown, but not more than `_GONE_SHOWN` of them."""
 _GONE_SHOWN: Final = 8
+_WORKERS_KEPT: Final = 256
+"""Of those that are no members: a run may go on for months with workers that come and go."""
 _UNUSED_S: Final = 60.0
 """A machine that has not said for so long what it uses is left out, while the run goes on."""
 _KNOWN: Final = 64
@@ -227,6 +229,9 @@ class OverviewBuilder:
         self._late.pop(event.worker_id, None)
         if event.how != "finished":  # all of them do, and the run says so
             self._told.gone(event)
+        if len(self._workers) > _WORKERS_KEPT + len(self._members):
+            gone = {worker_id: each.gone_at for worker_id, each in self._workers.items() if each.how}
+            self._workers.pop(_smallest(gone), None)
 
     def _forget(self, event: MachineGone) -> None:
         self._agents.pop(event.agent_id, None)
@@ -422,6 +427,10 @@ def _mean_seconds(sums: tuple[float, ...] | None, number: int) -> Seconds:
     if sums is None:
         return Seconds()
     return Seconds(**{part: value / number for part, value in zip(Seconds.__struct_fields__, sums, strict=True)})
+
+
+def _smallest(values: Mapping[str, float]) -> str:
+    return min(values, key=values.__getitem__, default="")
 
 
 def _largest(values: Mapping[str, float]) -> str:

@@ -150,7 +150,7 @@ class Directories:
     def _answer(self, text: str | bytes) -> str:
         try:
             question = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             question = None
         return encode(answer(self._runs, question))
 

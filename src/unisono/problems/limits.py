@@ -125,11 +125,14 @@ def _groups(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _of_group(version: int, folder: Path) -> MemoryLimit | None:
-    """Return the limit of a control group; None: it has none."""
+    """Return the limit of a control group; None: it has none. What the kernel keeps of files and can drop at once is
+    not used: it fills any group in time, and nothing is killed for it.
+    """
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     limit, used = (_text(folder / name).strip() for name in names)
     if limit.isdecimal() and used.isdecimal() and int(limit) < _ENDLESS:
-        return MemoryLimit(int(limit), int(used), "its control group's memory")
+        idle = _value(folder / "memory.stat", "inactive_file" if version == 2 else "total_inactive_file")
+        return MemoryLimit(int(limit), max(0, int(used) - idle), "its control group's memory")
     return None
 
 
