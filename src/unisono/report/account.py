@@ -21,6 +21,8 @@ __all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "i
 POINTS: Final = 1000
 PARTS: Final = Seconds.__struct_fields__
 MOST_EVENTS: Final = 20_000
+LEAST_STEPS: Final = 10
+"""No advice follows from fewer: the first steps of a process are slower than all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,7 @@ def account(directory: Path) -> Account:
         efficiency=sum(each.seconds["compute"] for each in workers) / total if total else None,
         presences=came_and_went,
         interruptions=interruptions(told),
-        advice=advise(loads, _setting(history.facts(), history.use(POINTS))),
+        advice=advise(loads, _setting(history.facts(), history.use(POINTS))) if last - first >= LEAST_STEPS - 1 else [],
         problems=[each for each in told if each.get("kind") == "problem"],
         notes=list(history.notes),
     )
