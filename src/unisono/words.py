@@ -5,7 +5,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-__all__ = ["count", "duration", "exit_words", "listed", "position_words", "progress", "script_in"]
+__all__ = [
+    "count",
+    "duration",
+    "exit_words",
+    "listed",
+    "position_words",
+    "progress",
+    "script_in",
+    "short_duration",
+]
 
 
 def count(number: int, noun: str) -> str:
@@ -29,6 +38,11 @@ def duration(seconds: float) -> str:
         return f"{hours} h {minutes} min"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours} h"
+
+
+def short_duration(seconds: float) -> str:
+    """Return ``35 ms`` or ``1.2 s``, of a part of a step."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def listed(names: Sequence[str]) -> str:

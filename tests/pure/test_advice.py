@@ -10,12 +10,10 @@ from unisono.decisions.advice import (
     Setting,
     advise,
     computing_seconds,
-    efficiency,
-    loads_of,
     step_seconds,
 )
 from unisono.decisions.plan import plan
-from unisono.events import Seconds, WorkerTimes
+from unisono.events import Seconds
 
 
 def team(paces: list[float], microbatches: int, *, equal: bool = True, **more: float) -> list[Load]:
@@ -144,25 +142,6 @@ def test_what_the_script_does_by_itself_is_named_and_nothing_is_promised() -> No
     found = first(advise(loads, Setting(microbatches=4)))
     assert found.gain == 0.0
     assert "takes 50 % of each step" in found.text
-
-
-def test_efficiency_is_the_part_of_all_time_that_computes() -> None:
-    assert efficiency(team([0.1, 0.1, 0.1], 4)) == pytest.approx(0.4 / 0.6)
-    assert efficiency([]) == 0.0
-
-
-def test_loads_are_means_over_the_steps_with_the_same_workers() -> None:
-    def step(leaves: int, waits: float) -> dict[str, WorkerTimes]:
-        last = Seconds(compute=1.0 - waits, waiting=waits)
-        return {"w0": WorkerTimes(leaves=leaves, last=last, waits_for="w1", waits_s=waits), "w1": WorkerTimes(leaves=1)}
-
-    steps = [{"w0": WorkerTimes(leaves=9)}, step(2, 0.2), step(4, 0.4)]
-    own, other = loads_of(steps, {"w0": "a"})
-    assert (own.worker_id, own.host, own.leaves) == ("w0", "a", 3)
-    assert own.seconds.waiting == pytest.approx(0.3)
-    assert own.waits == pytest.approx({"w1": 0.3})
-    assert other.waits == {}
-    assert loads_of([]) == []
 
 
 def test_nodes_that_the_shares_avoid_already_are_not_promised_again() -> None:

@@ -23,6 +23,7 @@ from unisono.history import History
 from unisono.history import lines as lines_module
 from unisono.history import reading as reading_module
 from unisono.history.lines import Lines
+from unisono.history.machines import steps_of
 from unisono.journal import JOURNAL, Journal, conclude, read, to_line, truncate
 from unisono.journal import index as index_module
 from unisono.journal.index import INDEX, read_blocks
@@ -639,3 +640,22 @@ def test_each_step_pays_for_its_own_line_only(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(index_module, "block_of", lambda placed: made.append(len(placed)) or block_of(placed))
     write(tmp_path, [some_step(number) for number in range(STEPS)])
     assert made == [4] * (STEPS // 4)
+
+
+def test_every_event_is_yielded_also_after_a_page_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module, "EVENTS_AT_ONCE", 2)
+    texts = [
+        '{"kind": "note", "number": 0}',
+        "broken",
+        "broken",
+        *(f'{{"kind": "note", "number": {n}}}' for n in (1, 2)),
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{text}\n" for text in texts))
+    assert [each["number"] for each in History(tmp_path).every_event()] == [0, 1, 2]
+
+
+def test_a_point_counts_as_many_steps_as_it_is_a_mean_of() -> None:
+    assert steps_of({"step": [0, 64, 72, 73]}, last=74) == [64, 8, 1, 2]
+    assert steps_of({"step": []}, last=-1) == []

@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from unisono.events import Announcement, MachineUsed, Seconds, StepFinished, WorkerTimes
+from unisono.events import Announcement, GpuUse, MachineUsed, Seconds, StepFinished, WorkerTimes, WorkerUse
 from unisono.head.kept import MOST_EVENTS, MOST_STEPS, MOST_TIMES, Kept
 from unisono.overview import Overview
 from unisono.page.answers import answer
@@ -113,6 +113,19 @@ def test_the_use_of_machines_is_given_side_by_side() -> None:
     assert use["time"] == [0, 1, 2]
     assert use["machines"]["a"]["cores"] == [0, 1, 2]
     assert use["machines"]["b"]["num_cores"] == 4
+    assert use["machines"]["b"]["cores"] == [None, 1, 2]
+
+
+def test_the_use_of_gpus_and_of_each_worker_is_given_as_the_directory_would() -> None:
+    found = kept()
+    for time in range(2):
+        found.take(MachineUsed(time=time, host="a", cores=1.0, num_cores=4, memory_bytes=1, memory_total_bytes=2,
+                               sent_bytes_per_s=0.0, received_bytes_per_s=0.0,
+                               gpus=[GpuUse(utilization=0.5, memory_bytes=3, memory_total_bytes=4)],
+                               workers={"w0": WorkerUse(cores=0.5, memory_bytes=7)}))  # fmt: skip
+    machine = found.use()["machines"]["a"]
+    assert machine["gpu_utilization"] == [[0.5], [0.5]]
+    assert machine["worker_cores"] == [{"w0": 0.5}, {"w0": 0.5}]
 
 
 def test_an_answer_that_is_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from unisono.chronicle import record_of
 from unisono.events import (
     Announcement,
     CheckpointWritten,
@@ -247,9 +248,7 @@ class Recording:
 
     def _measure(self, *, is_told: bool) -> None:
         used = [self._used(host) for host in self.hosts]
-        hidden = ("kind", "time", "host")
-        records = {each.host: {k: v for k, v in msgspec.to_builtins(each).items() if k not in hidden} for each in used}
-        self._use.add(self._now, records)
+        self._use.add(self._now, {each.host: record_of(each) for each in used})
         if is_told:
             self.story += used
 

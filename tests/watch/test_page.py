@@ -78,7 +78,7 @@ def test_a_finished_run_opens_from_its_directory_and_is_drawn(browser: Browser, 
         assert drawn["Loss"] == 600
         assert {title for title, points in drawn.items() if points} >= {
             *("Loss", "Samples per second", "Time of a step, by part", "accuracy", "accuracy (evaluation)"),
-            *("Processor", "Memory", "GPUs", "Network, sent", "Network, received"),
+            *("Processor", "Memory", "GPUs", "GPU memory", "Network, sent", "Network, received"),
         }
         assert browser.text("#run-name") == "digits"
         assert browser.text("#state") == "finished"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["status"]
 
 EVENTS_SHOWN: Final = 20
-PAGE: Final = 5_000
 POINTS: Final = 500
 SHOWN: Final = 20
 """So many lines of a kind are shown to people."""
@@ -76,7 +74,7 @@ def _afterwards(folder: Path) -> dict[str, Any]:
             found |= {"state": "stopped", **{name: getattr(known, name) for name in names}}
         elif not history.events(-1, 1)["events"]:
             raise UsageError(f"the journal cannot be read: {error}") from error
-    told = account(_events(history))
+    told = account(history.every_event())
     end = told["end"]
     if rundir.is_going(folder):
         found |= {"state": "training", "reason": NO_HEAD}
@@ -99,18 +97,18 @@ def _afterwards(folder: Path) -> dict[str, Any]:
     }
 
 
-def _events(history: History) -> Iterator[dict[str, Any]]:
-    following = 0
-    while (page := history.events(following, PAGE))["events"]:
-        yield from page["events"]
-        following = page["next"]
-
-
 def _efficiency(history: History) -> float | None:
     """Return the part of the workers' time that was spent on computing; None: the run has told no times."""
-    values = history.times(*history.span(), points=POINTS)["values"]
+    from unisono.history.machines import steps_of
+
+    first, last = history.span()
+    times = history.times(first, last, points=POINTS)
+    values, steps = times["values"], steps_of(times, last)
     names = [name for name in Seconds.__struct_fields__ if name in values]
-    sums = {name: sum(each or 0.0 for row in values[name] for each in row) for name in names}
+    sums = {
+        name: sum(number * (each or 0.0) for number, row in zip(steps, values[name], strict=True) for each in row)
+        for name in names
+    }
     total = sum(sums.values())
     return round(sums["compute"] / total, 4) if total > 0 else None
 

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
 from unisono.decisions.balance import balanced, weighed
 from unisono.decisions.plan import Plan, plan
 from unisono.decisions.tree import cover
-from unisono.events import Seconds, WorkerTimes
+from unisono.events import Seconds
+from unisono.words import short_duration
 
-__all__ = ["Advice", "Load", "Setting", "advise", "efficiency", "loads_of"]
+__all__ = ["Advice", "Load", "Setting", "advise"]
 
 LEAST: Final = 0.03
 """Of a step's time: a smaller loss, or a smaller gain, is not worth a sentence."""
@@ -87,48 +86,6 @@ class Advice:
     """Part of a step's time (for each sample) that the change would save, by its model; 0: it cannot be computed."""
     change: str
     """What to change, as one would write it: ``microbatches=16``; "": nothing that can be written so."""
-
-
-def loads_of(steps: Sequence[Mapping[str, WorkerTimes]], hosts: Mapping[str, str] | None = None) -> list[Load]:
-    """Return the mean loads of the workers of the last of these steps, over the steps that had the same workers.
-
-    Args:
-        steps: `StepFinished.workers` of steps that follow each other. What a step says of its predecessor is
-            counted with that one.
-        hosts: by worker id.
-    """
-    if not steps:
-        return []
-    ids = list(steps[-1])
-    same = [step for step in steps if list(step) == ids]
-    loads = []
-    for worker_id in ids:
-        times = [step[worker_id] for step in same]
-        known = [each for each in times if each.last.total() > 0.0] or times
-        waits: dict[str, float] = {}
-        for each in known:
-            if each.waits_for:
-                waits[each.waits_for] = waits.get(each.waits_for, 0.0) + each.waits_s / len(known)
-        loads.append(
-            Load(
-                worker_id=worker_id,
-                host=(hosts or {}).get(worker_id, ""),
-                seconds=_mean_seconds([each.last for each in known]),
-                leaves=statistics.fmean(each.leaves for each in times),
-                waits=waits,
-                link_to=known[-1].link_to,
-                link_s=statistics.fmean(each.link_s for each in known),
-                link_bytes=statistics.fmean(each.link_bytes for each in known),
-                page_faults=statistics.fmean(each.page_faults for each in known),
-            )
-        )
-    return loads
-
-
-def efficiency(loads: Sequence[Load]) -> float:
-    """Return useful compute / total worker time: the part of all workers' time that computed gradients."""
-    total = sum(load.seconds.total() for load in loads)
-    return sum(load.seconds.compute for load in loads) / total if total > 0.0 else 0.0
 
 
 def advise(loads: Sequence[Load], setting: Setting) -> list[Advice]:
@@ -310,8 +267,8 @@ def _slow_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
         waits = max(one.seconds.waiting for one in loads if one is not load)
         yield Advice(
             text=f"{_named(load)} takes {load.pace / usual:.1f}x as long for a micro-batch as the others "
-            f"({_duration(load.pace)}, the others {_duration(usual)}): look for what else runs there, for its power "
-            "limit and temperature, and for threads that share cores. As fast as the others, it would save "
+            f"({short_duration(load.pace)}, the others {short_duration(usual)}): look for what else runs there, for "
+            "its power limit and temperature, and for threads that share cores. As fast as the others, it would save "
             f"{_percent(gain)} of the step's time.",
             loss_seconds=max(waits, now - then),
             gain=gain,
@@ -374,7 +331,7 @@ def _network(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
         rate = busiest.link_bytes / busiest.link_s * 8 / 1e6
         link = (
             f" The link {_named(busiest)} -> {names.get(busiest.link_to, busiest.link_to)} is busy for "
-            f"{_duration(busiest.link_s)} of it, at {rate:.0f} Mbit/s."
+            f"{short_duration(busiest.link_s)} of it, at {rate:.0f} Mbit/s."
         )
     says = f"Bytes on their way take {_percent(network / step)} of each step.{link}"
     hosts, nodes = len(_hosts(loads)), _num_nodes(loads, _measured(loads, setting))
@@ -461,13 +418,3 @@ def _named(load: Load) -> str:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.0f} %"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
-
-
-def _mean_seconds(seconds: Sequence[Seconds]) -> Seconds:
-    rows = [msgspec.structs.astuple(each) for each in seconds]
-    means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    return Seconds(**dict(zip(Seconds.__struct_fields__, means, strict=True)))

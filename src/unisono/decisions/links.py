@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from unisono.events import Announcement, LinkSlow, WorkerTimes
+from unisono.words import short_duration
 
 __all__ = ["Slowness"]
 
@@ -280,7 +281,7 @@ class Slowness:
         if pace.switch.is_on:
             is_well = now < WELL_WORKER * pace.reference or leaves * (now - pace.reference) < LEAST_S / 2
             if pace.switch.turns(is_well, span.since_s):
-                return [Announcement(text=f"{name} is not slow any more: {_duration(now)} for a micro-batch")]
+                return [Announcement(text=f"{name} is not slow any more: {short_duration(now)} for a micro-batch")]
             return []
         if pace.waits[-1] < span.least_s:
             pace.switch.turns(sign=False, seconds=span.since_s)
@@ -292,8 +293,9 @@ class Slowness:
         took, waited = statistics.median(pace.recent), statistics.median(pace.waits)
         return [
             Announcement(
-                text=f"{name} takes {took / reference:.1f}x as long for a micro-batch as {than} ({_duration(took)} "
-                f"instead of {_duration(reference)}): the others wait {_duration(waited)} for it in each step"
+                text=f"{name} takes {took / reference:.1f}x as long for a micro-batch as {than} "
+                f"({short_duration(took)} instead of {short_duration(reference)}): the others wait "
+                f"{short_duration(waited)} for it in each step"
             )
         ]
 
@@ -310,7 +312,3 @@ class Slowness:
         if others:
             found.append((statistics.median(others), "the others"))
         return min(found, default=(0.0, ""))
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -11,7 +11,10 @@ from typing import Any, Final
 
 import msgspec
 
+from unisono.chronicle import record_of
 from unisono.events import Event, MachineUsed, Seconds, StepFinished, WorkerOutput
+from unisono.history.machines import natural, use_of
+from unisono.journal.thinning import Row
 from unisono.overview import Overview
 from unisono.rundir import PRIVATE
 
@@ -103,7 +106,7 @@ class Kept:
     def times(self, first: int = 0, last: int = -1, points: int = 200) -> dict[str, Any]:
         asked = [step for step in self._times if _is_in(step.step, first, last)]
         asked = asked[:: math.ceil(len(asked) / max(1, points)) or 1]
-        workers = sorted({worker for step in asked for worker in step.workers}, key=_number)
+        workers = sorted({worker for step in asked for worker in step.workers}, key=natural)
         rows = [[step.workers.get(worker) for worker in workers] for step in asked]
         values = {part: [[getattr(w.last, part) if w else None for w in row] for row in rows] for part in _PARTS}
         values |= {
@@ -132,19 +135,12 @@ class Kept:
         per_host = {host: [use for use in self._uses if use.host == host] for host in hosts}
         longest = max(per_host.values(), key=len, default=[])[-points:]
         times = [use.time for use in longest]
-        machines = {}
-        for host, uses in per_host.items():
-            at = _at(uses, times)
-            last = uses[-1]
-            machines[host] = {
-                "num_cores": last.num_cores,
-                "memory_total_bytes": last.memory_total_bytes,
-                **{
-                    name: [getattr(use, name) if use else None for use in at]
-                    for name in ("cores", "memory_bytes", "sent_bytes_per_s", "received_bytes_per_s")
-                },
-            }
-        return {"time": times, "machines": machines}
+        columns = {host: _at(uses, times) for host, uses in per_host.items()}
+        records = [
+            {host: record_of(use) for host, column in columns.items() if (use := column[number]) is not None}
+            for number in range(len(times))
+        ]
+        return use_of([Row(time, time, 1, record) for time, record in zip(times, records, strict=True)])
 
 
 def _is_in(step: float, first: int, last: int) -> bool:
@@ -183,8 +179,3 @@ def _at(uses: list[MachineUsed], times: Sequence[float]) -> list[MachineUsed | N
             number += 1
         found.append(uses[number - 1] if number else None)
     return found
-
-
-def _number(worker_id: str) -> tuple[int, str]:
-    digits = worker_id.lstrip("w")
-    return (int(digits) if digits.isdecimal() else 0, worker_id)

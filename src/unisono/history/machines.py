@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from unisono.events import GpuUse, MachineUsed
+from unisono.journal.lines import is_number
 from unisono.journal.thinning import Row
 
-__all__ = ["times_of", "use_of", "used_in"]
+__all__ = ["natural", "steps_of", "times_of", "use_of", "used_in"]
 
 
 def times_of(columns: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
     """Return the times of the workers by column; None where a worker was not there."""
-    ids = sorted({worker_id for row in rows for worker_id in _dictionary(row.record.get("workers"))}, key=_natural)
+    ids = sorted({worker_id for row in rows for worker_id in _dictionary(row.record.get("workers"))}, key=natural)
     values: dict[str, list[list[Any]]] = {name: [] for name in columns}
     names: dict[str, list[list[str | None]]] = {"waits_for": [], "link_to": []}
     for row in rows:
@@ -35,6 +37,16 @@ def times_of(columns: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
         "values": values,
         **names,
     }
+
+
+def steps_of(times: Mapping[str, Any], last: int) -> list[int]:
+    """Return how many steps each point of `times_of` stands for: older points are means of more steps.
+
+    Args:
+        last: the last step.
+    """
+    steps = times["step"]
+    return [after - before for before, after in itertools.pairwise([*steps, last + 1])]
 
 
 def use_of(rows: Sequence[Row]) -> dict[str, Any]:
@@ -62,7 +74,7 @@ def used_in(row: Row) -> list[MachineUsed]:
         if isinstance(told, dict):
             gpus = zip(*(told.get(f"gpu_{name}", []) for name in _GPU), strict=False)
             cores, memory = _dictionary(told.get("worker_cores")), _dictionary(told.get("worker_memory_bytes"))
-            whole = {name: round(value) for name, value in told.items() if name in _WHOLE and _is_number(value)}
+            whole = {name: round(value) for name, value in told.items() if name in _WHOLE and is_number(value)}
             known = {
                 **{name: value for name, value in told.items() if name in MachineUsed.__struct_fields__},
                 **whole,
@@ -89,14 +101,11 @@ _GPU: Final = GpuUse.__struct_fields__
 _WHOLE: Final = frozenset(field.name for field in msgspec.structs.fields(MachineUsed) if field.type is int)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _dictionary(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _natural(worker_id: str) -> tuple[str, int, str]:
+def natural(worker_id: str) -> tuple[str, int, str]:
+    """Return a key by which w2 comes before w10."""
     head = worker_id.rstrip("0123456789")
     return head, int(worker_id[len(head) :] or 0), worker_id

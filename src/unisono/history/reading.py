@@ -29,6 +29,7 @@ __all__ = ["EXACT_STEPS", "History", "without_head"]
 
 EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
+EVENTS_AT_ONCE: Final = 5_000
 RUN_SCHEMA: Final = 1
 """Of ``run.json``, that this version knows."""
 _FACTS: Final = {"run_id": str, "recipe": dict, "command": dict, "environment": dict, "resumed": list, "earlier": list}
@@ -227,6 +228,16 @@ class History:
         """
         found, following = self._story.read(after, most)
         return {"events": found, "next": following}
+
+    def every_event(self) -> Iterator[dict[str, Any]]:
+        """Yield all that has happened besides steps, the oldest first. There may be many: keep what is needed."""
+        following = 0
+        while following < len(self._story):
+            found, after = self._story.read(following, EVENTS_AT_ONCE)
+            yield from found
+            if after == following:
+                return  # the file cannot be read
+            following = after
 
     def overview(self) -> Overview:
         """Return the run as it is now, or as it has ended."""

@@ -11,7 +11,18 @@ import msgspec
 
 from unisono.events import EvaluationFinished, Event, LinesLost, RunEnded, StepFinished
 
-__all__ = ["Line", "LineEvent", "from_line", "is_line", "number_in", "parse", "plain", "text_of", "to_line"]
+__all__ = [
+    "Line",
+    "LineEvent",
+    "from_line",
+    "is_line",
+    "is_number",
+    "number_in",
+    "parse",
+    "plain",
+    "text_of",
+    "to_line",
+]
 
 Line = dict[str, Any]
 LineEvent = StepFinished | EvaluationFinished | LinesLost | RunEnded
@@ -71,6 +82,11 @@ def text_of(line: Line) -> str:
         return _FINITE.encode(line)
     except ValueError:
         return json.dumps(plain(line))
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, and finite."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def number_in(value: float | str | None) -> float:

@@ -35,6 +35,8 @@ LEVEL_BYTES: Final = 16 << 20
 """At most so much is kept of each level (and the file that is being written)."""
 END_BYTES: Final = 1 << 16
 """So much of a file is read for its newest rows, unless more are asked for."""
+HEAD_BYTES: Final = 1 << 14
+"""So much of a file is looked at for how long its rows are: the first step of a run has told less than the others."""
 INTERVAL_S: Final = 0.5
 """What was added is written at most so often."""
 MOST_WAITING: Final = 4096
@@ -524,9 +526,15 @@ class _Files:
         with contextlib.suppress(OSError), path.open("rb") as file:
             if not self._is_like_the_newest(file.readline(), path):
                 return None, 0.0
-            for text in file:
-                with contextlib.suppress(msgspec.DecodeError):
-                    return _rows.decode(text), os.fstat(file.fileno()).st_size / len(text)
+            begin = file.tell()
+            data = file.read(HEAD_BYTES)
+            if b"\n" not in data:
+                data += file.readline()  # of very many workers
+            texts = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+            num_bytes = os.fstat(file.fileno()).st_size - begin
+            for text in texts:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    return _rows.decode(text), num_bytes * len(texts) / sum(map(len, texts))
         return None, 0.0
 
     def last_key(self, path: Path, row: Row) -> float:

@@ -13,6 +13,8 @@ from typing import Any, Final
 from unisono.decisions.advice import Advice, Load, Setting, advise
 from unisono.events import Seconds
 from unisono.history import History
+from unisono.history.machines import steps_of
+from unisono.journal.lines import is_number
 from unisono.overview import Overview
 from unisono.words import count, duration
 
@@ -20,9 +22,10 @@ __all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "i
 
 POINTS: Final = 1000
 PARTS: Final = Seconds.__struct_fields__
-MOST_EVENTS: Final = 20_000
 LEAST_STEPS: Final = 10
 """No advice follows from fewer: the first steps of a process are slower than all others."""
+TOLD: Final = frozenset({"start", "joined", "gone", "interruption", "problem", "end"})
+"""Kinds of events that an account is made of; there may be very many of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ def account(directory: Path) -> Account:
     scalars = [name for name in names if not name.startswith(("part/", "evaluation/"))]
     evaluations = [name for name in names if name.startswith("evaluation/")]
     times = history.times(first, last, POINTS) if last >= 0 else {}
-    told = history.events(0, MOST_EVENTS)["events"]
+    told = [each for each in history.every_event() if each.get("kind") in TOLD]
     hosts = {each["worker_id"]: each.get("host", "") for each in told if each.get("kind") == "joined"}
     workers = _workers(times, last, hosts)
     total = sum(each.total for each in workers)
@@ -267,7 +270,7 @@ def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> l
     steps: Sequence[int] = times.get("step", ())
     if not names or not steps:
         return []
-    weights = [after - before for before, after in zip(steps, [*steps[1:], last + 1], strict=True)]
+    weights = steps_of(times, last)
     values = times["values"]
     leaves = [_sum(values.get("leaves", ()), weights, place) for place in range(len(names))]
     all_leaves = sum(leaves) or 1.0
@@ -336,7 +339,7 @@ def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
     spare = [
         used["num_cores"] - statistics.fmean(cores)
         for used in use.get("machines", {}).values()
-        if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if _is_number(value)])
+        if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if is_number(value)])
     ]
     return Setting(
         microbatches=_whole(recipe.get("microbatches")),
@@ -348,7 +351,3 @@ def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
 def _whole(value: Any) -> int:
     """Return a number of a recipe; 0 where it is none."""
     return value if isinstance(value, int) and value > 0 else 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -13,6 +13,7 @@ from datetime import datetime
 from html import escape
 from typing import Any, Final
 
+from unisono.journal.lines import is_number
 from unisono.report.account import Account, Interruption, Presence, WorkerAccount
 from unisono.words import count, duration
 
@@ -283,7 +284,7 @@ def _chart(number: int, chart: Mapping[str, Any]) -> str:
 
 def _said(line: Mapping[str, Any]) -> str:
     """Return a curve in words, for who does not see it."""
-    lows, highs = [v for v in line["low"] if _finite(v)], [v for v in line["high"] if _finite(v)]
+    lows, highs = [v for v in line["low"] if is_number(v)], [v for v in line["high"] if is_number(v)]
     if not lows:
         return f"{line['run']}: no number"
     return f"{line['run']}: last {_number(line['mean'][-1])}, from {_number(min(lows))} to {_number(max(highs))}"
@@ -340,12 +341,8 @@ def _times_word(number: int) -> str:
     return "once" if number == 1 else f"{number:,} times"
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _number(value: Any) -> str:
-    if not _finite(value):
+    if not is_number(value):
         return "" if value is None else str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
@@ -353,7 +350,7 @@ def _number(value: Any) -> str:
 
 
 def _mean(account: Account, name: str) -> float | None:
-    values = [value for value in account.series.get(name, {}).get("mean", ()) if _finite(value)]
+    values = [value for value in account.series.get(name, {}).get("mean", ()) if is_number(value)]
     return math.fsum(values) / len(values) if values else None
 
 

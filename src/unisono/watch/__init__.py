@@ -5,14 +5,13 @@ A new sink is one file in this folder, with a class that satisfies `Sink`, and o
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import sys
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, cast, runtime_checkable
 
 from unisono.errors import UsageError
 from unisono.events import Event, RunStarted
+from unisono.watch.queued import print_error
 
 __all__ = ["SINKS", "Sink", "Stream", "make", "named"]
 
@@ -86,11 +85,6 @@ def _load(place: str) -> Callable[..., object]:
     return found
 
 
-def _print_error(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a script may have closed it
-        print(f"unisono: {text}", file=sys.stderr, flush=True)
-
-
 class Stream:
     """Gives each event to several sinks, in their order. A sink that raises is reported once, closed and dropped: it
     never ends a run.
@@ -99,7 +93,7 @@ class Stream:
         report: gets the sentence about a sink that raised.
     """
 
-    def __init__(self, sinks: Iterable[Sink], report: Callable[[str], None] = _print_error) -> None:
+    def __init__(self, sinks: Iterable[Sink], report: Callable[[str], None] = print_error) -> None:
         self._sinks = list(sinks)
         self._report = report
         self._number = -1

@@ -13,7 +13,7 @@ from unisono.errors import UsageError
 from unisono.events import Event, RunEnded, RunStarted, StepFinished
 from unisono.words import count
 
-__all__ = ["Batched", "Queued", "need"]
+__all__ = ["Batched", "Queued", "need", "print_error"]
 
 MOST: Final = 10_000
 EVERY_S: Final = 0.5
@@ -43,8 +43,9 @@ def need(module: str, what: str, extra: str) -> None:
     raise UsageError(f"{what} needs the package {module.partition('.')[0]}: pip install 'unisono[{extra}]'")
 
 
-def _print_error(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+def print_error(text: str) -> None:
+    """Print a sentence about a sink to standard error."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a script may have closed it
         print(f"unisono: {text}", file=sys.stderr, flush=True)
 
 
@@ -71,7 +72,7 @@ class Queued:
         most: int = MOST,
         every_s: float = EVERY_S,
         patience_s: float = PATIENCE_S,
-        report: Callable[[str], None] = _print_error,
+        report: Callable[[str], None] = print_error,
     ) -> None:
         self._sink = sink
         self._name = name or type(sink).__qualname__

@@ -6,14 +6,15 @@ import { bytes, percent, plain, short } from "./format.js";
 import { runColour } from "./theme.js";
 
 const MOST_LINES = 8;
-const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+const mean = (values) => (values.length ? sum(values) / values.length : NaN);
 const DASHES = [undefined, [8, 4], [2, 3], [12, 3, 2, 3]];
 
 const CHARTS = [
   { title: "Processor", format: percent, most: 1, of: (m) => divided(m.cores, m.num_cores) },
   { title: "Memory", format: percent, most: 1, of: (m) => divided(m.memory_bytes, m.memory_total_bytes) },
-  { title: "GPUs", format: percent, most: 1, of: (m) => gpus(m, (gpu) => gpu.utilization) },
-  { title: "GPU memory", format: percent, most: 1, of: (m) => gpus(m, (gpu) => gpu.memory_bytes / gpu.memory_total_bytes) },
+  { title: "GPUs", format: percent, most: 1, of: (m) => m.gpu_utilization?.map((gpus) => mean(gpus ?? [])) },
+  { title: "GPU memory", format: percent, most: 1, of: (m) => m.gpu_memory_bytes?.map((gpus) => (gpus ? sum(gpus) / sum(m.gpu_memory_total_bytes ?? []) : NaN)) },
   { title: "Network, sent", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y)}B/s`, of: (m) => m.sent_bytes_per_s },
   { title: "Network, received", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y)}B/s`, of: (m) => m.received_bytes_per_s },
 ];
@@ -21,11 +22,6 @@ const CHARTS = [
 /** Values of a column by those of another, which may be one number for all. */
 function divided(values, all) {
   return values?.map((value, at) => (value === null ? NaN : value / (Array.isArray(all) ? all[at] : all)));
-}
-
-function gpus(machine, value) {
-  if (!machine.gpus?.some((each) => each?.length)) return undefined;
-  return machine.gpus.map((each) => (each?.length ? mean(each.map(value)) : NaN));
 }
 
 export class Machines {
@@ -91,10 +87,13 @@ export class Machines {
 
 /** The last that is known of each machine. */
 function last(use) {
-  return Object.entries(use?.machines ?? {}).map(([host, columns]) => ({
-    host, workers: {}, gpus: [],
-    ...Object.fromEntries(Object.entries(columns).map(([name, values]) =>
-      [name, Array.isArray(values) ? values.findLast((value) => value !== null && value !== undefined) : values])) }));
+  return Object.entries(use?.machines ?? {}).map(([host, columns]) => {
+    const newest = Object.fromEntries(Object.entries(columns).map(([name, values]) =>
+      [name, Array.isArray(values) && !name.endsWith("_total_bytes") ? values.findLast((value) => value !== null && value !== undefined) : values]));
+    const gpus = (newest.gpu_utilization ?? []).map((utilization, at) => ({
+      utilization, memory_bytes: newest.gpu_memory_bytes?.[at] ?? 0, memory_total_bytes: newest.gpu_memory_total_bytes?.[at] ?? NaN }));
+    return { ...newest, host, gpus, workers: newest.worker_cores ?? {} };
+  });
 }
 
 const peak = (values) => values.reduce((most, value) => (Number.isFinite(value) && value > most ? value : most), -Infinity);

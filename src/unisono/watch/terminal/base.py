@@ -9,9 +9,10 @@ from typing import Final
 
 from unisono.events import Announcement, Event, LinkSlow, Problem, RunEnded, StepFinished, WorkerOutput
 from unisono.overview import link_words
+from unisono.watch.terminal.text import duration
 from unisono.words import count, progress
 
-__all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "duration", "summary"]
+__all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "summary"]
 
 BALANCE_EVERY_S: Final = 5.0
 """Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen."""
@@ -60,12 +61,6 @@ class Pace:
         if self.last is None or not self.last.num_steps:
             return 0.0
         return max(0.0, (self.last.num_steps - self.last.step - 1) * self._seconds)
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def summary(pace: Pace, ended: RunEnded) -> str:
