@@ -239,3 +239,12 @@ def test_a_machine_without_workers_is_seen() -> None:
         "machine a: 2 workers, 3.5 of 4 cores busy, 5.0 of 16.0 GB in use, 1.2 MB/s sent, 0.3 MB/s received"
     )
     assert shown[-1] == "machine b: no worker"
+
+
+def test_status_names_the_evidence_of_what_went_wrong() -> None:
+    problem = {"time": T, "kind": "problem", "problem": "nan", "text": "the loss is nan in step 3", "step": 3}
+    events = [{"time": T, "kind": "start"}, {**problem, "evidence": "problems/nan-step3.txt"}, problem]
+    first, second = (line for line in words_of({"state": "failed", "events": events}).splitlines() if "nan" in line)
+    assert first.startswith("nan 20")
+    assert first.endswith(": the loss is nan in step 3 (evidence: problems/nan-step3.txt)")
+    assert second.endswith(": the loss is nan in step 3")

@@ -532,6 +532,11 @@ def test_a_run_whose_processes_were_all_killed_is_not_said_to_wait(tmp_path: Pat
         lock.release()
 
 
+def test_a_run_that_failed_in_its_first_steps_gets_no_advice(tmp_path: Path) -> None:
+    assert not account(make_long_run(tmp_path / "short", steps=9, workers=2)).advice
+    assert account(make_long_run(tmp_path / "long", steps=40, workers=2)).advice
+
+
 def test_a_run_that_is_over_has_the_name_of_its_script(tmp_path: Path) -> None:
     for arguments, name in ((["train.py", "--lr", "1"], "train.py"), (["-m", "training"], "-m training")):
         (tmp_path / "run.json").write_text(json.dumps({"command": {"folder": "/", "arguments": arguments}}))

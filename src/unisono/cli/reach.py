@@ -79,7 +79,7 @@ def _read_line() -> str:
         return getpass.getpass("the invitation (`unisono status RUN` shows it; it does not appear here): ")
     line = sys.stdin.readline()
     if not line.strip():
-        raise UsageError("there is no invitation on standard input: unisono join - <<< 'wss://...'")
+        raise UsageError("there is no invitation on standard input; it is given like this: - <<< 'wss://...'")
     return line
 
 

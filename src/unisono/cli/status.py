@@ -126,6 +126,7 @@ def _words(found: dict[str, Any]) -> str:
     lines += _machines(found.get("machines", []))
     lines += _past_workers(found.get("past_workers", []))
     lines += _interruptions(found.get("interruptions", []))
+    lines += _problems(found.get("events", []))
     lines += found.get("notes", [])
     if line := found.get("invitation"):
         invitation = Invitation.parse(line)
@@ -206,6 +207,16 @@ def _interruptions(interruptions: list[dict[str, Any]]) -> list[str]:
         for each in interruptions[-SHOWN:]
     ]
     return [*_more(interruptions, "interruption"), *lines]
+
+
+def _problems(told: list[dict[str, Any]]) -> list[str]:
+    """Return the newest problems; the evidence is a file in the run's directory."""
+    lines = []
+    for each in told:
+        if each.get("kind") == "problem":
+            evidence = f" (evidence: {each['evidence']})" if each.get("evidence") else ""
+            lines.append(f"{each['problem']} {_day(each['time'])}: {each['text']}{evidence}")
+    return lines
 
 
 def _more(values: list[dict[str, Any]], noun: str) -> list[str]:

@@ -22,6 +22,8 @@ __all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "i
 
 POINTS: Final = 1000
 PARTS: Final = Seconds.__struct_fields__
+LEAST_STEPS: Final = 10
+"""No advice follows from fewer: the first steps of a process are slower than all others."""
 TOLD: Final = frozenset({"start", "joined", "gone", "interruption", "problem", "end"})
 """Kinds of events that an account is made of; there may be very many of others."""
 
@@ -159,7 +161,7 @@ def account(directory: Path) -> Account:
         efficiency=sum(each.seconds["compute"] for each in workers) / total if total else None,
         presences=came_and_went,
         interruptions=interruptions(told),
-        advice=advise(loads, _setting(history.facts(), history.use(POINTS))),
+        advice=advise(loads, _setting(history.facts(), history.use(POINTS))) if last - first >= LEAST_STEPS - 1 else [],
         problems=[each for each in told if each.get("kind") == "problem"],
         notes=list(history.notes),
     )
