@@ -408,6 +408,14 @@ def test_a_writer_that_is_none_any_more_and_is_again(tmp_path: Path) -> None:
     assert numbers(tmp_path) == list(range(9))
 
 
+def test_a_log_whose_name_is_half_a_character_does_not_end_a_training(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path, writer=True)
+    for number in range(300):
+        journal.emit(step(number, logs={"\ud800": 1.0}))
+    assert numbers(tmp_path) == list(range(300))
+    assert len([line for line in read(tmp_path) if line["logs"]]) == 300
+
+
 def test_a_newcomer_goes_on_at_the_line_of_the_others(tmp_path: Path) -> None:
     """What it had said before it joined (an evaluation of the start) was theirs long ago."""
     run_with(tmp_path / "run", *[step(number) for number in range(7)])

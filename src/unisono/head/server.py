@@ -481,12 +481,13 @@ class Head:
 
     def send_all(self, names: Iterable[str], message: Message) -> None:
         data = encode(message)
+        is_step = isinstance(message, Steps) or (
+            isinstance(message, Happened) and isinstance(message.event, events.StepFinished)
+        )
         for name in names:
             line = self._lines.get(name)
             # An agent that is stopped for a while (Ctrl-Z) does not need the steps of that time.
-            if line is not None and not (
-                isinstance(message, Happened | Steps) and line.queue.qsize() > MAX_STEPS_QUEUED
-            ):
+            if line is not None and not (is_step and line.queue.qsize() > MAX_STEPS_QUEUED):
                 line.put(data)
 
     def has_workers(self) -> bool:

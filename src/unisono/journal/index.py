@@ -505,8 +505,8 @@ class Indexer:
             self._holes[:1] = [(begin, end)] if begin < end else []
 
     def _write(self, blocks: Sequence[Block]) -> None:
-        data = b"".join(msgspec.json.encode(block) + b"\n" for block in blocks)
         try:
+            data = b"".join(msgspec.json.encode(block) + b"\n" for block in blocks)
             with self._path.open("ab", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 try:
@@ -516,11 +516,14 @@ class Indexer:
                 if not is_whole:
                     file.truncate(size)
                     self._lose(blocks)
-        except OSError:
+        except (OSError, UnicodeEncodeError):  # the name of a log may have half a character
             self._lose(blocks)
 
     def _lose(self, blocks: Sequence[Block]) -> None:
-        self._holes.append((blocks[0].offset, blocks[-1].end))
+        begin, end = blocks[0].offset, blocks[-1].end
+        if self._holes and self._holes[-1][1] == begin:
+            begin, _ = self._holes.pop()
+        self._holes.append((begin, end))
 
 
 def _line_at(file: BinaryIO, offset: int) -> int:
