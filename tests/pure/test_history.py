@@ -647,10 +647,10 @@ def test_every_event_is_yielded_also_after_a_page_that_cannot_be_read(
 ) -> None:
     monkeypatch.setattr(reading_module, "EVENTS_AT_ONCE", 2)
     texts = [
-        '{"kind": "note", "number": 0}',
+        '{"time": 1.0, "kind": "sung", "number": 0}',
         "broken",
         "broken",
-        *(f'{{"kind": "note", "number": {n}}}' for n in (1, 2)),
+        *(f'{{"time": 1.0, "kind": "sung", "number": {n}}}' for n in (1, 2)),
     ]
     (tmp_path / "events.jsonl").write_text("".join(f"{text}\n" for text in texts))
     assert [each["number"] for each in History(tmp_path).every_event()] == [0, 1, 2]
