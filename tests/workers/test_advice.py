@@ -19,34 +19,37 @@ from unisono.events import Seconds, StepFinished
 
 SAMPLE_S = 0.01
 BATCH, MICROBATCHES = 8, 2
+STEPS = 36
+LAST = 12
+"""So many steps are looked at: on a busy machine the loader processes of a run come late."""
 
 
 class Slow:
     """A dataset whose samples take a while, on any machine."""
 
     def __len__(self) -> int:
-        return 80
+        return BATCH * STEPS
 
     def __getitem__(self, index: int) -> torch.Tensor:
         threading.Event().wait(SAMPLE_S)
-        return torch.full((4,), index / 80)
+        return torch.full((4,), index / len(self))
 
 
 def steps_with(loader_workers: int) -> Sequence[StepFinished]:
-    """The steps of a run that computes a little longer than one process loads, but for the first ones."""
+    """The steps of a run that computes a little longer than one process loads, the last ones."""
     sink = Kept()
     with unisono.Run(seed=1, sinks=[sink]) as run:
         model = torch.nn.Linear(4, 1)
         run.track(model=model, optimizer=(optimizer := torch.optim.SGD(model.parameters(), lr=0.01)))
         steps = run.steps(
-            Slow(), batch_size=BATCH, microbatches=MICROBATCHES, max_steps=10, loader_workers=loader_workers
+            Slow(), batch_size=BATCH, microbatches=MICROBATCHES, max_steps=STEPS, loader_workers=loader_workers
         )
         for step in steps:
             for batch in step:
                 threading.Event().wait(1.2 * SAMPLE_S * BATCH / MICROBATCHES)
                 model(batch).square().mean().backward()
             optimizer.step()
-    return [event for event in sink.events if isinstance(event, StepFinished)][2:]
+    return [event for event in sink.events if isinstance(event, StepFinished)][-LAST:]
 
 
 def load_in(steps: Sequence[StepFinished]) -> Load:

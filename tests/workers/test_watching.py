@@ -235,7 +235,9 @@ def test_keys_come_one_by_one_and_the_terminal_is_as_before_afterwards(terminal:
 
 def ended_run(folder: Path, *, ok: bool = True, reason: str = "") -> Path:
     folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"run_id": "r1", "command": ["train.py"]}))
+    (folder / "run.json").write_text(
+        json.dumps({"run_id": "r1", "command": {"folder": "/", "arguments": ["train.py"]}})
+    )
     journal = journal_of(folder, writer=True)
     for number in range(6):
         journal.emit(step(number, time=1_700_000_000.0 + number))
