@@ -86,6 +86,7 @@ FLOORS = {
     "process": 2,
     "state.packing": 2,
     "page.client": 2,
+    "page.site": 2,
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
@@ -174,7 +175,7 @@ NEIGHBOURS = {
     "rendezvous": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
-    "page.client": {"invitation", "link"},
+    "page.client": {"invitation", "link", "page.site"},
     "store": {"member"},
     "storecalls": {"packed"},
     "training.life": {"process", "stacks"},

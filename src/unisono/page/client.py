@@ -13,10 +13,10 @@ from websockets.frames import Opcode
 
 from unisono.invitation import HeadUrl, Invitation
 from unisono.link import Link, Refused, host_and_port
+from unisono.page.site import WATCH
 
-__all__ = ["WATCH", "Refused", "Watching"]
+__all__ = ["Refused", "Watching"]
 
-WATCH: Final = "/watch"
 CONNECT_TIMEOUT_S: Final = 10.0
 MOST_KEPT: Final = 100
 """So many pushes are kept until they are asked for; of more, the oldest are dropped."""
