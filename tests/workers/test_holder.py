@@ -96,16 +96,19 @@ subprocess.run([sys.executable, "-P", "-c", sys.argv[1]])
 
 
 @pytest.mark.parametrize(
-    ("answer", "shown"),
+    ("answer", "shown", "command_s"),
     [
-        ("echo ends", ["ends"]),
-        ("echo hangs; cat >/dev/null; exec sleep 1000000", ["hangs"]),
-        ("exec 0<&-; echo goes on; sleep 2; echo has ended by itself", ["goes on", "has ended by itself"]),
+        ("echo ends", ["ends"], 3.0),
+        ("echo hangs; cat >/dev/null; exec sleep 1000000", ["hangs"], 1.0),
+        # The holder waits long enough for a shell on a busy machine, and less long than the command takes.
+        ("exec 0<&-; echo goes on; sleep 4; echo has ended by itself", ["goes on", "has ended by itself"], 3.0),
     ],
 )
-def test_a_command_hears_of_a_lost_connection_and_may_go_on(answer: str, shown: list[str], mark: str) -> None:
+def test_a_command_hears_of_a_lost_connection_and_may_go_on(
+    answer: str, shown: list[str], command_s: float, mark: str
+) -> None:
     """The connection is lost where the process that serves it has ended, too. A command that does nothing is ended."""
-    program = IMPATIENT.replace("holder.TERM", "holder.COMMAND_S = holder.TERM")
+    program = IMPATIENT.replace("holder.TERM", f"holder.COMMAND_S = {command_s}; holder.TERM")
     server = [sys.executable, "-P", "-c", LOSER, program]
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

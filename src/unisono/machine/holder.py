@@ -170,7 +170,7 @@ class _Held:
         self.deadline = time.monotonic() + COMMAND_S
         self.pass_on(LOST)
 
-    def goes_on(self) -> bool:
+    def _goes_on(self) -> bool:
         """Return whether it has closed its standard input after `lose`."""
         if self._pipe.closed or self.deadline == math.inf:
             return False
@@ -180,6 +180,8 @@ class _Held:
 
     def exit_code(self) -> int | None:
         """Return its exit code; 1 after the deadline; None as long as it may run."""
+        if self._goes_on():
+            self.deadline = math.inf
         code = self._child.poll()
         if code is None:
             return 1 if time.monotonic() >= self.deadline else None
@@ -200,8 +202,6 @@ def _hold(child: subprocess.Popen[bytes], data: bytes, awake: int, asked: Sequen
         if asked and not is_asked:
             is_asked = True
             held.end()
-        if held.goes_on():
-            held.deadline = math.inf
         left = min(held.deadline - time.monotonic(), LOOK_AGAIN_S) if held.deadline < math.inf else None
         ready, _, _ = select.select(sources, held.wants_to_write, [], left if left is None else max(0.0, left))
         if awake in ready:
