@@ -10,8 +10,8 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 LONG := $(addprefix tests/workers/test_,examples.py examples_elastic.py soak.py launchers.py balance.py loaders.py \
 	life.py talking.py elastic.py head_death.py own_processes.py hangs.py trust.py plain_scripts.py copies.py when_idle.py \
 	holder.py doctor.py stream.py groups.py beats.py checkpoint.py again.py evaluate.py story.py profile.py advice.py \
-	viewing.py watching.py troubles.py not_finite.py history.py exchange_parts.py sums.py carried.py spent.py endings.py \
-	phases.py nursery.py early_ends.py) \
+	viewing.py watching.py troubles.py not_finite.py history.py exchange.py exchange_parts.py \
+	seats.py) \
 	tests/house/toys
 SOAK_S ?= 3600
 
