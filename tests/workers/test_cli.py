@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -234,6 +235,9 @@ def test_the_status_of_a_run_whose_journal_has_a_broken_line_is_shown(tmp_path: 
     shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
     first, second, *rest = shown.output.splitlines()
     assert (first, second) == ("stopped", "2 of 9 steps, loss 0.5000")
+    (tmp_path / JOURNAL).write_text(lines[0].replace("0.5", "2.5e-06") + "\n")
+    shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
+    assert "1 of 9 steps, loss 2.500e-06" in shown.output
     assert any(line.startswith(f"1 line of {tmp_path / JOURNAL} cannot be read and is left out") for line in rest)
 
 
@@ -579,6 +583,14 @@ def test_plain_lines_have_the_time_of_day_come_rarer_and_rarer_and_the_last_alwa
     assert [line.split()[3] for line in lines[:-1]] == ["1", "3", "7", "10"]
     assert lines[0] == f"{at()} unisono: 1 of 100 steps  loss 2.0000  10 samples/s  1:39 left  4 workers"
     assert lines[-1] == f"{at(5)} unisono: finished: 10 steps in 5.0 s on 4 workers"
+
+
+def test_a_small_loss_keeps_its_digits() -> None:
+    out = io.StringIO()
+    screen = Plain(out, io.StringIO())
+    screen.emit(msgspec.structs.replace(finished(0), loss=1.589e-5))
+    screen.close()
+    assert "loss 1.589e-05  " in out.getvalue()
 
 
 def test_what_workers_print_is_passed_on_as_it_is() -> None:

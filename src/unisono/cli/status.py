@@ -14,6 +14,7 @@ from unisono.errors import UsageError
 from unisono.events import Seconds
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation, is_invitation
+from unisono.watch.terminal.text import number
 from unisono.words import count, progress
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _words(found: dict[str, Any]) -> str:
     lines = [state if reason == state else f"{state}: {reason}".rstrip(": ")]
     step, num_steps, loss = found.get("step"), found.get("num_steps", 0), found.get("loss")
     at = progress(step + 1, num_steps) if step is not None else "no step yet"
-    lines.append(at + (f", loss {float(loss):.4f}" if loss is not None else ""))
+    lines.append(at + (f", loss {number(float(loss))}" if loss is not None else ""))
     lines += _times(found)
     lines += _workers(found.get("workers", []))
     lines += _machines(found.get("machines", []))

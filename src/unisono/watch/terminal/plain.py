@@ -11,6 +11,7 @@ from typing import TextIO
 from unisono.events import RunEnded, StepFinished, WorkerOutput
 from unisono.watch.cadence import Cadence
 from unisono.watch.terminal.base import Terminal, done, summary
+from unisono.watch.terminal.text import number
 from unisono.words import count
 
 __all__ = ["Plain"]
@@ -76,7 +77,7 @@ class Plain(Terminal):
         self._is_shown = True
         parts = (
             done(last),
-            f"loss {last.loss:.4f}",
+            f"loss {number(last.loss)}",
             f"{self._pace.samples_per_second:,.0f} samples/s",
             self._left(last),
             count(len(last.workers), "worker"),
