@@ -104,6 +104,34 @@ def test_the_loss_is_on_the_canvas_in_the_colour_of_its_run(browser: Browser, fi
         assert painted > 500
 
 
+def test_numbers_on_an_axis_tell_neighbours_apart_and_have_room(browser: Browser, tmp_path: Path) -> None:
+    """A learning rate of 0.001 that stays the same was drawn between two that were both called 0.001."""
+    with Serving(record(tmp_path / "small", num_steps=40)) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        shown = browser.run(r"""
+            const format = await import('./format.js');
+            const tick = (value, step) => format.tick(value, step).replace(/\u2212/g, '-');
+            const around = (from, step, count) => Array.from({length: count}, (_, i) => tick(from + i * step, step));
+            return [around(0.00095, 2.5e-5, 5), around(0.0005, 5e-4, 3), around(2e-5, 2e-5, 3), around(0.1, 0.05, 3),
+                    [1e-5, 1e-4, 2e-3].map(y => tick(y, y))];
+        """)
+        assert shown == [
+            ["9.50e-4", "9.75e-4", "1.000e-3", "1.025e-3", "1.050e-3"],
+            ["5e-4", "0.0010", "0.0015"],
+            ["2e-5", "4e-5", "6e-5"],
+            ["0.10", "0.15", "0.20"],
+            ["1e-5", "1e-4", "0.002"],
+        ]
+        room = browser.run(f"""
+            const chart = {LOSS};
+            const axis = chart.plot.axes[1];
+            return ['0', '1.050e-3'].map(text => axis.size(chart.plot, [text]));
+        """)
+        assert room[0] == 54
+        assert room[1] > 60
+
+
 def test_a_copy_of_a_run_has_its_own_name(browser: Browser, finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copied")
     with Serving(copy) as serving:

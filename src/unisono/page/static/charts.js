@@ -130,7 +130,7 @@ export class Chart {
       axes: [
         { ...axis, size: 26, grid: { show: false }, space: kind === "step" ? 64 : 76,
           values: (u, splits, _, __, step) => splits.map((x) => kinds.axis(x, step)) },
-        { ...axis, size: 54, grid: { stroke: colour("grid"), width: 1 }, space: 34,
+        { ...axis, size: (u, values) => Math.max(54, 12 + 6.5 * Math.max(0, ...(values ?? []).map((text) => text.length))), grid: { stroke: colour("grid"), width: 1 }, space: 34,
           values: (u, splits, _, __, step) => splits.map((y) => (y === null ? "" : this.axis(y, log ? Math.abs(y) : step))) },
       ],
       cursor: {

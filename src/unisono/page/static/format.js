@@ -23,8 +23,13 @@ export function tick(value, step) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e4 || step >= 1000) return short(value);
-  if (size < 1e-3) return minus(value.toExponential(0).replace("e+", "e"));
   const apart = step || size;
+  if (size < 1e-3 || (size < 1e-2 && apart < 1e-4)) {
+    const power = (x) => Math.floor(Math.log10(x) + 1e-9);
+    const last = apart / 10 ** power(apart);
+    const digits = power(size) - power(apart) + (Math.abs(last - Math.round(last)) > 1e-6 ? 1 : 0);
+    return minus(value.toExponential(Math.max(0, Math.min(6, digits))));
+  }
   let digits = Math.max(0, Math.ceil(-Math.log10(apart) - 1e-9));
   if (Math.abs(apart * 10 ** digits - Math.round(apart * 10 ** digits)) > 1e-6) digits += 1;
   digits = Math.min(6, digits);
