@@ -155,8 +155,10 @@ def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Se
             pass
         except UsageError as error:  # e.g. a run of another user, whose token this one may not read
             note = str(error)
-        history = history or History(folder)
-        history.refresh()
+        if history is None:
+            history = History(folder)
+        else:
+            history.refresh()
         overview = history.overview()
         if not met and not note and overview.step < 0 and not history.facts() and overview.state not in ENDED:
             raise UsageError(f"there is no run in {folder}: " + ("; ".join(history.notes) or "it holds no journal"))

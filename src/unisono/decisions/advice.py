@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from unisono.decisions.balance import balanced, weighed
+from unisono.decisions.balance import balanced, in_units, length_of, num_nodes, weighed
 from unisono.decisions.plan import Plan, plan
-from unisono.decisions.tree import cover
 from unisono.events import Seconds
 from unisono.words import short_duration
 
@@ -128,7 +127,7 @@ def computing_seconds(loads: Sequence[Load], setting: Setting, microbatches: int
         longest = max(load.seconds.data + load.seconds.compute for load in loads)
         return max(longest, min(each.seconds.data + each.seconds.compute + each.seconds.waiting for each in loads))
     shares, paces = _planned(loads, setting, microbatches)
-    return max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
+    return length_of(shares, paces)
 
 
 def sending_seconds(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
@@ -158,9 +157,8 @@ def _planned(loads: Sequence[Load], setting: Setting, microbatches: int) -> tupl
     paces = [max(1e-9, _smaller(load.pace, smaller)) for load in loads]
     if not setting.balance:
         return plan(len(paces), microbatches), paces
-    unit = max(paces) / 256
-    rounded, node_cost = tuple(max(1, round(pace / unit)) for pace in paces), _node_seconds(loads, setting) / unit
-    return weighed(rounded, microbatches, hosts=_hosts(loads), node_cost=round(node_cost / 16) * 16), paces
+    rounded, node_cost = in_units(paces, _node_seconds(loads, setting))
+    return weighed(rounded, microbatches, hosts=_hosts(loads), node_cost=node_cost), paces
 
 
 def _smaller(pace: float, part: float) -> float:
@@ -192,11 +190,7 @@ def _hosts(loads: Sequence[Load]) -> tuple[range, ...]:
 
 def _num_nodes(loads: Sequence[Load], shares: Plan) -> int:
     """Return how many nodes of the summation tree the host that sends most has."""
-    most, start = 1, 0
-    for host in _hosts(loads):
-        stop = start + sum(len(shares.ranges[rank]) for rank in host)
-        most, start = max(most, len(cover(start, stop, shares.num_leaves))), stop
-    return most
+    return max(1, *(num_nodes(shares, host) for host in _hosts(loads)))
 
 
 def _candidates(loads: Sequence[Load], setting: Setting) -> list[int]:
@@ -280,10 +274,9 @@ def _computing_with(paces: Sequence[float], loads: Sequence[Load], setting: Sett
     """Return how long the slowest worker computes at these paces."""
     shares = plan(len(paces), setting.microbatches)
     if setting.balance:
-        unit = max(paces) / 256
-        rounded = tuple(max(1, round(pace / unit)) for pace in paces)
+        rounded, _ = in_units(paces)
         shares = balanced(rounded, setting.microbatches, hosts=_hosts(loads))
-    return max(len(own) * pace for own, pace in zip(shares.ranges, paces, strict=True))
+    return length_of(shares, paces)
 
 
 def _loading(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:

@@ -27,7 +27,7 @@ from typing import Final
 from unisono.decisions.plan import Plan, plan
 from unisono.decisions.tree import Node, cover, schedule
 
-__all__ = ["Balance", "Change", "balanced", "weighed"]
+__all__ = ["Balance", "Change", "balanced", "in_units", "length_of", "num_nodes", "weighed"]
 
 WINDOW: Final = 5
 """A pace is the median of so many steps."""
@@ -164,14 +164,13 @@ class Balance:
         paces = self.paces()
         if paces is None or num_leaves < 2 or len(paces) < 2:
             return current
-        # Not on every digit of a measurement: equal paces to 1% are equal, and a plan is found once.
-        unit, node_seconds = max(paces) / 256, self.node_seconds()
-        rounded = tuple(max(1, round(pace / unit)) for pace in paces)
+        node_seconds = self.node_seconds()
+        rounded, node_cost = in_units(paces, node_seconds)
         tired = self._tired(num_leaves)
-        found = weighed(rounded, num_leaves, tired, self._hosts, round(node_seconds / unit / 16) * 16)
+        found = weighed(rounded, num_leaves, tired, self._hosts, node_cost)
         if found is not current and (
-            _length(found, paces, self._hosts, node_seconds)
-            < (1 - GAIN) * _length(current, paces, self._hosts, node_seconds)
+            length_of(found, paces, self._hosts, node_seconds)
+            < (1 - GAIN) * length_of(current, paces, self._hosts, node_seconds)
             or tired
         ):
             current = found
@@ -179,7 +178,7 @@ class Balance:
         counts = [len(own) for own in current.ranges]
         if counts != [len(own) for own in before.ranges] and not tired:
             finest = balanced(rounded, num_leaves, hosts=self._hosts)
-            self._name(counts, paces, for_network=_length(finest, paces) < _length(current, paces))
+            self._name(counts, paces, for_network=length_of(finest, paces) < length_of(current, paces))
         return current
 
     def _name(self, counts: Sequence[int], paces: Sequence[float], *, for_network: bool) -> None:
@@ -202,13 +201,22 @@ def _hosts_of(first_of_host: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in itertools.pairwise([*edges, len(first_of_host)]))
 
 
-def _length(candidate: Plan, paces: Sequence[float], hosts: Sequence[range] = (), node_cost: float = 0.0) -> float:
+def in_units(paces: Sequence[float], node_seconds: float = 0.0) -> tuple[tuple[int, ...], int]:
+    """Return paces, and the time of a node, in whole units.
+
+    Not on every digit of a measurement: equal paces to 1% are equal, and a plan is found once.
+    """
+    unit = max(paces) / 256
+    return tuple(max(1, round(pace / unit)) for pace in paces), round(node_seconds / unit / 16) * 16
+
+
+def length_of(candidate: Plan, paces: Sequence[float], hosts: Sequence[range] = (), node_cost: float = 0.0) -> float:
     """Return how long a step takes, without the time that is the same for all plans."""
     computing = max(len(own) * pace for own, pace in zip(candidate.ranges, paces, strict=True))
-    return computing + node_cost * max((_num_nodes(candidate, host) for host in hosts), default=0)
+    return computing + node_cost * max((num_nodes(candidate, host) for host in hosts), default=0)
 
 
-def _num_nodes(candidate: Plan, host: range) -> int:
+def num_nodes(candidate: Plan, host: range) -> int:
     """Return how many nodes a host sends, after its members have added up the nodes that they can."""
     start = sum(len(own) for own in candidate.ranges[: host.start])
     stop = start + sum(len(candidate.ranges[rank]) for rank in host)
@@ -231,11 +239,11 @@ def weighed(
     best = balanced(paces, num_leaves, must_work, hosts)
     if len(hosts) < 2 or must_work:
         return best
-    length, grain = _length(best, paces, hosts, node_cost), 2
+    length, grain = length_of(best, paces, hosts, node_cost), 2
     # A coarser grain takes longer to compute, and at least one node is sent: from some grain on, none is better.
     while grain < num_leaves and _shortest(paces, num_leaves, must_work, hosts, grain) + node_cost < length:
         coarse = balanced(paces, num_leaves, must_work, hosts, grain)
-        if (then := _length(coarse, paces, hosts, node_cost)) < length:
+        if (then := length_of(coarse, paces, hosts, node_cost)) < length:
             best, length = coarse, then
         grain *= 2
     return best

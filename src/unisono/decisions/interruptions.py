@@ -6,6 +6,8 @@ import statistics
 from collections import deque
 from typing import Final
 
+import msgspec
+
 from unisono.events import Interruption, MembershipChanged, StepFinished
 
 __all__ = ["Interruptions"]
@@ -48,9 +50,7 @@ class Interruptions:
             return
         if self._open is not None and self._open.reason:
             reason = "; ".join(dict.fromkeys((self._open.reason, event.reason)))
-            event = MembershipChanged(
-                time=event.time, generation=event.generation, worker_ids=event.worker_ids, reason=reason
-            )
+            event = msgspec.structs.replace(event, reason=reason)
         self._open = event
 
     def step(self, event: StepFinished) -> Interruption | None:

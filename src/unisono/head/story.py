@@ -166,7 +166,7 @@ class Uses:
     @property
     def newest(self) -> list[MachineUsed]:
         """Of each machine, by host."""
-        return [self._of(host) for host in sorted({use.host for use in self._newest.values()})]
+        return self._of(sorted({use.host for use in self._newest.values()}))
 
     @property
     def has_news(self) -> bool:
@@ -191,12 +191,19 @@ class Uses:
 
     def take(self) -> list[Event]:
         """Return, once, what is new."""
-        told: list[Event] = [self._of(host) for host in self._untold]
+        told: list[Event] = [*self._of(self._untold)]
         self._untold = {}
         return told
 
-    def _of(self, host: str) -> MachineUsed:
-        """Return the use of a machine, with the workers of all its agents."""
-        known = sorted((use for use in self._newest.values() if use.host == host), key=lambda use: use.time)
-        workers = {worker_id: use for each in known for worker_id, use in each.workers.items()}
-        return msgspec.structs.replace(known[-1], workers=workers)
+    def _of(self, hosts: Iterable[str]) -> list[MachineUsed]:
+        """Return the use of each machine, with the workers of all its agents."""
+        known: dict[str, list[MachineUsed]] = {host: [] for host in hosts}
+        for use in sorted(self._newest.values(), key=lambda use: use.time):
+            if use.host in known:
+                known[use.host].append(use)
+        return [
+            msgspec.structs.replace(
+                uses[-1], workers={worker_id: use for each in uses for worker_id, use in each.workers.items()}
+            )
+            for uses in known.values()
+        ]

@@ -22,7 +22,7 @@ from unisono.journal import JOURNAL, thinning
 from unisono.journal.index import Block, Placed, Scanned, block_of, column_of
 from unisono.journal.times import COLUMNS, TIMES, record_of
 from unisono.overview import CURVE_POINTS, CurvePoint, Overview
-from unisono.rundir import EVENTS_FILE, RUN_FILE, USE_FOLDER, is_going
+from unisono.rundir import EVENTS_FILE, RUN_FILE, RUN_SCHEMA, USE_FOLDER, is_going
 from unisono.words import count
 
 __all__ = ["EXACT_STEPS", "History", "without_head"]
@@ -30,8 +30,6 @@ __all__ = ["EXACT_STEPS", "History", "without_head"]
 EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
 EVENTS_AT_ONCE: Final = 5_000
-RUN_SCHEMA: Final = 1
-"""Of ``run.json``, that this version knows."""
 _FACTS: Final = {"run_id": str, "recipe": dict, "command": dict, "environment": dict, "resumed": list, "earlier": list}
 """What ``run.json`` has, where it is as this version knows it."""
 _ORDER: Final = ("loss", "samples_per_s", "step_s", "sent_bytes")

@@ -38,10 +38,6 @@ class Story:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    @property
-    def is_there(self) -> bool:
-        return self._identity is not None
-
     def refresh(self) -> None:
         """Look at what is new."""
         self.notes = []

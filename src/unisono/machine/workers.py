@@ -23,7 +23,7 @@ from unisono.machine.placement import PLACEMENTS, Placement
 from unisono.machine.places import Places
 from unisono.messages import WorkerExit
 from unisono.problems.kinds import place_of_dump
-from unisono.problems.limits import Kills, memory_limit
+from unisono.problems.limits import Kills
 from unisono.spec import MachineSpec, WorkerSpec
 
 __all__ = ["Workers", "machine_label"]
@@ -254,7 +254,7 @@ class Workers:
         evicted_at, error_at = self._evicted_at.get(child.name, math.inf), child.output.error_at
         failed_at = error_at if 0 < error_at < evicted_at else 0.0 if evicted_at < math.inf else time.time()
         killed_for = self._kills.new() if child.exit_code == -signal.SIGKILL and not child.is_killed else ""
-        limit = memory_limit() if killed_for else None
+        limit = self._kills.limit if killed_for else None
         self._on_exit(
             WorkerExit(
                 worker_id=child.name,

@@ -220,7 +220,7 @@ class OverviewBuilder:
 
     def _join(self, event: WorkerJoined) -> None:
         worker = self._workers.setdefault(event.worker_id, _Worker())
-        worker.host, worker.device, worker.first_step, worker.how = event.host, event.device, event.step, ""
+        worker.host, worker.device, worker.how = event.host, event.device, ""
         self._told.joined(event)
 
     def _go(self, event: WorkerGone) -> None:
@@ -376,7 +376,6 @@ class _Worker:
 
     host: str = ""
     device: str = ""
-    first_step: int = -1
     how: str = ""
     """It has gone; "": it has not."""
     gone_at: float = 0.0

@@ -45,7 +45,8 @@ class _Runs:
             return None
         if self._history is None or directory != self._directory:
             self._history, self._directory = History(Path(directory)), directory
-        self._history.refresh()
+        else:
+            self._history.refresh()
         return self._history
 
 

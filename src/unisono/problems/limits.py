@@ -69,6 +69,8 @@ class Kills:
         # The innermost group counts the kills below it as well, and is full when the kernel kills for its limit.
         self._group = next(((version, folder) for _, version, folder in _folders(root)), None)
         self._known = self._read()
+        self.limit: MemoryLimit | None = None
+        """Of the memory, when `new` has last found that a process was killed for it."""
 
     def new(self) -> str:
         """Return why a process that was killed by SIGKILL just now was killed; "": nothing says that it was for memory.
@@ -79,7 +81,7 @@ class Kills:
         group, machine = (now - then for now, then in zip(self._known, before, strict=True))
         if not group and not machine and not self._is_full():
             return ""
-        limit = memory_limit(self._root)
+        limit = self.limit = memory_limit(self._root)
         size = f" ({shown_bytes(limit.limit)} of {limit.of})" if limit is not None else ""
         if group > 0:
             return f"the kernel has killed it because the memory of its control group was used up{size}"

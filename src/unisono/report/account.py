@@ -132,7 +132,6 @@ def account(directory: Path) -> Account:
         OSError: it cannot be read.
     """
     history = History(directory)
-    history.refresh()
     overview = history.overview()
     first, last = history.span()
     names = history.names()

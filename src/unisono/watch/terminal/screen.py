@@ -63,7 +63,7 @@ class Screen:
         self._wakes = threading.Condition(self._lock)
         self._has_picture = self._is_closing = self._is_gone = self._was_stopped = self._is_urgent = False
         self._was_behind = False
-        self._drawn_at = self._told_at = 0.0
+        self._told_at = 0.0
         self._before: Any = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGCONT, self._on_continue)
