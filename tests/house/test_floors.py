@@ -152,7 +152,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
-    "decisions.advice": {"decisions.balance", "decisions.plan", "decisions.tree"},
+    "decisions.advice": {"decisions.balance", "decisions.plan"},
     "decisions.checks": {"decisions.plan"},
     "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it

@@ -71,6 +71,7 @@ from unisono.messages import (
     Used,
     WorkerExit,
 )
+from unisono.problems.limits import memory_limit
 from unisono.problems.witness import about_machine
 from unisono.problems.writing import write
 from unisono.rundir import forget_head, holder
@@ -371,7 +372,8 @@ class _Agent:
         """
         processes = [("the agent", os.getpid()), *self._workers.processes()]
         said = [f"last lines of {name}:\n{lines}" for name, lines in self._workers.last_lines(worker_id).items()]
-        return "\n".join([about_machine(processes), *said])
+        limit = memory_limit()
+        return "\n".join([about_machine(processes, limit.words if limit is not None else ""), *said])
 
     def _write_evidence(self, message: Evidence) -> None:
         """Write a file into the run's directory, which the head does not see."""

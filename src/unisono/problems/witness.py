@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Final
 
 from unisono.problems.kinds import shown_bytes
-from unisono.problems.limits import memory_limit
 
 __all__ = ["about_machine", "about_process", "main_place", "own_stacks", "versions"]
 
@@ -108,19 +107,20 @@ def about_process(pid: int | str = "self") -> str:
     return ", ".join(parts)
 
 
-def about_machine(processes: Sequence[tuple[str, int]]) -> str:
-    """Return the memory of this machine and of its processes, and the limit of this one's.
+def about_machine(processes: Sequence[tuple[str, int]], limits: str = "") -> str:
+    """Return the memory of this machine and of its processes.
 
     Args:
         processes: (name, pid).
+        limits: the limit of the memory of this process's group, in words.
     """
     memory = _fields(Path("/proc/meminfo"))
     found = [
         f"{name} {_kilobytes(memory[name])}" for name in ("MemTotal", "MemAvailable", "SwapFree") if name in memory
     ]
     lines = [f"memory: {', '.join(found)}"] if found else []
-    if (limit := memory_limit()) is not None:
-        lines.append(f"limit: {limit.words}")
+    if limits:
+        lines.append(f"limit: {limits}")
     with contextlib.suppress(OSError):
         lines.append(f"load: {' '.join(f'{load:.2f}' for load in os.getloadavg())}, {os.cpu_count()} cores")
     known = {pid for _, pid in processes}

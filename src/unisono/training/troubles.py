@@ -25,7 +25,7 @@ from unisono.problems import evidence as files
 from unisono.problems.evidence import Witness, redacted, shown_environment
 from unisono.problems.fit import Setting, advice, asked_bytes, table
 from unisono.problems.kinds import Trouble, file_name, kind_of, text
-from unisono.problems.limits import own_memory
+from unisono.problems.limits import memory_limit, own_memory
 from unisono.problems.memory import Beginning, data_bytes, held_now, kinds
 from unisono.problems.witness import about_machine, about_process, own_stacks, versions
 from unisono.problems.writing import FOLDER, stamp, write
@@ -204,7 +204,8 @@ class OwnTroubles:
             work()
 
     def _content(self, trouble: Trouble) -> str:
-        machine = about_machine([(SCRIPT, os.getpid())])
+        limit = memory_limit()
+        machine = about_machine([(SCRIPT, os.getpid())], limit.words if limit is not None else "")
         facts = {
             "run": self._run_id,
             "directory": str(self._directory),
