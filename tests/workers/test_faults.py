@@ -26,7 +26,8 @@ SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 8
 STEP = 3
 """The step in which something happens; evaluations, and what workers say to each other, are part of the step before."""
-STEP_POINTS = [at for at in POINTS if not at.startswith("checkpoint")]
+STEP_POINTS = [at for at in POINTS if not at.startswith("checkpoint") and "." not in at]
+"""Those of a plain training; a point of a strategy has its name before a dot."""
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 NO_STATE = "no worker that holds the run's state is left"
 

@@ -68,7 +68,7 @@ class Weather:
         """Kills for every third worker that there may be."""
         faults = Faults()
         for number in range(0, 150, 3):
-            at, step = self._draw.choice(list(POINTS)), self._draw.randrange(1, STEPS)
+            at, step = self._draw.choice([at for at in POINTS if "." not in at]), self._draw.randrange(1, STEPS)
             faults = faults.kill(f"w{number}", at=at, step=step)
         return faults
 

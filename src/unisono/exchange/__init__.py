@@ -51,6 +51,7 @@ __all__ = [
     "Deferred",
     "Exchange",
     "Handle",
+    "Parcel",
     "Share",
     "Work",
     "check_reduced",
@@ -70,6 +71,19 @@ class Share:
     """By rank: the nodes that each member holds; together they cover every leaf once. Equal on all members."""
     slots: Mapping[Node, Slot]
     """This member's nodes. A part that was published is complete in all of them, and not modified before the commit."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A tensor that one member has, and others get."""
+
+    source: int
+    """The rank of the member that has the content."""
+    targets: tuple[int, ...]
+    """The ranks of the members that get it, ascending; without the source. Equal on all members, as the source is."""
+    tensor: Tensor
+    """The content, where this member is the source; where it goes, where this member is a target. On another member
+    only shape and dtype count, and it may be a meta tensor."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +281,15 @@ class Exchange(Protocol):
         """Overwrite ``tensor`` with that of rank ``source``. Collective; equal shape and dtype on all members.
 
         If this raises, the content of ``tensor`` is arbitrary, except on the source.
+        """
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Bring tensors from the members that have them to those that need them. Collective.
+
+        The same parcels in the same order on all members; any number of them may have this member as their source, and
+        none or all. A parcel travels once to each host that needs it, and on a host its bytes are written once and read
+        by all. When this returns, this member has all that it gets; other members may still wait for theirs, and a
+        round that acts on all of them follows with `all_gather`. If this raises, what this member gets is arbitrary.
         """
 
     def interrupt(self, error: Exception) -> None:

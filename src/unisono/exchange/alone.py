@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from unisono.decisions.tree import root
-from unisono.exchange import Combine, Committed, Deferred, Share, check_reduced
+from unisono.exchange import Combine, Committed, Deferred, Parcel, Share, check_reduced
 from unisono.exchange.flat import Rows, Slot, blocks, digest_rows, divide_rows, parts_of
 from unisono.exchange.private import PrivateSlots
 
@@ -28,6 +28,9 @@ class Alone(PrivateSlots):
         return [data]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
+        pass
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
         pass
 
     def interrupt(self, error: Exception) -> None:

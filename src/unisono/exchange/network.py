@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Share, check_reduced
+from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Parcel, Share, check_reduced
 from unisono.exchange.context import Context
+from unisono.exchange.delivering import deliver_by_broadcast
 from unisono.exchange.flat import ROW_BYTES, Rows, Slot, blocks, divide_rows, parts_of
 from unisono.exchange.private import PrivateSlots
 from unisono.exchange.reduce import Reduction
@@ -59,6 +60,9 @@ class Network(PrivateSlots):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         broadcast_over(self._wire, tensor, source)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        deliver_by_broadcast(self, parcels)
 
     def interrupt(self, error: Exception) -> None:
         self._wire.interrupt(error)

@@ -7,8 +7,9 @@ from functools import partial
 
 from torch import Tensor
 
-from unisono.exchange import Combine, Committed, Deferred, Share, Work
+from unisono.exchange import Combine, Committed, Deferred, Parcel, Share, Work
 from unisono.exchange.context import Context
+from unisono.exchange.delivering import deliver_by_broadcast
 from unisono.exchange.flat import fold_rows, parts_of, split_rows
 from unisono.exchange.host import Host, HostCombine, HostSlots
 from unisono.exchange.spent import Spent
@@ -45,6 +46,9 @@ class SharedMemory(HostSlots):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._host.broadcast(tensor, source)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        deliver_by_broadcast(self, parcels)
 
     def interrupt(self, error: Exception) -> None:
         self._host.counters.interrupt(error)

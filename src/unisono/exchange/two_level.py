@@ -18,8 +18,9 @@ from torch import Tensor
 
 from unisono.decisions.tree import schedule
 from unisono.errors import UsageError
-from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Share, Work
+from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Parcel, Share, Work
 from unisono.exchange.context import Context
+from unisono.exchange.delivering import deliver_by_broadcast
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, parts_of, split_rows
 from unisono.exchange.host import Host, HostCombine, HostSlots
 from unisono.exchange.network import broadcast_over
@@ -98,6 +99,9 @@ class TwoLevel(HostSlots):
                 broadcast_over(self._wire, tensor, index)
             if not mine:  # ... and to all members of these hosts
                 self._host.broadcast(tensor, 0)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        deliver_by_broadcast(self, parcels)
 
     def interrupt(self, error: Exception) -> None:
         self._host.counters.interrupt(error)

@@ -18,7 +18,7 @@ from unisono.checkpoint.copies import absolute, check
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
-from unisono.decisions.cursor import Cursor, Recipe
+from unisono.decisions.cursor import Recipe
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.process import Process, tell
@@ -114,14 +114,14 @@ class Keeper:
             if code is not None and threading.current_thread() is threading.main_thread():
                 self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def begin(self, phase: int, cursor: Cursor) -> Position | None:
+    def begin(self, phase: int, recipe: Recipe) -> Position | None:
         """Claim the directory and load what the run goes on from, on the one member that begins a run.
 
         See `Resumption.begin`.
         """
-        return self._resumption.begin(self._run_id, phase, cursor, is_restart=not self._is_alone)
+        return self._resumption.begin(self._run_id, phase, recipe, is_restart=not self._is_alone)
 
-    def joined(self, cursor: Cursor, rounds: Rounds, lines: list[str]) -> None:
+    def joined(self, recipe: Recipe, rounds: Rounds, lines: list[str]) -> None:
         """Note that this member is in the run, and that the directory is claimed.
 
         Args:
@@ -134,12 +134,12 @@ class Keeper:
         self._directory.enter(self._run_id)
         if not self._directory.is_seen:
             self.journal.keep_for_copy()
-        recipe, fingerprint = self._resumption.whole_recipe(cursor), self._resumption.fingerprint()
-        self._saver.join(self._worker_id, recipe, fingerprint, is_newcomer=rounds.number > 0)
+        whole, fingerprint = self._resumption.whole_recipe(recipe), self._resumption.fingerprint()
+        self._saver.join(self._worker_id, whole, fingerprint, is_newcomer=rounds.number > 0)
 
-    def enter_phase(self, cursor: Cursor) -> None:
+    def enter_phase(self, recipe: Recipe) -> None:
         """Note the recipe of the phase that begins: a checkpoint is compared with the phase in which it was written."""
-        self._saver.describe(self._resumption.whole_recipe(cursor), self._resumption.fingerprint())
+        self._saver.describe(self._resumption.whole_recipe(recipe), self._resumption.fingerprint())
 
     def close(self) -> None:
         """End what was begun, whatever happened."""
@@ -173,9 +173,9 @@ class Keeper:
         """Whether this member sees the run's directory."""
         return self._directory.is_seen
 
-    def recipe(self, cursor: Cursor, num_steps: int) -> Recipe:
+    def recipe(self, recipe: Recipe, num_steps: int) -> Recipe:
         """Return the recipe of a phase, which must be equal in the scripts of all workers."""
-        return {**self._resumption.recipe(cursor), "steps": num_steps}
+        return {**self._resumption.recipe(recipe), "steps": num_steps}
 
     def writes(self, team: Team) -> bool:
         """Return whether this member writes for all members: it is the first that sees the directory."""

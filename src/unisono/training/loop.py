@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.decisions.cadence import Position
 from unisono.decisions.checks import is_last_checked
-from unisono.decisions.cursor import Cursor
+from unisono.decisions.cursor import Cursor, Recipe
 from unisono.errors import StepError
 from unisono.exchange.flat import Extra
 from unisono.faults import at_step, point
@@ -31,6 +31,7 @@ from unisono.rounds.life import Rounds
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
 from unisono.training.step import State, Step
+from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming
 
 __all__ = ["TrainingLoop"]
@@ -46,6 +47,7 @@ class TrainingLoop:
         on_step: called once for every step that the script has finished.
         finiteness: looks at the gradient of each step.
         on_head: called before the script gets a step, with its number in the run and the clock of its parts.
+        strategy: what a step is.
         reduction: what the script's losses are, over the samples of a micro-batch.
         num_done: returns the steps of the run that are done.
 
@@ -70,6 +72,7 @@ class TrainingLoop:
         on_step: OnStep,
         finiteness: Finiteness,
         on_head: Callable[[int, Clock], None],
+        strategy: Strategy,
         reduction: Reduction = "mean",
     ) -> None:
         self.cursor = cursor
@@ -87,12 +90,18 @@ class TrainingLoop:
         self._on_step = on_step
         self._finiteness = finiteness
         self._on_head = on_head
+        self._strategy = strategy
         self._reduction = reduction
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
         self._folder: GradientFolder | None = None
         self._unused = UnusedGradients(tracked)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the bits of its steps depend on: the data, and the strategy."""
+        return {**self.cursor.recipe, **self._strategy.recipe}
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -132,6 +141,7 @@ class TrainingLoop:
             finiteness=self._finiteness,
             reduction=self._reduction,
         )
+        self._strategy.open(context)
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
         try:
@@ -141,16 +151,17 @@ class TrainingLoop:
                 watched_schedulers(self._refuse_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward),
             ):
-                for number in range(first, self.num_steps):
+                for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
                     self._move_to(number)
                     team.in_loop((phase, number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
                     self._current_folder()
+                    self._strategy.settle()
                     self._keeper.boundary(rounds)
                     seed_at(self._seed, "step", self._base + number)
                     self._on_head(self._base + number, self._clock)
-                    self.step = Step(context, number, unused=self._unused, process=self._process)
+                    self.step = self._strategy.make_step(number, self._unused, self._process)
                     point("step_head")
                     yield self.step
                     self._process.check("run.steps")
@@ -165,6 +176,7 @@ class TrainingLoop:
                 self.step.state = State.FAILED
             for hook in hooks:
                 hook.remove()
+            self._strategy.close()
             fetcher.close()
             if self._folder is not None:
                 self._folder.close()

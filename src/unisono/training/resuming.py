@@ -18,7 +18,7 @@ from unisono.checkpoint import files
 from unisono.checkpoint.copies import Copy, Store, find, is_copy, lineage, shown
 from unisono.checkpoint.loading import Loaded, newest
 from unisono.decisions.cadence import Position, differences, table
-from unisono.decisions.cursor import Cursor, Recipe
+from unisono.decisions.cursor import Recipe
 from unisono.errors import CheckpointError, RecipeError, UsageError
 from unisono.fingerprint import fingerprint
 from unisono.journal import JOURNAL, has_steps, truncate
@@ -94,17 +94,21 @@ class Resumption:
 
     # -- the recipe ----------------------------------------------------------------------------------
 
-    def recipe(self, cursor: Cursor) -> Recipe:
-        """Return the part of the recipe that must be equal in the scripts of all workers."""
-        return {**cursor.recipe, "threads": self._threads}
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """Return the part of the recipe that must be equal in the scripts of all workers.
 
-    def whole_recipe(self, cursor: Cursor) -> dict[str, Any]:
+        Args:
+            recipe: of a phase of the script: its data, and its strategy.
+        """
+        return {**recipe, "threads": self._threads}
+
+    def whole_recipe(self, recipe: Recipe) -> dict[str, Any]:
         """Return the recipe of the run, against which a script that goes on from a checkpoint is compared."""
         shapes = {
             name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
             for name, parameter in self._tracked.parameters()
         }
-        return {**self.recipe(cursor), FIXED: shapes}
+        return {**self.recipe(recipe), FIXED: shapes}
 
     def fingerprint(self) -> dict[str, str]:
         """Return the fingerprint of everything that this worker's arithmetic depends on."""
@@ -112,7 +116,7 @@ class Resumption:
 
     # -- the beginning -------------------------------------------------------------------------------
 
-    def begin(self, run_id: str, phase: int, cursor: Cursor, *, is_restart: bool) -> Position | None:
+    def begin(self, run_id: str, phase: int, recipe: Recipe, *, is_restart: bool) -> Position | None:
         """Claim the directory, and load the checkpoint that the run goes on from. For the one member that begins a run.
 
         A second call (after the other members have not waited for so long) only returns the same position.
@@ -135,7 +139,7 @@ class Resumption:
         self.claim(run_id)
         if self._loaded is None and self._resume:
             self._loaded = self._find(path, run_id, has_begun=has_begun)
-        facts = self._facts(path, run_id, cursor)
+        facts = self._facts(path, run_id, recipe)
         loaded = self._loaded
         if loaded is None:
             if has_begun and has_steps(path):
@@ -152,7 +156,7 @@ class Resumption:
         if position.phase != phase:
             self._tracked.load_models(loaded.state)
             return position
-        self._check(loaded, self.whole_recipe(cursor))
+        self._check(loaded, self.whole_recipe(recipe))
         self._tracked.load(loaded.state)
         self._loaded = None
         moved = self._move_away(
@@ -166,7 +170,7 @@ class Resumption:
         self._began = position
         return position
 
-    def _facts(self, path: Path, run_id: str, cursor: Cursor) -> dict[str, Any]:
+    def _facts(self, path: Path, run_id: str, recipe: Recipe) -> dict[str, Any]:
         """Return the new description of the run."""
         before = read_facts(path)
         facts: dict[str, Any] = {"run_id": run_id, "started": time.time()}
@@ -176,7 +180,7 @@ class Resumption:
             facts["resumed"] = before.get("resumed", [])
             facts["earlier"] = before.get("earlier", [])
         facts["environment"] = {**versions(), "host": socket.gethostname()}
-        return {**facts, "recipe": self.recipe(cursor), "fingerprint": self.fingerprint()}
+        return {**facts, "recipe": self.recipe(recipe), "fingerprint": self.fingerprint()}
 
     def _find(self, directory: Path, run_id: str, *, has_begun: bool) -> Loaded | None:
         files.take_over(directory / files.FOLDER)

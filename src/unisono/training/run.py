@@ -52,9 +52,11 @@ from unisono.training.loop import TrainingLoop
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
+from unisono.training.schedule import Schedule, schedule
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Step
 from unisono.training.steps import Steps
+from unisono.training.strategies import Strategy, Synchronous
 from unisono.training.talking import Place, Talk
 from unisono.training.troubles import OwnTroubles
 from unisono.training.upcoming import Upcoming
@@ -386,58 +388,51 @@ class Run(Calls):
             UsageError: nothing is tracked that could be trained.
         """
         self._process.check("run.steps")
-        source = source_of(
+        planned = schedule(
             dataset,
             "run.steps",
-            shuffles=True,
+            microbatches=microbatches,
+            seed=self.seed,
+            first_epoch=self._num_epochs,
             batch_size=batch_size,
+            epochs=epochs,
+            max_steps=max_steps,
             sampler=sampler,
             shuffle=shuffle,
             drop_last=drop_last,
             collate=collate,
             loader_workers=loader_workers,
         )
-        cursor = Cursor(
-            order=source.order,
-            batch_size=source.batch_size,
-            microbatches=microbatches,
-            seed=self.seed,
-            drop_last=source.drop_last,
-            first_epoch=self._num_epochs,
-        )
-        if epochs < 1:
-            raise UsageError(f"epochs must be at least 1, got {epochs}")
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
+        return self._begin_loop(planned, Synchronous(), reduction)
+
+    def _begin_loop(self, planned: Schedule, strategy: Strategy, reduction: Reduction = "mean") -> Steps:
+        """Return the steps of a training loop, which begins with the first of them."""
         self._tracked.check(self.device)
-        num_steps = cursor.steps_per_epoch * epochs
-        num_steps = num_steps if max_steps is None else max(0, min(num_steps, max_steps))
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
-        self._num_epochs += -(-num_steps // cursor.steps_per_epoch)
+        self._num_epochs += planned.num_epochs
         rounds, _ = self._in_rounds()
-        self._troubles.begins(source.dataset)
+        self._troubles.begins(planned.source.dataset)
         loop = TrainingLoop(
             rounds=rounds,
             tracked=self._tracked,
             keeper=self._keeper,
             journal=self._journal,
             process=self._process,
-            cursor=cursor,
-            num_steps=num_steps,
+            cursor=planned.cursor,
+            num_steps=planned.num_steps,
             seed=self.seed,
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
             finiteness=self._finiteness,
             on_head=self._begin_step,
+            strategy=strategy,
             reduction=reduction,
         )
-
-        def make_fetcher(upcoming: Upcoming) -> Fetcher:
-            return Fetcher(source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming)
-
-        # `steps` is no generator itself: that would put the checks above off until the first step.
-        steps = Steps(self._train(loop, make_fetcher), num_steps)
+        # The loop's checks come here, and not with its first step.
+        steps = Steps(self._train(loop, planned.fetcher(self.device)), planned.num_steps)
         self._training = weakref.ref(steps)
         return steps
 
@@ -576,7 +571,7 @@ class Run(Calls):
             if self._joined:
                 team.leaving(rounds.position.phase, rounds.position.step, goes_on=True)
         phase, self._phases = self._phases, self._phases + 1
-        first = self._join(phase, loop.cursor, loop.num_steps)
+        first = self._join(phase, loop)
         if first is not None:
             self._loop = loop
             try:
@@ -597,21 +592,22 @@ class Run(Calls):
         assert self._team is not None
         return self._rounds, self._team
 
-    def _join(self, phase: int, cursor: Cursor, num_steps: int) -> int | None:
+    def _join(self, phase: int, loop: TrainingLoop) -> int | None:
         """Join the run; returns the step to begin with, None if the run is past this phase."""
         assert self._rounds is not None
         assert self._team is not None
-        rounds, recipe = self._rounds, self._keeper.recipe(cursor, num_steps)
+        rounds, cursor = self._rounds, loop.cursor
+        recipe = self._keeper.recipe(loop.recipe, loop.num_steps)
         if self._joined:
             rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
-            self._keeper.enter_phase(cursor)
+            self._keeper.enter_phase(loop.recipe)
             return 0
-        if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, cursor)):
+        if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, loop.recipe)):
             return None
         self._joined = True
         self._num_steps = total = rounds.position.total
         self._beginning = Beginning(total, is_newcomer=rounds.number > 0) if total > 0 else None
-        self._keeper.joined(cursor, rounds, self._admission.lines)
+        self._keeper.joined(loop.recipe, rounds, self._admission.lines)
         # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
         if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import unisono
 from unisono.decisions.tree import Node
-from unisono.exchange import Combine, Committed, Deferred, Share, check_reduced
+from unisono.exchange import Combine, Committed, Deferred, Parcel, Share, check_reduced
 from unisono.exchange.context import Context
+from unisono.exchange.delivering import deliver_by_broadcast
 from unisono.exchange.flat import Rows, Slot, divide_rows, fold_rows, parts_of
 from unisono.exchange.private import PrivateSlots
 from unisono.rounds.connect import EXCHANGES
@@ -44,6 +45,9 @@ class StoreExchange(PrivateSlots):
         own = bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
         if data := self.all_gather(own if self.rank == source else b"")[source]:
             tensor.detach().copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        deliver_by_broadcast(self, parcels)
 
     def interrupt(self, error: Exception) -> None:
         pass  # a store's wait ends by itself

@@ -1,0 +1,94 @@
+"""Schedule of one call of ``run.steps``: its data, how they are cut, and for how many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from unisono.decisions.cursor import Cursor
+from unisono.errors import UsageError
+from unisono.microbatch.data import Fetcher, MapDataset
+from unisono.microbatch.loaders import Source, source_of
+from unisono.training.upcoming import Upcoming
+
+__all__ = ["Schedule", "schedule"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is trained on, and for how long."""
+
+    source: Source
+    cursor: Cursor
+    num_steps: int
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that are begun."""
+        return -(-self.num_steps // self.cursor.steps_per_epoch)
+
+    def fetcher(self, device: torch.device) -> Callable[[Upcoming], Fetcher]:
+        """Return what makes the `Fetcher` of these data."""
+
+        def make(upcoming: Upcoming) -> Fetcher:
+            return Fetcher(
+                self.source.dataset, self.cursor, device=device, loading=self.source.loading, upcoming=upcoming
+            )
+
+        return make
+
+
+def schedule(
+    dataset: MapDataset | DataLoader[Any],
+    caller: str,
+    *,
+    microbatches: int,
+    seed: int,
+    first_epoch: int,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    sampler: Iterable[int] | None = None,
+    shuffle: bool | None = None,
+    drop_last: bool | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    loader_workers: int | None = None,
+) -> Schedule:
+    """Return the schedule that the arguments of a script say; see `unisono.Run.steps` for them.
+
+    Args:
+        caller: the method that got them, for errors.
+        seed: of the run.
+        first_epoch: epochs of the run before.
+
+    Raises:
+        RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known in
+            advance. UsageError: there is no epoch.
+    """
+    source = source_of(
+        dataset,
+        caller,
+        shuffles=True,
+        batch_size=batch_size,
+        sampler=sampler,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        collate=collate,
+        loader_workers=loader_workers,
+    )
+    cursor = Cursor(
+        order=source.order,
+        batch_size=source.batch_size,
+        microbatches=microbatches,
+        seed=seed,
+        drop_last=source.drop_last,
+        first_epoch=first_epoch,
+    )
+    if epochs < 1:
+        raise UsageError(f"epochs must be at least 1, got {epochs}")
+    num_steps = cursor.steps_per_epoch * epochs
+    return Schedule(source, cursor, num_steps if max_steps is None else max(0, min(num_steps, max_steps)))

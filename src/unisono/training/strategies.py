@@ -1,0 +1,68 @@
+"""Strategies: what one iteration of a training loop is, and so how batches become an update.
+
+A training loop (`unisono.training.loop`) goes from boundary to boundary; a **strategy** says what lies between two of
+them. `Synchronous` is that of a plain ``run.steps``: one global batch, one mean gradient, one update. Another strategy
+is one file of its own beside it with a class that has the methods of `Strategy`, and the call by which a script chooses
+it. What a strategy changes of the bits is in its `Strategy.recipe`, so a run that goes on with another one is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from unisono.decisions.cursor import Recipe
+from unisono.microbatch.guards import UnusedGradients
+from unisono.process import Process
+from unisono.rounds.gradient import StepContext
+from unisono.training.step import Step
+
+__all__ = ["Strategy", "Synchronous"]
+
+
+class Strategy(Protocol):
+    """What one iteration of a training loop is. Made for one call of ``run.steps``; the loop calls the methods."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it adds to the recipe of the phase; empty where it changes no bit of a plain ``run.steps``."""
+
+    @property
+    def num_more(self) -> int:
+        """Iterations after the one with the last global batch, which bring to an end what is under way."""
+
+    def open(self, context: StepContext) -> None:
+        """Get ready, before the first iteration. Local."""
+
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
+        """Return what the script gets in iteration ``number`` of this loop. Local."""
+
+    def settle(self) -> None:
+        """Bring to an end what other members still need of this one, before they change and before a snapshot.
+
+        Called at every boundary, before anything else happens there. Collective where there is something to do.
+        """
+
+    def close(self) -> None:
+        """Give back what is held; also after an error. Local."""
+
+
+class Synchronous:
+    """One global batch, one mean gradient, one update."""
+
+    num_more = 0
+
+    @property
+    def recipe(self) -> Recipe:
+        return {}
+
+    def open(self, context: StepContext) -> None:
+        self._context = context
+
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
+        return Step(self._context, number, unused=unused, process=process)
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
