@@ -36,6 +36,11 @@ POINTS: Final[dict[str, str]] = {
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
     "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
+    "shard.updated": "it has updated the parameters that it owns, and has sent none of them",
+    "shard.delivered": "it has the new values of all parameters, others perhaps not",
+    "shard.committed": "it knows that all have the new values, others perhaps not",
+    "shard.moving": "states of a sharded optimizer are about to move",
+    "shard.moved": "the states that it gets have arrived, those of others perhaps not",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
 }

@@ -20,6 +20,7 @@ from unisono.errors import StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, is_same_state
+from unisono.state.sharded import Sharded
 from unisono.state.sums import Sums
 
 __all__ = ["Calls", "OwnPart", "Tracked"]
@@ -331,14 +332,14 @@ class Tracked:
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
         return {
-            **{name: value.state_dict() for name, value in self._objects.items()},
+            **{name: _alike(value) for name, value in self._objects.items()},
             "buffers that are not persistent": self._hidden_buffers(),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
 
     def digests(self) -> dict[str, str]:
         """Return a 64-bit fingerprint of every tracked object, in hexadecimal."""
-        return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
+        return {name: f"{digest_of_state(_alike(value)):016x}" for name, value in self._objects.items()}
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
@@ -353,6 +354,11 @@ class Tracked:
                         is_same = buffer is not None and buffer.shape == first.shape
                         found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first
         return found
+
+
+def _alike(value: Any) -> Any:
+    """Return the state of an object, as far as it is on every worker."""
+    return value.outline() if isinstance(value, Sharded) else value.state_dict()
 
 
 def _is_cumulative(module: nn.Module) -> bool:
