@@ -36,6 +36,7 @@ POINTS: Final[dict[str, str]] = {
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
     "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
+    "shard.in_lending": "a state that no writer of a checkpoint holds is about to travel to one that writes it",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
 }
