@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from unisono.decisions.ownership import Place
 from unisono.state.packing import digest_of_tensor, pack_held
 
 __all__ = ["Sharded", "held_digests", "states_in"]
@@ -36,6 +37,16 @@ class Sharded(Protocol):
         """Load the ``state_dict`` of a replicated or of a sharded optimizer, and keep the tensors that it has. Local.
 
         A meta tensor stands for a state that this worker does not hold.
+        """
+
+    def plan(self, members: Sequence[Place]) -> tuple[tuple[str, ...], ...]:
+        """Return by parameter who is to hold its state when the next training loop begins, where nobody holds any yet.
+
+        So a member that loads a checkpoint knows what to read of it. The loop finds out by itself who has loaded what,
+        and moves what should be elsewhere.
+
+        Args:
+            members: in the order of their ranks.
         """
 
     def outline(self) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.errors import StepError, UsageError
+from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, is_same_state
@@ -371,27 +371,35 @@ class Tracked:
 
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
-        sharded = self.sharded
         return {
-            **{
-                name: sharded[name].outline() if name in sharded else value.state_dict()
-                for name, value in self._objects.items()
-            },
+            **{name: _alike(value) for name, value in self._objects.items()},
             "buffers that are not persistent": self._hidden_buffers(),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
 
-    def digests(self, others: Mapping[str, Mapping[int, int]] = MappingProxyType({})) -> dict[str, str]:
+    def digests(self, held: Mapping[str, Mapping[int, int]]) -> dict[str, str]:
         """Return a 64-bit fingerprint of every tracked object, in hexadecimal; the same with and without sharding.
 
         Args:
-            others: by sharded optimizer, the digests of the tensors that this worker does not hold, by their numbers in
-                the ``state_dict``.
+            held: `held_digests` of all workers together.
+
+        Raises:
+            StateLost: no worker is left that holds some state.
         """
-        return {
-            name: f"{digest_of_state(value.state_dict(), others.get(name, {})):016x}"
-            for name, value in self._objects.items()
-        }
+        found = {}
+        for name, value in self._objects.items():
+            try:
+                found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
+            except KeyError:
+                raise StateLost(
+                    f"all workers that held some states of {name} were lost in the last moment of the run, so its end "
+                    "is not known; go on from the newest checkpoint, and with more copies (unisono.shard)"
+                ) from None
+        return found
+
+    def common_digests(self) -> dict[str, str]:
+        """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
+        return {name: f"{digest_of_state(_alike(value)):016x}" for name, value in self._objects.items()}
 
     def held_digests(self) -> dict[str, dict[int, int]]:
         """Return by sharded optimizer the digests of the states that this worker holds, by the numbers of their tensors
@@ -412,6 +420,11 @@ class Tracked:
                         is_same = buffer is not None and buffer.shape == first.shape
                         found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first
         return found
+
+
+def _alike(value: Any) -> Any:
+    """Return the state of an object, as far as it is on every worker."""
+    return value.outline() if isinstance(value, Sharded) else value.state_dict()
 
 
 def _is_cumulative(module: nn.Module) -> bool:

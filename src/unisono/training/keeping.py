@@ -15,6 +15,7 @@ import torch
 
 from unisono import member as members
 from unisono.checkpoint.copies import absolute, check
+from unisono.checkpoint.files import complete
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
@@ -25,7 +26,7 @@ from unisono.process import Process, tell
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import Team
 from unisono.rounds.together import together
-from unisono.rundir import RunDirectory
+from unisono.rundir import CHECKPOINTS, RunDirectory
 from unisono.state.tracked import Tracked
 from unisono.training.resuming import Resumption
 from unisono.training.sharing import LENDING, lend, save_together
@@ -180,6 +181,14 @@ class Keeper:
     def recipe(self, recipe: Recipe, num_steps: int) -> Recipe:
         """Return the recipe of a phase, which must be equal in the scripts of all workers."""
         return {**self._resumption.recipe(recipe), "steps": num_steps}
+
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error."""
+        path = self._directory.path
+        found = complete(path / CHECKPOINTS) if path is not None and self._directory.look() else []
+        if not found:
+            return "the beginning: this worker sees no checkpoint (unisono.Checkpoints(every_steps=...) writes some)"
+        return f'the newest checkpoint, {found[-1]} (resume="auto", or unisono resume {path})'
 
     def writes(self, team: Team) -> bool:
         """Return whether this member writes for all members: it is the first that sees the directory."""
