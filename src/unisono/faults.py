@@ -41,6 +41,7 @@ POINTS: Final[dict[str, str]] = {
     "shard.committed": "it knows that all have the new values, others perhaps not",
     "shard.moving": "states of a sharded optimizer are about to move",
     "shard.moved": "the states that it gets have arrived, those of others perhaps not",
+    "shard.in_lending": "a state that no writer of a checkpoint holds is about to travel to one that writes it",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
 }

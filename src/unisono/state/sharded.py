@@ -6,14 +6,15 @@ Every worker has the parameters. The state of a parameter (momentum, second mome
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from unisono.decisions.ownership import Place
+from unisono.state.packing import digest_of_tensor, pack_held
 
-__all__ = ["Sharded"]
+__all__ = ["Sharded", "held_digests", "states_in"]
 
 
 @runtime_checkable
@@ -59,3 +60,26 @@ class Sharded(Protocol):
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Return, by parameter, the tensors of the states that this worker holds. Local."""
+
+
+def states_in(paths: Sequence[str], optimizer: str) -> Iterator[tuple[int, int]]:
+    """Yield the tensors that are states of parameters: (number of the path, number of the parameter).
+
+    Args:
+        paths: of the tensors of a state, as `unisono.state.packing.pack` gives them.
+        optimizer: the path of the optimizer's ``state_dict``.
+    """
+    before = f"{optimizer}['state']["
+    for number, path in enumerate(paths):
+        if path.startswith(before):
+            yield number, int(path[len(before) :].partition("]")[0])
+
+
+def held_digests(state_dict: dict[str, Any]) -> dict[int, int]:
+    """Return the digests of the states that this worker holds, by the numbers of their tensors in a ``state_dict``."""
+    packed = pack_held(state_dict, "")
+    return {
+        number: digest_of_tensor(packed.tensors[number])
+        for number, _ in states_in(packed.paths, "")
+        if not packed.tensors[number].is_meta
+    }
