@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,15 +26,19 @@ NUM_SAMPLES = 54
 BATCH_SIZE = 24
 THAW = 4
 """The step from which on the last layers are trained, too."""
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--copies", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
-    with unisono.Run(seed=3) as run:
+    every = arguments.checkpoint_every
+    with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=every) if every else None) as run:
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(
             torch.randn(NUM_SAMPLES, 12, generator=draw), torch.randint(0, 4, (NUM_SAMPLES,), generator=draw)
@@ -41,7 +46,7 @@ def main() -> None:
         model = nn.Sequential(
             nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 20), nn.ReLU(), nn.Linear(20, 4)
         )
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = OPTIMIZERS[arguments.optimizer](model.parameters(), lr=0.01)
         if arguments.copies:
             optimizer = unisono.shard(optimizer, copies=arguments.copies)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -55,7 +60,8 @@ def main() -> None:
                 step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
             optimizer.step()
             scheduler.step()
-        held = [index for index, state in optimizer.state_dict()["state"].items() if not state["exp_avg"].is_meta]
+        states = optimizer.state_dict()["state"]
+        held = [index for index, state in states.items() if not any(value.is_meta for value in state.values())]
         print("states:", f"w{run.rank}", "holds", *held, flush=True)
 
 

@@ -7,6 +7,7 @@ runs every point x rank x number of workers x exchange.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.losses import ended_workers
 from unisono.faults import POINTS
+from unisono.journal import compare
 from unisono.testing import Faults, Outcome, run_workers
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -22,8 +24,10 @@ pytestmark = pytest.mark.usefixtures("nursery")
 SCRIPT = Path(__file__).with_name("sharded_training.py")
 STEPS = 8
 STEP = 3
-UPDATE_POINTS = ["reduced", "committed", "shard.updated", "shard.delivered", "shard.committed", "after_step"]
+UPDATE_POINTS = ["shard.updated", "shard.delivered", "shard.committed"]
+NEAR_POINTS = ["reduced", "committed", "after_step"]
 MOVE_POINTS = ["shard.moving", "shard.moved"]
+CHECKPOINT_POINTS = ["shard.in_lending"]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 ALONE = [*PATIENT, "--max-restarts", "0"]
 
@@ -49,13 +53,18 @@ SAMPLE = [
 ]
 MOVES = [("shared", 4, "shard.moving", 1), ("gloo", 4, "shard.moved", 2)]
 if os.environ.get("UNISONO_TEST_ALL"):
-    SAMPLE, MOVES = list(all_cases(UPDATE_POINTS, 2, 3)), list(all_cases(MOVE_POINTS, 4))
+    SAMPLE, MOVES = list(all_cases([*UPDATE_POINTS, *NEAR_POINTS], 2, 3)), list(all_cases(MOVE_POINTS, 4))
 
 
 def run(
-    directory: Path, workers: int, copies: int, faults: Faults | None = None, options: Sequence[str] = ALONE
+    directory: Path,
+    workers: int | str,
+    copies: int,
+    faults: Faults | None = None,
+    options: Sequence[str] = ALONE,
+    arguments: Sequence[str] = (),
 ) -> Outcome:
-    arguments = ["--copies", str(copies)]
+    arguments = ["--copies", str(copies), *arguments]
     return run_workers(
         SCRIPT, workers, directory=directory, arguments=arguments, options=options, faults=faults, timeout_s=WAIT_S
     )
@@ -76,11 +85,14 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 def assert_same_bits(directory: Path, hurt: Outcome, calm: tuple[Path, Outcome]) -> None:
     assert hurt.exit_code == 0, hurt.output
     assert hurt.digests == calm[1].digests, hurt.output
-    assert hurt.final["model"] == calm[1].final["model"], hurt.output
+    assert hurt.final == calm[1].final, hurt.output
+    assert compare(calm[0], directory).startswith("identical: ")
 
 
 def test_the_points_are_those_that_there_are() -> None:
-    assert {at for at in POINTS if at.startswith("shard.")} <= {*UPDATE_POINTS, *MOVE_POINTS}
+    assert sorted(at for at in POINTS if at.startswith("shard.")) == sorted(
+        [*UPDATE_POINTS, *MOVE_POINTS, *CHECKPOINT_POINTS]
+    )
 
 
 @pytest.mark.parametrize(("exchange", "workers", "at", "rank"), SAMPLE)
@@ -93,6 +105,20 @@ def test_a_kill_in_an_update_changes_no_bit(
     assert f"w{rank}" in ended_workers(hurt.output), hurt.output
     assert_same_bits(tmp_path / "run", hurt, calm)
     assert max(hurt.generations) > 1
+
+
+@pytest.mark.parametrize(("at", "rank"), [("shard.updated", 1), ("shard.committed", 0)])
+def test_a_newcomer_takes_the_place_of_a_lost_worker(
+    at: str, rank: int, calm: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """It comes with no state, and gets its part after the first update."""
+    hurt = run(tmp_path / "run", "3:3", 2, Faults().kill(f"w{rank}", step=STEP, at=at), PATIENT)
+    assert f"w{rank}" in ended_workers(hurt.output), hurt.output
+    assert_same_bits(tmp_path / "run", hurt, calm)
+    held = [line.split(" holds ")[1].split() for line in hurt.output.splitlines() if " holds " in line]
+    assert len(held) == 3, hurt.output
+    assert all(0 < len(each) < 8 for each in held), hurt.output
+    assert sorted(index for each in held for index in each) == sorted(2 * list("01234567"))
 
 
 @pytest.mark.parametrize(("exchange", "workers", "at", "rank"), MOVES)
@@ -131,9 +157,24 @@ def test_one_loss_after_the_other_down_to_one_worker(calm: tuple[Path, Outcome],
     assert "w1 holds 0 1 2 3 4 5 6 7" in hurt.output or "w0 holds 0 1 2 3 4 5 6 7" in hurt.output
 
 
+def test_without_states_one_copy_survives_a_loss_too(tmp_path: Path) -> None:
+    """SGD without momentum: whoever is left can compute any update, also that of a worker lost in the middle of it."""
+    arguments = ["--optimizer", "sgd"]
+    calm, hurt = tmp_path / "calm", tmp_path / "hurt"
+    run(calm, 1, 0, None, arguments=arguments)
+    faults = Faults().kill("w1", step=2, at="after_backward").kill("w0", step=STEP, at="shard.updated")
+    outcome = run(hurt, 3, 1, faults, arguments=arguments)
+    assert {"w0", "w1"} <= ended_workers(outcome.output), outcome.output
+    assert outcome.exit_code == 0, outcome.output
+    assert compare(calm, hurt).startswith("identical: ")
+
+
 def test_with_all_copies_the_run_ends_and_says_what_was_lost(tmp_path: Path) -> None:
-    hurt = run(tmp_path / "run", 3, 1, Faults().kill("w1", step=STEP, at="after_backward"))
+    """The run goes on from the newest checkpoint, which the error names."""
+    faults = Faults().kill("w1", step=5, at="after_backward")
+    hurt = run(tmp_path / "run", 3, 1, faults, arguments=["--checkpoint-every", "2"])
     assert hurt.exit_code != 0
     assert "was held by w1 (unisono.shard with copies=1)" in hurt.output, hurt.output
     assert "StateLost" in hurt.output
-    assert "Go on from" in hurt.output
+    assert re.search(r"Go on from the newest checkpoint, .*/checkpoints/step-0*[24] ", hurt.output), hurt.output
+    assert not [line for line in hurt.lines if line["kind"] == "step"][5:]
