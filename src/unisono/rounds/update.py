@@ -179,7 +179,7 @@ class UpdateRound(_Round):
         for rank in ranks:
             if index in having[rank]:
                 return rank
-        raise self._lost(index, "the state")
+        raise self._lost(index, "the state" if index in self._shares.outlines else "the new value")
 
     def _deliver(self, having: Sequence[set[int]]) -> None:
         """Send new values to those that lack them."""
