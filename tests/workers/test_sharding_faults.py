@@ -158,11 +158,11 @@ def test_one_loss_after_the_other_down_to_one_worker(calm: tuple[Path, Outcome],
 
 
 def test_without_states_one_copy_survives_a_loss_too(tmp_path: Path) -> None:
-    """SGD without momentum: whoever is left can compute any update."""
+    """SGD without momentum: whoever is left can compute any update, if the worker is lost before its update began."""
     arguments = ["--optimizer", "sgd"]
     calm, hurt = tmp_path / "calm", tmp_path / "hurt"
     run(calm, 1, 0, None, arguments=arguments)
-    faults = Faults().kill("w1", step=2, at="after_backward").kill("w0", step=STEP, at="committed")
+    faults = Faults().kill("w1", step=2, at="after_backward").kill("w0", step=STEP, at="before_combine")
     outcome = run(hurt, 3, 1, faults, arguments=arguments)
     assert {"w0", "w1"} <= ended_workers(outcome.output), outcome.output
     assert outcome.exit_code == 0, outcome.output
