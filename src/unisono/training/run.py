@@ -48,7 +48,7 @@ from unisono.training import life
 from unisono.training.calls import Calls
 from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
-from unisono.training.loop import TrainingLoop
+from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
@@ -358,6 +358,7 @@ class Run(Calls):
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
+        wire: Wire = "fp32",
     ) -> Steps:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -381,6 +382,10 @@ class Run(Calls):
             loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
             reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
                 step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
+            wire: as what sums of float32 gradients travel between hosts. "bf16" halves the bytes, for slow links:
+                the sums of a fixed level of the tree (the lowest one with 8 nodes at most), and all above it, are
+                rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
+                bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -405,9 +410,13 @@ class Run(Calls):
         )
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
-        return self._begin_loop(planned, Synchronous(), reduction)
+        if wire not in ("fp32", "bf16"):
+            raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+        return self._begin_loop(planned, Synchronous(), reduction, wire)
 
-    def _begin_loop(self, planned: Schedule, strategy: Strategy, reduction: Reduction = "mean") -> Steps:
+    def _begin_loop(
+        self, planned: Schedule, strategy: Strategy, reduction: Reduction = "mean", wire: Wire = "fp32"
+    ) -> Steps:
         """Return the steps of a training loop, which begins with the first of them."""
         self._tracked.check(self.device)
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
@@ -430,6 +439,7 @@ class Run(Calls):
             on_head=self._begin_step,
             strategy=strategy,
             reduction=reduction,
+            wire=wire,
         )
         # The loop's checks come here, and not with its first step.
         steps = Steps(self._train(loop, planned.fetcher(self.device)), planned.num_steps)
