@@ -28,6 +28,7 @@ from unisono.rounds.clock import Clock
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
+from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
 from unisono.training.step import State, Step
@@ -157,6 +158,7 @@ class TrainingLoop:
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward),
+                shared_updates(rounds, self._tracked, self._keeper.newest),
             ):
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
