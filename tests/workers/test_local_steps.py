@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import unisono
@@ -19,6 +21,7 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.losses import ended_workers
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.errors import RecipeError, StepError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare
 from unisono.state.packing import digest_of_tensor
@@ -277,3 +280,225 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
     if rank < workers:
         assert len(ended_workers(hurt.output)) >= 1, f"nobody was killed there:\n{hurt.output}"
     assert_same_bits(hurt, calm)
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize(("at", "then"), [("local.replica_done", "committed"), ("local.copied", "local.placed")])
+def test_one_loss_after_the_other_in_a_round(at: str, then: str, calm: Outcome, tmp_path: Path) -> None:
+    """The survivors are interrupted again while they compute, or repeat, what the first loss has cost."""
+    faults = Faults().kill("w1", step=ROUND, at=at).kill("w2", step=ROUND + (then == "local.placed"), at=then)
+    hurt = run(tmp_path / "run", 3, faults, [*PATIENT, "--max-restarts", "0"])
+    assert len(ended_workers(hurt.output)) == 2, hurt.output
+    assert_same_bits(hurt, calm)
+
+
+@pytest.mark.usefixtures("nursery")
+def test_the_last_worker_computes_all_replicas(calm: Outcome, tmp_path: Path) -> None:
+    faults = Faults().kill("w0", step=1, at="local.inner_step").kill("w2", step=3, at="committed")
+    hurt = run(tmp_path / "run", 3, faults, [*PATIENT, "--max-restarts", "0"])
+    assert_same_bits(hurt, calm)
+    assert list(hurt.times[ROUNDS - 1]) == ["w1"]
+
+
+# -- joining, and going on ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_worker_that_comes_later_takes_replicas_over(calm: Outcome, tmp_path: Path) -> None:
+    """It gets the states of the replicas that it computes from then on."""
+    faults = Faults().kill("w1", step=1, at="local.inner_step").delay("w0", 0.0, step=1, at="local.placed")
+    hurt = run(tmp_path / "run", "2:2", faults)
+    assert_same_bits(hurt, calm)
+    workers = {worker for step in hurt.times.values() for worker, times in step.items() if times["leaves"]}
+    assert len(workers - {"w0", "w1"}) == 1, hurt.output
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("inner_state", ["kept", "fresh"])
+def test_a_checkpoint_goes_on_with_another_number_of_workers(inner_state: str, tmp_path: Path) -> None:
+    """Momentum of the replicas and of the outer optimizer are in it: the bits are those of a run that never ended."""
+    arguments = ["--rounds", ROUNDS, "--inner-state", inner_state]
+
+    def go(directory: Path, workers: int, *more: object) -> Outcome:
+        return run_workers(
+            SCRIPT,
+            workers,
+            arguments=list(map(str, [*arguments, *more])),
+            directory=directory,
+            options=PATIENT,
+            timeout_s=WAIT_S,
+        )
+
+    whole = go(tmp_path / "whole", 1)
+    first = go(tmp_path / "run", 3, "--every", 2)
+    assert first.digests == whole.digests
+    for workers in (1, 2):
+        again = run_workers(
+            SCRIPT,
+            workers,
+            arguments=list(map(str, arguments)),
+            directory=tmp_path / f"again-{workers}",
+            options=[*PATIENT, "--resume", str(tmp_path / "run" / "checkpoints" / "step-0000000002")],
+            timeout_s=WAIT_S,
+        )
+        assert again.exit_code == 0, again.output
+        assert again.digests == whole.digests
+        assert again.final == whole.final
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+def refused(
+    *, match: str, error: type[Exception] = UsageError, tracked: Any = None, data: int = 32, **options: Any
+) -> None:
+    with AloneRun(seed=1) as run:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer, **(tracked(model) if tracked is not None else {}))
+        given = {"batch_size": 8, "microbatches": 4, "replicas": 2, "inner_steps": 2, **options}
+        with pytest.raises(error, match=match):
+            run.local_steps(vectors(data), **given)
+
+
+def test_what_has_no_meaning_in_rounds_is_refused_before_training() -> None:
+    refused(match="replicas must be at least 1", replicas=0)
+    refused(match="inner_steps must be at least 1", inner_steps=0)
+    refused(
+        match="not be shared out equally to 3 replicas|cannot be shared out equally to 3", error=RecipeError, replicas=3
+    )
+    refused(match="drop_last=True", error=RecipeError, data=34)
+    refused(match="inner_state is", inner_state="lost")
+    refused(match="a unisono.Carried", tracked=lambda _: {"hidden": unisono.Carried(torch.zeros(4, 2))})
+    refused(match="a GradScaler", tracked=lambda _: {"scaler": torch.amp.GradScaler("cpu")})
+    refused(match="outer is an optimizer", outer="sgd")
+    refused(match="the outer optimizer is not tracked", outer=torch.optim.SGD(mlp().parameters(), lr=1.0))
+
+
+def test_a_run_without_an_optimizer_of_the_replicas_is_refused() -> None:
+    with AloneRun(seed=1) as run:
+        model = mlp()
+        outer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, outer=outer)
+        with pytest.raises(UsageError, match="a tracked optimizer of their own"):
+            run.local_steps(vectors(), batch_size=8, microbatches=4, replicas=2, inner_steps=2, outer=outer)
+
+
+Mistake = Callable[[unisono.Run, nn.Module, dict[str, Any]], object]
+MISTAKES: dict[str, tuple[Mistake, type[Exception], str]] = {
+    "outer": (
+        lambda run, model, tracked: tracked["outer"].step(),
+        StepError,
+        r"outer.step\(\) was called by the script",
+    ),
+    "plateau": (
+        lambda run, model, tracked: tracked["plateau"].step(time.perf_counter()),
+        StepError,
+        "plateau is not the same after the inner steps of replica 1 as after those of replica 0",
+    ),
+    "values": (
+        lambda run, model, tracked: tracked["values"].update(seen=time.perf_counter()),
+        StepError,
+        "values is not the same",
+    ),
+    "average": (
+        lambda run, model, tracked: tracked["average"].update_parameters(model),
+        StepError,
+        "an AveragedModel. was updated within",
+    ),
+    "freezing": (
+        lambda run, model, tracked: next(model.parameters()).requires_grad_(False),
+        StepError,
+        "frozen or unfrozen within",
+    ),
+    "target": (
+        lambda run, model, tracked: (
+            tracked["target"].weight.data.add_(1.0) is not None and tracked["target"].weight.detach().mul_(0.5)
+        ),
+        StepError,
+        "'target.weight' needs no gradient and was written",
+    ),
+    "evaluate": (
+        lambda run, model, tracked: run.evaluate(vectors(), lambda batch: {"n": len(batch[0])}, batch_size=8),
+        UsageError,
+        "inside of `for step in round`",
+    ),
+    "barrier": (lambda run, model, tracked: run.barrier(), UsageError, "inside of `for step in round`"),
+    "journal": (lambda run, model, tracked: tracked["step"].log(x=1.0), StepError, "round.log"),
+}
+
+
+def train_with(inside: Mistake | None) -> None:
+    """Train for a round; ``inside`` is called after each step of a replica, None leaves the loop there."""
+    with AloneRun(seed=1) as run:
+        model, target = mlp(), nn.Linear(3, 3).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7)
+        tracked: dict[str, Any] = {
+            "outer": outer,
+            "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+            "average": AveragedModel(model),
+            "target": target,
+            "values": {"seen": 0.0},
+        }
+        run.track(model=model, optimizer=optimizer, **tracked)
+        for round_ in run.local_steps(
+            vectors(), batch_size=8, microbatches=4, replicas=2, inner_steps=2, outer=outer, max_steps=2
+        ):
+            for step in round_:
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if inside is None:
+                    break
+                inside(run, model, {**tracked, "step": step})
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_within_a_round_is_an_error_that_names_it(name: str) -> None:
+    """What would make replicas, or workers, differ in anything but parameters, buffers and optimizer states."""
+    inside, error, match = MISTAKES[name]
+    with pytest.raises(error, match=match):
+        train_with(inside)
+
+
+def test_a_round_that_is_left_is_an_error() -> None:
+    with pytest.raises(StepError, match="round 0 was left before its end"):
+        train_with(None)
+
+
+def test_a_round_that_is_not_run_is_an_error() -> None:
+    def skip() -> None:
+        with AloneRun(seed=1) as run:
+            model = mlp()
+            run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            for round_ in run.local_steps(vectors(), batch_size=8, microbatches=4, replicas=2, inner_steps=2):
+                with pytest.raises(StepError, match=r"round.loss of round 0 is known after"):
+                    _ = round_.loss
+
+    with pytest.raises(StepError, match="round 0 was not iterated"):
+        skip()
+
+
+def test_modes_and_options_are_those_of_the_boundary_for_each_replica(tmp_path: Path) -> None:
+    """A replica that ends in eval() mode, or with another learning rate, does not begin the next one so."""
+    seen: list[tuple[int, int, bool, float]] = []
+    with AloneRun(seed=1) as run:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        run.track(model=model, optimizer=optimizer)
+        for round_ in run.local_steps(vectors(), batch_size=8, microbatches=4, replicas=2, inner_steps=2):
+            for step in round_:
+                seen.append((round_.number, step.number, model.training, optimizer.param_groups[0]["lr"]))
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] *= 0.5
+                model.eval()
+            assert model.training
+            assert optimizer.state == {}
+            optimizer.param_groups[0]["lr"] += 1.0
+    assert seen == [
+        *[(0, 0, True, 1.0), (0, 1, False, 0.5)] * 2,
+        *[(1, 2, True, 1.25), (1, 3, False, 0.625)] * 2,
+    ]

@@ -518,6 +518,7 @@ class LocalSteps:
                 start.copy_(parameter)
                 parameter.grad = None
         self._structure.renew()
+        self._averaged = self._averages()
         self._common = common(self._objects)
         self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
         self._place = -1
@@ -575,6 +576,7 @@ class LocalSteps:
                 now.enter(step)
                 yield step
                 step.close()
+                self._check_trained(replica)
                 gradient = step.round
                 share = gradient.weight / self.scale
                 weight += share
@@ -593,11 +595,19 @@ class LocalSteps:
         self._inner_rounds.members.release_results()
         return Trained(weight, weighted_loss, state, ended)
 
+    def _check_trained(self, replica: int) -> None:
+        """Raise StepError if the script has frozen or unfrozen a parameter within a round."""
+        trained, before = self._tracked.trained(), self._outer_folder.trained
+        if len(trained) != len(before) or any(a is not b for (_, a), (_, b) in zip(trained, before, strict=True)):
+            raise StepError(
+                f"a parameter was frozen or unfrozen within the steps of replica {replica}: do that between two rounds"
+            )
+
     def _check_end(self, replica: int) -> None:
         """Check that a replica has changed only what it may change.
 
         Raises:
-            StepError: a parameter was frozen, thawed or written though frozen, or an average of weights was updated.
+            StepError: a frozen parameter was written, or an average of weights was updated.
         """
         for name, parameter, version in self._frozen:
             if parameter._version != version:
@@ -605,12 +615,8 @@ class LocalSteps:
                     f"parameter {name!r} needs no gradient and was written within the steps of replica {replica}; "
                     "write it after `for step in round`"
                 )
-        if not self._context_is_same():
-            raise StepError(
-                f"a parameter was frozen or unfrozen within the steps of replica {replica}: do that between two rounds"
-            )
-        for name, module in self._tracked.modules.items():
-            if isinstance(module, AveragedModel) and self._versions_of(module) != self._averages[name]:
+        for name, count in self._averages().items():
+            if count != self._averaged[name]:
                 raise StepError(
                     f"{name} (an AveragedModel) was updated within the steps of replica {replica}: update it after "
                     "`for step in round`, with the new global model"
@@ -622,11 +628,6 @@ class LocalSteps:
         """Return the context of a replica's steps: a run with this process as its only member."""
         context = self._context
         self._tracked.sums = Sums()
-        self._averages = {
-            name: self._versions_of(module)
-            for name, module in self._tracked.modules.items()
-            if isinstance(module, AveragedModel)
-        }
         agreement = Agreement(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
         return dataclasses.replace(
             context,
@@ -664,13 +665,10 @@ class LocalSteps:
         self._inner_rounds.use_layout(self._folder.layout)
         return self._folder
 
-    def _context_is_same(self) -> bool:
-        trained = self._tracked.trained()
-        before = self._outer_folder.trained
-        return len(trained) == len(before) and all(a is b for (_, a), (_, b) in zip(trained, before, strict=True))
-
-    def _versions_of(self, module: nn.Module) -> list[int]:
-        return [one._version for one in (*module.parameters(), *module.buffers())]
+    def _averages(self) -> dict[str, int]:
+        """Return how often each average of weights was updated."""
+        modules = self._tracked.modules.items()
+        return {name: int(module.n_averaged) for name, module in modules if isinstance(module, AveragedModel)}
 
     def _check_outer(self) -> None:
         if not self._is_applying:
