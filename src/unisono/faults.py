@@ -47,6 +47,11 @@ POINTS: Final[dict[str, str]] = {
     "deliver.sent": "it has begun to send tensors to other hosts",
     "deliver.received": "it has tensors of other hosts, and has not passed them on to its own",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
+    "local.placed": "it has the states of the replicas that it is going to compute",
+    "local.inner_step": "it begins a step of a replica (``microbatch`` is the replica)",
+    "local.replica_done": "a replica's change was added to its partial sums (``microbatch`` is the replica)",
+    "local.delivering": "the state of a replica goes from a worker to others",
+    "local.copied": "the other workers have copies of its replicas' new states, and the round is not committed",
 }
 """Every fault point, and where the worker is then."""
 

@@ -168,6 +168,10 @@ class Saver:
         """Set what goes into the manifests from now on: another phase of the script has begun."""
         self._camera.describe(recipe, fingerprint)
 
+    def copy_at_once(self) -> None:
+        """Copy everything at the boundary from now on: the next step changes the state before its combine."""
+        self._camera.copy_at_once()
+
     def request(self) -> None:
         """Take a snapshot soon, also if there is a checkpoint of this step: the state may have changed since."""
         self._wanted = self._asked = True

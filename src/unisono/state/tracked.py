@@ -76,10 +76,24 @@ class Tracked:
         self.calls = Calls()
         self.sums = Sums()
         self._own: dict[str, OwnPart] = {"sums": self.sums}
+        self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
         self._own[name] = part
+        if name in self._early:
+            part.load_state_dict(self._early.pop(name))
+
+    def apart(self, without: str = "") -> Tracked:
+        """Return the same objects, with sums of their own and no other part of the run's state.
+
+        Args:
+            without: the name of an object to leave out.
+        """
+        other = Tracked()
+        other._objects = {name: value for name, value in self._objects.items() if name != without}
+        other._first, other.calls = self._first, self.calls
+        return other
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
@@ -300,7 +314,7 @@ class Tracked:
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
-            "own": {name: part.state_dict() for name, part in self._own.items()},
+            "own": {**self._early, **{name: part.state_dict() for name, part in self._own.items()}},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -346,7 +360,10 @@ class Tracked:
 
     def _load_own(self, state: dict[str, Any]) -> None:
         for name, own in state["own"].items():
-            self._own[name].load_state_dict(own)
+            if name in self._own:
+                self._own[name].load_state_dict(own)
+            else:
+                self._early[name] = own
 
     def load_models(self, state: dict[str, Any]) -> None:
         """Load the modules of a state of a later phase, as far as this script has made them already.

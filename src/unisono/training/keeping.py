@@ -198,6 +198,10 @@ class Keeper:
         """Have a checkpoint written, whatever the policy says."""
         self._saver.request()
 
+    def copy_at_once(self) -> None:
+        """Copy the whole state at a boundary from now on, and nothing of it while the next step is computed."""
+        self._saver.copy_at_once()
+
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keep the logged numbers, for the next checkpoint."""
         self._metrics |= metrics
