@@ -36,6 +36,10 @@ POINTS: Final[dict[str, str]] = {
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
     "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
+    "evaluation.asked": "rank 0 is about to ask for an evaluator",
+    "evaluation.giving": "it is giving the models to an evaluator (in a thread)",
+    "evaluation.fetching": "it is an evaluator that receives the models",
+    "evaluation.batch": "it is an evaluator, and about to evaluate a batch",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
 }

@@ -269,8 +269,11 @@ class Saver:
 
     # -- between two steps ---------------------------------------------------------------------------
 
-    def boundary(self, moment: Moment) -> None:
+    def boundary(self, moment: Moment, *, is_held: bool = False) -> None:
         """Take a snapshot if the newest reports ask for one. Local.
+
+        Args:
+            is_held: not at this boundary. Equal on all members.
 
         Raises:
             CheckpointError: a checkpoint could not be written, and the policy asks to end the run then.
@@ -285,7 +288,7 @@ class Saver:
             if self._directory.is_seen and not is_known and is_due(self._policy, step):
                 self._wanted = True
         elif is_due(self._policy, step, reports):
-            if self._under_way is None and may_begin(reports):
+            if self._under_way is None and may_begin(reports) and not is_held:
                 self._begin(moment)
             else:
                 self._wanted = True
