@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import unisono
-from tests.workers.models import bits_of
+from tests.workers.disk import wait_for_disk
+from tests.workers.models import Mlp, bits_of, vectors
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, StaticRun, train_on
 from tests.workers.test_checkpoint import InSight
 from unisono.checkpoint import files, saving, snapshot
 from unisono.checkpoint.loading import read
 from unisono.checkpoint.snapshot import Layout, held_by_all, tensor_names
 from unisono.decisions.cadence import Position, assign_parts
 from unisono.errors import CheckpointError, UsageError
+from unisono.journal import read as read_journal
+from unisono.rundir import RunDirectory
 from unisono.state.packing import digest_of_state, pack, pack_held
 from unisono.state.sharded import held_digests, states_in
+from unisono.training import run as running
 
 CPU = torch.device("cpu")
 NUM_PARAMETERS = 6
@@ -157,3 +165,85 @@ def test_a_tensor_without_content_is_refused_where_no_worker_can_hold_it() -> No
         pack(state)
     assert pack_held(state).tensors[0].is_meta
     assert held_by_all(["a", "b"]) == [(), ()]
+
+
+# -- whole trainings ---------------------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """What a training leaves behind."""
+
+    final: str
+    """The bits of the model."""
+    digests: dict[str, str]
+    """At the end of the run, as the journal has them."""
+    checkpoints: dict[int, str]
+    """The bits of each, by step."""
+
+
+def train(run: unisono.Run, copies: int, max_steps: int | None = None) -> str:
+    model = Mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if copies:
+        unisono.shard(optimizer, copies=copies)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2, max_steps=max_steps):
+        for x, y in step:
+            wait_for_disk(run)
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    return bits_of(model.state_dict())
+
+
+def trained(directory: Path, final: str) -> Trained:
+    end = [line for line in read_journal(directory) if line["kind"] == "end"][-1]
+    found = {files.step_of(one): bits_of(read(one)[1]["objects"]) for one in files.complete(directory / files.FOLDER)}
+    return Trained(final, end["digests"], found)
+
+
+POLICY = unisono.Checkpoints(every_steps=3, keep=100)
+
+
+def run_of(seat: Seat, place: Place, directory: str, reaching: Collection[int], **options: Any) -> unisono.Run:
+    """The run of a process that sees the directory, or does not."""
+    running.uuid.uuid4 = lambda: uuid.UUID(int=7)  # type: ignore[assignment]  # one run, in processes without a head
+    if seat.rank not in reaching:
+        RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]
+        directory = f"{directory}-of-another-machine"
+    return StaticRun(place.exchange(), directory, seed=3, checkpoint=POLICY, **options)
+
+
+def _train(
+    seat: Seat,
+    place: Place,
+    directory: str,
+    reaching: Collection[int],
+    copies: int,
+    max_steps: int | None,
+    options: dict[str, Any],
+) -> str:
+    with run_of(seat, place, directory, reaching, **options) as run:
+        return train(run, copies, max_steps)
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("replicated") / "run"
+    with AloneRun(directory, seed=3, checkpoint=POLICY) as run:
+        final = train(run, 0)
+    return trained(directory, final)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "copies", "reaching"),
+    [("shared", 3, 2, range(3)), ("shared", 3, 1, [0]), ("gloo", 4, 2, [0, 2])],
+)
+def test_a_run_leaves_what_one_with_a_replicated_optimizer_leaves(
+    kind: str, size: int, copies: int, reaching: Collection[int], replicated: Trained, tmp_path: Path
+) -> None:
+    """Also where few workers see the directory: the others bring them what they do not hold."""
+    finals = train_on(kind, size, _train, str(tmp_path / "run"), reaching, copies, None, {})
+    assert trained(tmp_path / "run", finals[0]) == replicated
+    assert set(finals) == {replicated.final}
