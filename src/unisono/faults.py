@@ -43,6 +43,9 @@ POINTS: Final[dict[str, str]] = {
     "shard.moved": "the states that it gets have arrived, those of others perhaps not",
     "shard.in_lending": "a state that no writer of a checkpoint holds is about to travel to one that writes it",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
+    "deliver.staged": "others of its host can read what it passes on of tensors, and may not have read it",
+    "deliver.sent": "it has begun to send tensors to other hosts",
+    "deliver.received": "it has tensors of other hosts, and has not passed them on to its own",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
 }
 """Every fault point, and where the worker is then."""

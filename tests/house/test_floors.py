@@ -27,6 +27,7 @@ FLOORS = {
     "decisions.tree": 1,
     "decisions.plan": 1,
     "decisions.cursor": 1,
+    "decisions.delivery": 1,
     "decisions.orders": 1,
     "decisions.following": 1,
     "decisions.membership": 1,

@@ -125,7 +125,9 @@ class UpdateRound(_Round):
         self._owners = shares.owners
         self._parameters = shares.parameters()
         self._todo = shares.to_update()
-        self._new: set[int] | None = None  # not updated yet
+        self._new: set[int] = set()  # parameters that have their new values here
+        self._open: set[int] = set()  # parameters into which something was perhaps written, and not all
+        self._has_begun = False
         self._changes: dict[int, Outline] = {}
 
     @property
@@ -133,20 +135,19 @@ class UpdateRound(_Round):
         return f"{self._name}.step()"
 
     def compute(self, plan: Plan) -> Iterator[object]:
-        """Update what this member owns; once."""
-        if self._new is None:
-            own_id = self._members.worker_ids[self._members.rank]
-            own = {index for index in self._todo if own_id in self._owners[index]}
-            self._shares.update_own({index for index, each in enumerate(self._owners) if own_id in each})
-            self._new = own
+        """Update what this member owns; once, but for what has lost its owners meanwhile."""
+        own = self._own(self._members.worker_ids[self._members.rank]) - self._new - self._open
+        if own or not self._has_begun:
+            self._has_begun = True  # a step() counts once, also where it has nothing to update
+            self._shares.update_own(own)
+            self._new |= own
         point("shard.updated")
         yield from ()
 
     def combine(self, plan: Plan) -> Said:
-        assert self._new is not None
         said = None
         if self._is_first:
-            having = self._planned()
+            having = [self._own(worker_id) for worker_id in self._members.worker_ids]
         else:
             having, said = self._hear(self._new)
         if said is None:
@@ -160,12 +161,15 @@ class UpdateRound(_Round):
         point("shard.committed")
         self._shares.note(self._changes)
 
-    def _planned(self) -> list[set[int]]:
-        """Return the parameters of which each member has the new values, where nobody was lost since the beginning."""
-        return [
-            {index for index in self._todo if worker_id in self._owners[index]}
-            for worker_id in self._members.worker_ids
-        ]
+    def _own(self, worker_id: str) -> set[int]:
+        """Return the parameters that a member updates: what it owns, and what has no owner and no state."""
+        ids = self._members.worker_ids
+        return {
+            index
+            for index in self._todo
+            if worker_id in self._owners[index]
+            or (index not in self._shares.outlines and not any(one in ids for one in self._owners[index]))
+        }
 
     def _sender(self, index: int, having: Sequence[set[int]]) -> int:
         """Return the rank of who sends a parameter: the first owner that is a member, else any that has it."""
@@ -175,17 +179,17 @@ class UpdateRound(_Round):
         for rank in ranks:
             if index in having[rank]:
                 return rank
-        raise self._lost(index, "the state")
+        raise self._lost(index, "the state" if index in self._shares.outlines else "the new value")
 
     def _deliver(self, having: Sequence[set[int]]) -> None:
         """Send new values to those that lack them."""
-        assert self._new is not None
         parcels = []
         for index in self._todo:
             source = self._sender(index, having)
             targets = tuple(rank for rank, have in enumerate(having) if index not in have)
             if targets:
                 parcels.append(Parcel(source, targets, self._parameters[index].detach()))
+        self._open = set(self._todo) - self._new
         self._members.deliver(parcels)
         self._new.update(self._todo)
 
@@ -269,8 +273,9 @@ class MovingRound(_Round):
             targets = tuple(one for one in targets if index not in having[one])
             if not targets:
                 continue
-            source = min((one for one, have in enumerate(having) if index in have), key=lambda one: (sent[one], one))
-            state = self._state(index, rank == source, rank in targets)
+            able = [one for one, have in enumerate(having) if index in have]  # none, if it has no tensors
+            source = min(able, key=lambda one: (sent[one], one), default=targets[0])
+            state = self._state(index, is_source=rank in able and rank == source, is_target=rank in targets)
             if rank in targets:
                 arriving[index] = state
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
@@ -283,7 +288,7 @@ class MovingRound(_Round):
                 parcels, arriving, nbytes = [], {}, 0
         self._send(parcels, arriving)
 
-    def _state(self, index: int, is_source: bool, is_target: bool) -> dict[str, Any]:
+    def _state(self, index: int, *, is_source: bool, is_target: bool) -> dict[str, Any]:
         """Return a state: that of this member, one to be filled, or one of meta tensors; with the same keys."""
         if is_source:
             held = self._shares.held()[index]
