@@ -247,3 +247,69 @@ def test_a_run_leaves_what_one_with_a_replicated_optimizer_leaves(
     finals = train_on(kind, size, _train, str(tmp_path / "run"), reaching, copies, None, {})
     assert trained(tmp_path / "run", finals[0]) == replicated
     assert set(finals) == {replicated.final}
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs that were stopped in the middle: with a replicated optimizer, and with one whose states are shared out."""
+    found = {name: tmp_path_factory.mktemp(name) / "run" for name in ("replicated", "sharded")}
+    with AloneRun(found["replicated"], seed=3, checkpoint=POLICY) as run:
+        train(run, 0, 3)
+    train_on("shared", 3, _train, str(found["sharded"]), range(3), 2, 3, {})
+    return found
+
+
+RESUMED = [
+    ("replicated", "shared", 2, 2, [0, 1]),  # into fewer or more workers than it was written by
+    ("replicated", "gloo", 4, 1, [0, 2]),
+    ("sharded", "two-level", 4, 2, [0]),
+    ("sharded", "shared", 3, 0, range(3)),
+    ("sharded", "shared", 1, 2, [0]),
+]
+
+
+@pytest.mark.parametrize(("written", "kind", "size", "copies", "reaching"), RESUMED)
+def test_a_checkpoint_is_loaded_with_and_without_shared_states(
+    written: str,
+    kind: str,
+    size: int,
+    copies: int,
+    reaching: Collection[int],
+    halves: dict[str, Path],
+    replicated: Trained,
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "run"
+    options = {"resume": str(halves[written])}
+    finals = train_on(kind, size, _train, str(directory), reaching, copies, None, options)
+    found = trained(directory, finals[0])
+    assert found.digests == replicated.digests
+    assert found.checkpoints[6] == replicated.checkpoints[6]
+    assert set(finals) == {replicated.final}
+
+
+def _load(seat: Seat, place: Place, directory: str, reaching: Collection[int], resume: str) -> dict[int, bool]:
+    """Which states this worker has, before the first update."""
+    with run_of(seat, place, directory, reaching, resume=resume) as run:
+        model = Mlp()
+        optimizer = unisono.shard(torch.optim.AdamW(model.parameters(), lr=0.01), copies=1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+            held = {index: bool(state["exp_avg"].any()) for index, state in optimizer.held().items()}  # type: ignore[attr-defined]
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            break
+        else:
+            raise AssertionError("no step")
+    return held
+
+
+@pytest.mark.parametrize("reaching", [[0], [0, 1, 2]])
+def test_each_member_loads_only_what_it_will_hold(
+    reaching: Collection[int], halves: dict[str, Path], tmp_path: Path
+) -> None:
+    held = train_on("shared", 3, _load, str(tmp_path / "run"), reaching, str(halves["sharded"]))
+    assert sorted(index for one in held for index in one) == list(range(len(list(Mlp().parameters()))))
+    assert all(len(one) > 0 for one in held)
+    assert all(all(one.values()) for one in held)
