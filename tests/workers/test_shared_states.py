@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from unisono.checkpoint import files, saving, snapshot
 from unisono.checkpoint.loading import read
 from unisono.checkpoint.snapshot import Layout, held_by_all, tensor_names
 from unisono.decisions.cadence import Position, assign_parts
-from unisono.errors import CheckpointError, UsageError
+from unisono.errors import CheckpointError, DivergenceError, UsageError
 from unisono.journal import read as read_journal
 from unisono.rundir import RunDirectory
 from unisono.state.packing import digest_of_state, pack, pack_held
@@ -313,3 +314,34 @@ def test_each_member_loads_only_what_it_will_hold(
     assert sorted(index for one in held for index in one) == list(range(len(list(Mlp().parameters()))))
     assert all(len(one) > 0 for one in held)
     assert all(all(one.values()) for one in held)
+
+
+# -- copies of a state -------------------------------------------------------------------------------
+
+
+def _spoil(seat: Seat, place: Place, spoilt: int) -> str:
+    """What the error says when a bit of one copy has changed."""
+    try:
+        with place.run(seed=3) as run:
+            model = Mlp()
+            optimizer = unisono.shard(torch.optim.AdamW(model.parameters(), lr=0.01), copies=2)
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if step.number == 2 and seat.rank == spoilt:
+                    state = next(iter(optimizer.held().values()))  # type: ignore[attr-defined]
+                    state["exp_avg"].view(-1)[0] += 1.0
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_that_differs_is_named_with_who_holds_it() -> None:
+    """No worker's own state tells: each has other states, and only their copies can be compared."""
+    words = train_on("shared", 3, _spoil, 1)
+    assert len(set(words)) == 1
+    assert re.search(r"at step 3 w\d and w\d hold copies of optimizer\['state'\]\[\d\]\['exp_avg'\]", words[0]), words
+    assert "w1" in words[0]
+    assert "faulty" in words[0]
