@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--width", type=int, default=33)
     parser.add_argument("--phases", type=int, default=1)
+    parser.add_argument("--copies", type=int, default=0, help="of a sharded optimizer; 0: it is replicated")
     parser.add_argument("--anyway", nargs="*", default=[])
     parser.add_argument("--must-succeed", action="store_true")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
@@ -67,6 +68,8 @@ def main() -> None:
             nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4)
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if arguments.copies:
+            optimizer = unisono.shard(optimizer, copies=arguments.copies)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         best = Best()
