@@ -42,11 +42,20 @@ POINTS: Final[dict[str, str]] = {
     "shard.moving": "states of a sharded optimizer are about to move",
     "shard.moved": "the states that it gets have arrived, those of others perhaps not",
     "shard.in_lending": "a state that no writer of a checkpoint holds is about to travel to one that writes it",
+    "evaluation.asked": "rank 0 is about to ask for an evaluator",
+    "evaluation.giving": "it is giving the models to an evaluator (in a thread)",
+    "evaluation.fetching": "it is an evaluator that receives the models",
+    "evaluation.batch": "it is an evaluator, and about to evaluate a batch",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
     "deliver.staged": "others of its host can read what it passes on of tensors, and may not have read it",
     "deliver.sent": "it has begun to send tensors to other hosts",
     "deliver.received": "it has tensors of other hosts, and has not passed them on to its own",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
+    "local.placed": "it has the states of the replicas that it is going to compute",
+    "local.inner_step": "it begins a step of a replica (``microbatch`` is the replica)",
+    "local.replica_done": "a replica's change was added to its partial sums (``microbatch`` is the replica)",
+    "local.delivering": "the state of a replica goes from a worker to others",
+    "local.copied": "the other workers have copies of its replicas' new states, and the round is not committed",
 }
 """Every fault point, and where the worker is then."""
 

@@ -77,10 +77,24 @@ class Tracked:
         self.calls = Calls()
         self.sums = Sums()
         self._own: dict[str, OwnPart] = {"sums": self.sums}
+        self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
         self._own[name] = part
+        if name in self._early:
+            part.load_state_dict(self._early.pop(name))
+
+    def apart(self, without: str = "") -> Tracked:
+        """Return the same objects, with sums of their own and no other part of the run's state.
+
+        Args:
+            without: the name of an object to leave out.
+        """
+        other = Tracked()
+        other._objects = {name: value for name, value in self._objects.items() if name != without}
+        other._first, other.calls = self._first, self.calls
+        return other
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
@@ -301,7 +315,7 @@ class Tracked:
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
-            "own": {name: part.state_dict() for name, part in self._own.items()},
+            "own": {**self._early, **{name: part.state_dict() for name, part in self._own.items()}},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -347,7 +361,10 @@ class Tracked:
 
     def _load_own(self, state: dict[str, Any]) -> None:
         for name, own in state["own"].items():
-            self._own[name].load_state_dict(own)
+            if name in self._own:
+                self._own[name].load_state_dict(own)
+            else:
+                self._early[name] = own
 
     def load_models(self, state: dict[str, Any]) -> None:
         """Load the modules of a state of a later phase, as far as this script has made them already.
@@ -369,6 +386,38 @@ class Tracked:
         for name, buffer in state["hidden"].items():
             if name in hidden and hidden[name].shape == buffer.shape:
                 hidden[name].copy_(buffer)
+
+    def seen(self) -> dict[str, Any]:
+        """Return what a forward pass can depend on: all but what only an update needs."""
+        return {
+            "objects": {
+                name: value.state_dict() for name, value in self._objects.items() if not _is_for_updates(value)
+            },
+            "hidden": self._hidden_buffers(),
+        }
+
+    def load_seen(self, state: dict[str, Any]) -> None:
+        """Load what `seen` has returned, perhaps in another process of the same script.
+
+        Raises:
+            UsageError: the state is of other objects.
+        """
+        ours = {name for name, value in self._objects.items() if not _is_for_updates(value)}
+        if state["objects"].keys() != ours:
+            raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            hidden[name].copy_(buffer)
+        for name, part in state["objects"].items():
+            self._objects[name].load_state_dict(part)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the parts of the state that are Unisono's own."""
+        return {"own": {name: part.state_dict() for name, part in self._own.items()}}
+
+    def load_own(self, state: dict[str, Any]) -> None:
+        """Load what `own_state` has returned."""
+        self._load_own(state)
 
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
@@ -438,6 +487,12 @@ class Tracked:
 def _alike(value: Any) -> Any:
     """Return the state of an object, as far as it is on every worker."""
     return value.outline() if isinstance(value, Sharded) else value.state_dict()
+
+
+def _is_for_updates(value: object) -> bool:
+    """Return whether only updates depend on an object, and no forward pass."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+    return isinstance(value, kinds)
 
 
 def _is_cumulative(module: nn.Module) -> bool:

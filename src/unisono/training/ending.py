@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,7 @@ class Reached:
 
     loop: TrainingLoop | None
     """The training loop that has begun last."""
-    training: Steps | None
+    training: Steps[Any] | None
     """The steps that the script iterates over."""
     has_joined: bool
     num_steps: int
