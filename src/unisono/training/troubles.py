@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from unisono.decisions.ownership import Place
 from unisono.events import Problem
 from unisono.member import Member
 from unisono.messages import Ailing, Holds
