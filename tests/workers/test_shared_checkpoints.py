@@ -99,3 +99,29 @@ def test_losing_a_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, ca
     assert is_same(hurt, calm), hurt.output
     check_readable(directory)
     assert LAST_STEP in steps(directory)
+
+
+LENDING = [("w0", ["--every", "0"]), ("w2", ["--every", "3"])]
+if ALL:
+    LENDING = [(worker, ["--every", every]) for worker in ("w0", "w1", "w2", "w3") for every in ("0", "3")]
+
+
+@pytest.mark.parametrize(("worker", "arguments"), LENDING)
+def test_losing_a_worker_while_states_travel_to_one_that_sees_the_directory(
+    worker: str, arguments: list[str], calm: Outcome, tmp_path: Path
+) -> None:
+    """The one that they travel to, or one that they come from."""
+    directory = tmp_path / "run"
+    arguments = [*arguments, "--copies", "2", "--blind", "w2", "w3"]
+    faults = Faults().kill(worker, at="shard.in_lending")
+    hurt = run_workers(SCRIPT, 4, directory=directory, faults=faults, options=ALONE, arguments=arguments)
+    assert hurt.exit_code == 0, hurt.output
+    assert worker in ended_workers(hurt.output), hurt.output
+    assert is_same(hurt, calm), hurt.output
+    check_readable(directory)
+    assert steps(directory)[-1] == LAST_STEP
+    again = run_workers(
+        SCRIPT, 3, directory=directory, options=["--resume", str(directory)],
+        arguments=["--copies", "2", "--blind", "w1", "w2"],
+    )  # fmt: skip
+    assert is_same(again, calm), again.output
