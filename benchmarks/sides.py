@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Client
@@ -107,7 +107,7 @@ def with_ddp(
 ) -> None:
     """DistributedDataParallel, one replica; "bf16": gradients are sent, and added up, as bfloat16."""
     _prepare()
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size)
+    _meet(rank, size, meeting)
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
     if wire == "bf16":
         model.register_comm_hook(None, lambda state, bucket: _as_bfloat16(bucket))  # torch looks at annotations
@@ -125,15 +125,27 @@ def _as_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda _: gradients.copy_(sent))
 
 
-def with_plain_loop(case: Case, microbatches: int, control: Control, *, rank: int, size: int = 1) -> None:
-    """One process, accumulating gradients as PyTorch does. It knows no other, whatever its rank.
+def with_plain_loop(
+    case: Case, microbatches: int, control: Control, *, rank: int, size: int = 1, meeting: str = ""
+) -> None:
+    """One process, accumulating gradients as PyTorch does. It exchanges nothing, whatever its rank.
 
     Args:
-        size: the micro-batches are divided by so many processes; each computes its part and exchanges nothing.
+        size: the micro-batches are divided by so many processes; each computes its part.
+        meeting: file at which the processes meet, to wait for each other before each update; "": nobody waits.
     """
     _prepare()
+    if meeting:
+        _meet(rank, size, meeting)
     control.hello(rank)
-    _loop(case.model(), case, microbatches, control, rank=rank if size > 1 else 0, size=size)
+    wait = dist.barrier if meeting else None
+    _loop(case.model(), case, microbatches, control, rank=rank if size > 1 else 0, size=size, before_update=wait)
+    if meeting:
+        dist.destroy_process_group()
+
+
+def _meet(rank: int, size: int, meeting: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size)
 
 
 def _prepare() -> None:
@@ -144,7 +156,16 @@ def _prepare() -> None:
     torch.manual_seed(1)
 
 
-def _loop(model: nn.Module, case: Case, microbatches: int, control: Control, *, rank: int, size: int) -> None:
+def _loop(
+    model: nn.Module,
+    case: Case,
+    microbatches: int,
+    control: Control,
+    *,
+    rank: int,
+    size: int,
+    before_update: Callable[[], object] | None = None,
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     own = microbatches // size
     batches = _batches(case.data(case.microbatch_size * microbatches * BATCHES), case.microbatch_size)
@@ -156,6 +177,8 @@ def _loop(model: nn.Module, case: Case, microbatches: int, control: Control, *, 
             is_last = place == own - 1
             with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
                 (case.loss(model, inputs, labels) / own).backward()
+        if before_update is not None:
+            before_update()
         optimizer.step()
 
 
@@ -188,7 +211,7 @@ def main() -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--meeting", default="", help="file at which the DDP processes meet")
+    parser.add_argument("--meeting", default="", help="file at which processes that wait for each other meet")
     parser.add_argument("--directory", default="", help="run directory")
     parser.add_argument("--keep-freed-memory", action="store_true", help="as the library does it, also on other sides")
     parser.add_argument("--unbalanced", action="store_true", help="every worker computes as many micro-batches")
@@ -222,7 +245,9 @@ def main() -> None:
             wire=arguments.wire,
         )
     else:
-        with_plain_loop(case, microbatches, control, rank=arguments.rank, size=arguments.workers)
+        with_plain_loop(
+            case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting
+        )
 
 
 if __name__ == "__main__":

@@ -314,6 +314,8 @@ def bits_of(value: Any) -> str:
 def _parts(value: Any, path: str) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield f"{path} {value.dtype} {tuple(value.shape)} ".encode()
+        if value.is_meta:  # a state that another worker has
+            return
         yield bytes(value.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
     elif isinstance(value, Mapping):
         for key, item in value.items():

@@ -16,7 +16,6 @@ from unisono.errors import StepError
 from unisono.exchange.flat import Extra
 from unisono.faults import at_step, point
 from unisono.journal import Journal
-from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
 from unisono.microbatch.losses import Microbatch, Reduction
@@ -28,16 +27,18 @@ from unisono.rounds.clock import Clock
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
+from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
-from unisono.training.step import State, Step
+from unisono.training.schedule import MakeFetcher
+from unisono.training.step import Iteration, State
 from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming
 
 __all__ = ["TrainingLoop", "Wire"]
 
-OnStep = Callable[[Step, dict[str, float], range], None]
-"""Callback: (finished step, seconds by part, the steps of this loop by their numbers in the run)."""
+OnStep = Callable[[Iteration, dict[str, float], range], None]
+"""Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
 
 Wire = Literal["fp32", "bf16"]
 """As what the sums of gradients in float32 travel between hosts."""
@@ -82,7 +83,7 @@ class TrainingLoop:
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
-        self.step: Step | None = None
+        self.step: Iteration | None = None
         self.is_open = False
         self._rounds = rounds
         self._tracked = tracked
@@ -112,7 +113,7 @@ class TrainingLoop:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def run(self, phase: int, first: int, make_fetcher: Callable[[Upcoming], Fetcher]) -> Iterator[Step]:
+    def run(self, phase: int, first: int, make_fetcher: MakeFetcher) -> Iterator[Iteration]:
         """Yield the steps from ``first`` on. Collective.
 
         Args:
@@ -129,7 +130,9 @@ class TrainingLoop:
             self.num_steps,
             lambda number, plan: agreement.expected(number, self._base + number, plan),
         )
-        fetcher = make_fetcher(upcoming)
+        if not self._strategy.overlaps:
+            self._keeper.copy_at_once()
+        fetcher = make_fetcher(lambda: self._strategy.forecast(upcoming))
         self._current_folder()
         self._clock = Clock()  # to get into the run may have taken long, and is no part of the first step
         context = StepContext(
@@ -157,6 +160,7 @@ class TrainingLoop:
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward),
+                shared_updates(rounds, self._tracked, self._keeper.newest),
             ):
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
@@ -174,7 +178,7 @@ class TrainingLoop:
                     self._process.check("run.steps")
                     self._end_step(self.step)
             self._move_to(max(first, self.num_steps))
-            self._keeper.save_last(rounds)
+            self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)
         finally:
@@ -210,6 +214,16 @@ class TrainingLoop:
         """Whether the script has got through the inner loop of its newest step."""
         return self.step is not None and self.step.is_complete
 
+    def is_apart(self) -> bool:
+        """Whether the script is where each worker is at a part of its own.
+
+        Raises:
+            StepError: the script has left the inner loop before its end.
+        """
+        if self.step is not None:
+            self.step.check_not_left()
+        return self.step is not None and self.step.is_apart
+
     def is_in_microbatch(self) -> bool:
         """Whether the script is within the inner loop.
 
@@ -222,7 +236,7 @@ class TrainingLoop:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _end_step(self, step: Step) -> None:
+    def _end_step(self, step: Iteration) -> None:
         """Close a step that the script has finished, and report it to `on_step`. Once for each step."""
         if step.state in (State.CLOSED, State.FAILED):
             return
