@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Client
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,14 @@ class Control:
 
 
 def with_unisono(
-    case: Case, microbatches: int, control: Control, *, directory: str, balance: bool, workers: int = 1
+    case: Case,
+    microbatches: int,
+    control: Control,
+    *,
+    directory: str,
+    balance: bool,
+    workers: int = 1,
+    wire: Literal["fp32", "bf16"] = "fp32",
 ) -> None:
     """The library as its users use it: alone, or one of the workers of ``unisono run``.
 
@@ -83,7 +91,7 @@ def with_unisono(
         batch_size = case.microbatch_size * microbatches
         dataset = case.data(batch_size * BATCHES)
         is_waited_for = True
-        for step in run.steps(dataset, batch_size=batch_size, microbatches=microbatches, epochs=1 << 20):
+        for step in run.steps(dataset, batch_size=batch_size, microbatches=microbatches, epochs=1 << 20, wire=wire):
             if is_waited_for and run.num_workers >= workers:
                 control.hello(run.rank)
                 is_waited_for = False
@@ -94,14 +102,27 @@ def with_unisono(
             optimizer.step()
 
 
-def with_ddp(case: Case, microbatches: int, control: Control, *, rank: int, size: int, meeting: str) -> None:
-    """DistributedDataParallel, one replica."""
+def with_ddp(
+    case: Case, microbatches: int, control: Control, *, rank: int, size: int, meeting: str, wire: str = "fp32"
+) -> None:
+    """DistributedDataParallel, one replica; "bf16": gradients are sent, and added up, as bfloat16."""
     _prepare()
     _meet(rank, size, meeting)
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
+    if wire == "bf16":
+        model.register_comm_hook(None, lambda state, bucket: _as_bfloat16(bucket))  # torch looks at annotations
     control.hello(rank)
     _loop(model, case, microbatches, control, rank=rank, size=size)
     dist.destroy_process_group()
+
+
+def _as_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What torch's ``bf16_compress_hook`` does, which it refuses on gloo."""
+    gradients = bucket.buffer()
+    sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda _: gradients.copy_(sent))
 
 
 def with_plain_loop(
@@ -194,6 +215,7 @@ def main() -> None:
     parser.add_argument("--directory", default="", help="run directory")
     parser.add_argument("--keep-freed-memory", action="store_true", help="as the library does it, also on other sides")
     parser.add_argument("--unbalanced", action="store_true", help="every worker computes as many micro-batches")
+    parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="as what gradients travel")
     arguments = parser.parse_args()
     bind_to_parent(signal.SIGKILL)
     if arguments.keep_freed_memory:
@@ -210,9 +232,18 @@ def main() -> None:
             directory=arguments.directory,
             balance=not arguments.unbalanced,
             workers=arguments.workers,
+            wire=arguments.wire,
         )
     elif arguments.side == "ddp":
-        with_ddp(case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting)
+        with_ddp(
+            case,
+            microbatches,
+            control,
+            rank=arguments.rank,
+            size=arguments.workers,
+            meeting=arguments.meeting,
+            wire=arguments.wire,
+        )
     else:
         with_plain_loop(
             case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting

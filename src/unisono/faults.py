@@ -36,8 +36,22 @@ POINTS: Final[dict[str, str]] = {
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
     "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
+    "shard.updated": "it has updated the parameters that it owns, and has sent none of them",
+    "shard.delivered": "it has the new values of all parameters, others perhaps not",
+    "shard.committed": "it knows that all have the new values, others perhaps not",
+    "shard.moving": "states of a sharded optimizer are about to move",
+    "shard.moved": "the states that it gets have arrived, those of others perhaps not",
+    "shard.in_lending": "a state that no writer of a checkpoint holds is about to travel to one that writes it",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
+    "deliver.staged": "others of its host can read what it passes on of tensors, and may not have read it",
+    "deliver.sent": "it has begun to send tensors to other hosts",
+    "deliver.received": "it has tensors of other hosts, and has not passed them on to its own",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
+    "local.placed": "it has the states of the replicas that it is going to compute",
+    "local.inner_step": "it begins a step of a replica (``microbatch`` is the replica)",
+    "local.replica_done": "a replica's change was added to its partial sums (``microbatch`` is the replica)",
+    "local.delivering": "the state of a replica goes from a worker to others",
+    "local.copied": "the other workers have copies of its replicas' new states, and the round is not committed",
 }
 """Every fault point, and where the worker is then."""
 

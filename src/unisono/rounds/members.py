@@ -10,7 +10,7 @@ import msgspec
 
 from unisono.decisions.layout import StateLayout
 from unisono.decisions.plan import Plan
-from unisono.exchange import Exchange, Share, combine
+from unisono.exchange import Exchange, Parcel, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import Slots
 from unisono.exchange.spent import NOTHING, Spent
@@ -104,6 +104,16 @@ class Members:
         self.team.check()
         with self.team.waiting():
             return self.team.exchange.all_gather(payload)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Bring tensors from members that have them to others; see `Exchange.deliver`. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost.
+        """
+        self.team.check()
+        with self.team.waiting():
+            self.team.exchange.deliver(parcels)
 
     def sum(self, share: Share, telemetry: StepTelemetry) -> Summed:
         """Add up the nodes of all members in tree order, and divide by the total weight. Collective.
