@@ -260,9 +260,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the ``state_dict`` of the replicated optimizer; what this worker does not hold is a meta tensor."""
         found = super().state_dict()
-        shares = self._shares
-        if shares.owners is not None:
-            own = found["state"]
+        shares, own = self._shares, found["state"]
+        if shares.owners is not None or any(index not in own for index in shares.outlines):
             found["state"] = {
                 index: own[index] if index in own else shares.placeholder(index) for index in shares.outlines
             }
@@ -280,9 +279,9 @@ class ShardedOptimizer(Optimizer):
         )
         shares = self._shares
         shares.begin_whole()
-        options = [group for group in self.param_groups for _ in group["params"]]
+        where = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         shares.outlines = {
-            index: _outline_of_placeholder(state, index, options[index]) if index in away else shares.outlines[index]
+            index: _outline_of_placeholder(state, index, *where[index]) if index in away else shares.outlines[index]
             for index, state in states.items()
         }
 
@@ -402,9 +401,11 @@ def _outline(state: Mapping[str, Any], parameter: Tensor, index: int) -> Outline
     }
 
 
-def _outline_of_placeholder(state: Mapping[str, Any], index: int, options: Mapping[str, Any]) -> Outline:
+def _outline_of_placeholder(
+    state: Mapping[str, Any], index: int, options: Mapping[str, Any], parameter: Tensor
+) -> Outline:
     """Return the outline of a state that ``load_state_dict`` of torch would load with these options of its group."""
-    steps_on_cpu = not (options.get("capturable") or options.get("fused"))
+    steps_on_cpu = parameter.device.type != "cpu" and not (options.get("capturable") or options.get("fused"))
     return {
         key: _part(value, not (key == "step" and steps_on_cpu), f"state[{index}][{key!r}]")
         for key, value in state.items()

@@ -212,7 +212,7 @@ class Run(Calls, Evaluating):
             if self._profiling is not None:
                 begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
-            self._admission = Admission(self._rounds)
+            self._admission = Admission(self._rounds, self._keeper.checkpoint)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
             self._ending = Ending(
