@@ -34,6 +34,8 @@ from unisono.state.tracked import Tracked
 
 __all__ = ["Rounds"]
 
+MOVING = "moving"
+"""The kind of the round in which states that are shared out move between members."""
 CHECKPOINT = "together"
 """The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
 
@@ -50,6 +52,7 @@ class Rounds:
         members: what a round exchanges with.
         position: of the run, between two steps.
         number: of the round that this member has not finished yet.
+        before_departure: called at a boundary at which members leave, before they do. Collective.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Rounds:
         self.members = Members(team, self.reporter, balance=balance, layout=layout)
         self.position = Position(phase=0, step=0, total=0, lines=0)
         self.number = 0
+        self.before_departure: Callable[[], None] | None = None
         self._recipe: Recipe = {}
         self._round: Round | None = None
         self._finished: Finished = Nothing()
@@ -245,12 +249,23 @@ class Rounds:
         Raises:
             RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
         """
+        if self.before_departure is not None and self._is_departure():
+            self.before_departure()
         agreed = self.members.agreed_generation
         if not isinstance(self._standing, Behind) and agreed > self.team.generation:
             self._enter(lambda: self.team.switch(agreed, self.report()))
         # If other members have begun the next step already, the pause comes after that step.
         while not isinstance(self._standing, Behind) and not self._standing.begun and self.team.paused():
             self._enter(lambda: self.team.wait_until_resumed(self.report()))
+
+    def _is_departure(self) -> bool:
+        """Return whether members leave at this boundary, as all have agreed; after a loss, whether others have begun to
+        get ready for it.
+        """
+        begun = self._standing.begun
+        if begun or isinstance(self._standing, Behind):
+            return MOVING in begun
+        return bool(self.members.departing())
 
     def _enter(self, meet: Callable[[], list[Report]]) -> None:
         """Go on with the members of another generation, and give newcomers the state. Collective."""
