@@ -36,6 +36,10 @@ POINTS: Final[dict[str, str]] = {
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
     "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
+    "delay.under_way": "it has given its part of a step's sum to the thread that exchanges it, and goes on",
+    "delay.waiting": "it waits for the sum of a step of some steps ago",
+    "delay.applied": "the gradient of an earlier step is in force, and those of later ones are under way",
+    "delay.again": "after a loss it computes what is missing of a step that was under way",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
 }

@@ -269,6 +269,13 @@ class Saver:
 
     # -- between two steps ---------------------------------------------------------------------------
 
+    def begins(self, moment: Moment) -> bool:
+        """Return whether `boundary` would take a snapshot; the same on all members. Local."""
+        reports = self._reports
+        if self._directory.path is None or not reports or self._generation != moment.generation:
+            return False
+        return is_due(self._policy, moment.position.total, reports) and self._under_way is None and may_begin(reports)
+
     def boundary(self, moment: Moment) -> None:
         """Take a snapshot if the newest reports ask for one. Local.
 

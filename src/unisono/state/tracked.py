@@ -20,6 +20,7 @@ from unisono.errors import StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, is_same_state
+from unisono.state.pending import Pending
 from unisono.state.sums import Sums
 
 __all__ = ["Calls", "OwnPart", "Tracked"]
@@ -74,7 +75,8 @@ class Tracked:
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
         self.sums = Sums()
-        self._own: dict[str, OwnPart] = {"sums": self.sums}
+        self.pending = Pending()
+        self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""

@@ -46,6 +46,7 @@ from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.calls import Calls
+from unisono.training.delayed import Delayed, check_delay
 from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop
@@ -193,6 +194,7 @@ class Run(Calls):
             if self._profiling is not None:
                 begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+            begun.callback(self._rounds.abandon)
             self._admission = Admission(self._rounds)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
@@ -358,6 +360,7 @@ class Run(Calls):
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
+        delay: int = 0,
     ) -> Steps:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -381,6 +384,11 @@ class Run(Calls):
             loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
             reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
                 step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
+            delay: D; the gradient of step s is applied after the inner loop of step s + D, so that sending it, summing
+                it and waiting for slow workers cost no time. Part of the recipe: the gradient is that of parameters
+                which are D updates old. There are D more steps: after the inner loop of the first D there is no
+                gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no micro-batches. Read
+                docs/delay.md before you use it.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -405,7 +413,9 @@ class Run(Calls):
         )
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
-        return self._begin_loop(planned, Synchronous(), reduction)
+        check_delay(delay, self._tracked)
+        strategy = Delayed(delay, planned.num_steps) if delay else Synchronous()
+        return self._begin_loop(planned, strategy, reduction)
 
     def _begin_loop(self, planned: Schedule, strategy: Strategy, reduction: Reduction = "mean") -> Steps:
         """Return the steps of a training loop, which begins with the first of them."""
@@ -432,7 +442,7 @@ class Run(Calls):
             reduction=reduction,
         )
         # The loop's checks come here, and not with its first step.
-        steps = Steps(self._train(loop, planned.fetcher(self.device)), planned.num_steps)
+        steps = Steps(self._train(loop, planned.fetcher(self.device)), planned.num_steps + strategy.num_more)
         self._training = weakref.ref(steps)
         return steps
 
@@ -641,10 +651,17 @@ class Run(Calls):
 
     def _finish(self, step: Step, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""
+        if step.has_result:
+            self._record(step, seconds, steps)
+        if self._rounds is not None and self._loop is not None:
+            self._troubles.tell_memory(self._rounds, self._loop)
+        if self._profiling is not None:
+            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
+
+    def _record(self, step: Step, seconds: dict[str, float], steps: range) -> None:
         _, team = self._in_rounds()
         self._num_steps += 1
-        result, gradient = step.result(), step.round
-        assert gradient.result is not None
+        result = step.result()
         self._keeper.note({"loss": result.loss, **step.logs})
         self._recorder.step_finished(
             result,
@@ -652,17 +669,13 @@ class Run(Calls):
             num_steps=steps.stop,
             first_step=steps.start,
             seconds=seconds,
-            telemetry=gradient.result.telemetry,
+            telemetry=step.telemetry,
             logs=step.logs,
             checkpoint=self._keeper.news(),
-            balance=gradient.news,
+            balance=step.news,
             warnings=team.take_warnings(),
             sent_bytes=step.sent_bytes,
         )
-        if self._rounds is not None and self._loop is not None:
-            self._troubles.tell_memory(self._rounds, self._loop)
-        if self._profiling is not None:
-            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
 
     def _role(self) -> Role:
         team, is_alone = self._team, members.current() is None

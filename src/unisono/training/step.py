@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, Pass, StepContext
 from unisono.state.sums import Total, plain
+from unisono.telemetry import StepTelemetry
 
 __all__ = ["State", "Step"]
 
@@ -102,6 +103,13 @@ class Step:
         if not self.is_complete:
             raise StepError(f"step.totals of step {self.number} are known after the inner loop `for ... in step`")
         return dict(self._totals)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether ``.grad`` has a gradient to apply. After the inner loop; False in the first D steps of
+        ``run.steps(delay=D)``, in which ``optimizer.step()`` finds none and changes nothing.
+        """
+        return self.is_complete
 
     @property
     def microbatch(self) -> int | None:
@@ -319,6 +327,22 @@ class Step:
             f"the step has no gradient. "
             "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
         )
+
+    @property
+    def has_result(self) -> bool:
+        """Whether all members agree on something about this step. After the inner loop."""
+        return True
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]:
+        """What the members have said with the sums, by worker id. After the inner loop."""
+        assert self.round.result is not None
+        return self.round.result.telemetry
+
+    @property
+    def news(self) -> str:
+        """Why the plan differs from that of the step before; "" where it does not. After the inner loop."""
+        return self.round.news
 
     @property
     def sent_bytes(self) -> int:
