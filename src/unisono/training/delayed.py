@@ -179,12 +179,15 @@ class DelayedStep(Step):
 
     # -- the inner loop ------------------------------------------------------------------------------
 
-    def _run(self, *, reseed: bool = False) -> Iterator[Any]:
+    def again(self, *, reseed: bool = False) -> Iterator[Any]:
         if self.state is State.COMPLETE:
             raise StepError(
                 f"step.again of step {self.number}: with run.steps(delay=) the gradient that is applied now is that of "
                 "an earlier step, so another pass over this step's batch would belong to no update. Use delay=0"
             )
+        return super().again(reseed=reseed)
+
+    def _run(self, *, reseed: bool = False) -> Iterator[Any]:
         if self.state is not State.NEW:
             raise StepError(f"a pass over step {self.number} cannot begin: {self.state.value}")
         self.state, self._begun = State.INSIDE, True
