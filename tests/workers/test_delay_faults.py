@@ -65,7 +65,7 @@ def run(
     workers: int | str,
     faults: Faults | None = None,
     options: Sequence[str] = PATIENT,
-    script_args: Sequence[str] = (),
+    arguments: Sequence[str] = (),
 ) -> Outcome:
     return run_workers(
         SCRIPT,
@@ -74,7 +74,7 @@ def run(
         options=options,
         faults=faults,
         timeout_s=WAIT_S,
-        arguments=["--steps", str(STEPS), *script_args],
+        arguments=["--steps", str(STEPS), *arguments],
     )
 
 
@@ -83,7 +83,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     """By delay, one worker to which nothing happens."""
     found = {}
     for delay in (1, 2):
-        outcome = run(tmp_path_factory.mktemp("calm") / "run", 1, script_args=["--delay", str(delay)])
+        outcome = run(tmp_path_factory.mktemp("calm") / "run", 1, arguments=["--delay", str(delay)])
         assert outcome.exit_code == 0, outcome.output
         assert len(set(outcome.digests)) == STEPS
         found[delay] = outcome
@@ -120,3 +120,84 @@ def test_a_kill_changes_no_bit(
         assert hurt.exit_code != 0, hurt.output
         return
     assert_same_bits(hurt, calm[delay])
+
+
+EVALUATES = ["--evaluates", "2", "--delay", "2"]
+
+
+@pytest.mark.parametrize(
+    ("at", "rank"), [("in_evaluation", 0), ("evaluated", 1), ("in_talk", 2), ("talked", 0), ("delay.applied", 1)]
+)
+def test_a_kill_in_an_evaluation_within_the_loop(at: str, rank: int, tmp_path: Path) -> None:
+    """Between two steps, with two gradients under way, nothing can be computed: what is missing comes later."""
+    calm = run(tmp_path / "calm", 1, arguments=EVALUATES)
+    hurt = run(tmp_path / "run", 3, Faults().kill(f"w{rank}", step=STEP, at=at), PATIENT, EVALUATES)
+    assert len(ended_workers(hurt.output)) == 1, hurt.output
+    assert len(calm.evaluations) > 3
+    assert_same_bits(hurt, calm)
+
+
+@pytest.mark.parametrize(("at", "rank"), [("in_sums", 1), ("in_sums", 0), ("committed", 2), ("delay.waiting", 0)])
+def test_a_kill_in_the_first_step(at: str, rank: int, calm: dict[int, Outcome], tmp_path: Path) -> None:
+    """Where the names of the sums become known."""
+    hurt = run(tmp_path / "run", 3, Faults().kill(f"w{rank}", step=0, at=at), PATIENT, ["--delay", "2"])
+    assert len(ended_workers(hurt.output)) == 1, hurt.output
+    assert_same_bits(hurt, calm[2])
+
+
+@pytest.mark.parametrize(
+    ("step", "at"), [(STEPS - 1, "after_backward"), (STEPS, "delay.waiting"), (STEPS + 1, "after_step")]
+)
+def test_a_kill_at_the_end(step: int, at: str, calm: dict[int, Outcome], tmp_path: Path) -> None:
+    """In the iterations that have no micro-batches of their own, those that are missing are computed."""
+    hurt = run(tmp_path / "run", 3, Faults().kill("w1", step=step, at=at), PATIENT, ["--delay", "2"])
+    assert len(ended_workers(hurt.output)) == 1, hurt.output
+    assert_same_bits(hurt, calm[2])
+
+
+@pytest.mark.parametrize(("at", "rank"), [("after_backward", 0), ("delay.applied", 1), ("after_step", 2)])
+def test_a_kill_around_a_break(at: str, rank: int, tmp_path: Path) -> None:
+    """A script that leaves the loop drops the gradients that are under way, on all workers."""
+    arguments = ["--leave-after", str(STEP), "--delay", "2"]
+    calm = run(tmp_path / "calm", 1, arguments=arguments)
+    assert len(calm.digests) == STEP + 1 - 2
+    hurt = run(tmp_path / "run", 3, Faults().kill(f"w{rank}", step=STEP, at=at), PATIENT, arguments)
+    assert len(ended_workers(hurt.output)) == 1, hurt.output
+    assert_same_bits(hurt, calm)
+
+
+@pytest.mark.parametrize(("at", "delay"), [("after_backward", 2), ("delay.under_way", 1)])
+def test_a_newcomer_gets_the_gradients_under_way(at: str, delay: int, calm: dict[int, Outcome], tmp_path: Path) -> None:
+    """With a minimum of workers, the others wait for the newcomer at a boundary, with D gradients in the state."""
+    hurt = run(tmp_path / "run", "3:3", Faults().kill("w1", step=2, at=at), PATIENT, ["--delay", str(delay)])
+    assert len(ended_workers(hurt.output)) == 1, hurt.output
+    assert_same_bits(hurt, calm[delay])
+    assert "w3" in hurt.times[STEPS - 1], hurt.output
+
+
+def test_a_newcomer_is_lost_while_it_is_admitted(calm: dict[int, Outcome], tmp_path: Path) -> None:
+    faults = Faults().kill("w1", step=2, at="after_backward").kill("w3", at="in_admission")
+    hurt = run(tmp_path / "run", "3:3", faults, PATIENT, ["--delay", "2"])
+    assert len(ended_workers(hurt.output)) == 2, hurt.output
+    assert_same_bits(hurt, calm[2])
+
+
+@pytest.mark.parametrize(("before", "after", "step"), [(3, 2, 5), (1, 3, 4), (2, 1, STEPS), (2, 3, STEPS + 1)])
+def test_a_run_goes_on_at_another_size(
+    before: int, after: int, step: int, calm: dict[int, Outcome], tmp_path: Path
+) -> None:
+    """A checkpoint holds the gradients that are under way; here every worker is killed, and the command, too."""
+    arguments = ["--delay", "2", "--every", "1"]
+    killed = run(
+        tmp_path / "run",
+        before,
+        Faults().kill_run("w0", step=step, at="after_backward" if step < STEPS else "delay.applied"),
+        PATIENT,
+        arguments,
+    )
+    assert killed.exit_code != 0
+    resumed = run(tmp_path / "run", after, None, [*PATIENT, "--resume", "auto"], arguments)
+    assert resumed.exit_code == 0, resumed.output
+    assert resumed.digests == calm[2].digests, resumed.output
+    assert resumed.final == calm[2].final
+    assert "resumed" in resumed.output or "resume" in resumed.output, resumed.output

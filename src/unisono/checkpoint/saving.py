@@ -220,6 +220,8 @@ class Saver:
             self._retake_unless_published(under_way)
 
     def _publish(self, under_way: _UnderWay) -> None:
+        if under_way.publication is not None:
+            return  # these reports were on their way already: with a delay, those of several steps are
         assert under_way.snapshot is not None
         assert under_way.written is not None
         under_way.publication = self._writer.publish(under_way.snapshot, under_way.written)

@@ -368,11 +368,7 @@ class Pipeline:
             seed_at(self._context.seed, "update", self._context.first_number + number, "delay")
             self._context.clock.switch("update")
             return None
-        while due not in self._arrived:
-            if self._is_recovering:
-                yield from self._compute_missing(due, number)
-            else:
-                self._wait_for(due)
+        yield from self._arrive(due, number)
         return (yield from self._apply(due, folder))
 
     def _check_layout(self, layout: FlatLayout) -> None:
@@ -395,8 +391,22 @@ class Pipeline:
         self._open[number] = None
         if self._members.size > 1 or self._is_recovering:
             self._values[number] = _Values(self._tracked, self._values.get(number - 1))
-        if self._is_recovering:
-            return
+        if not self._is_recovering:
+            yield from self._compute_ahead(number, folder)
+        if number == 0:  # the names of sums become known here, before the next step is laid out
+            yield from self._arrive(0, number)
+            yield from self._add_up(self._arrived[0])
+
+    def _arrive(self, due: int, number: int) -> Iterator[Any]:
+        """Wait for the commit of a step; after a loss, compute what is missing of it. Collective."""
+        while due not in self._arrived:
+            if self._is_recovering:
+                yield from self._compute_missing(due, number)
+            else:
+                self._wait_for(due)
+
+    def _compute_ahead(self, number: int, folder: GradientFolder) -> Iterator[Any]:
+        self._rounds.go_on()
         self._open[number] = self._active = round_ = DelayedRound(self, self._own_context(), number, folder)
         self._computing = number
         try:
@@ -408,10 +418,6 @@ class Pipeline:
             point("delay.under_way")
         except LOST as lost:
             self._rounds.regroup(lost)
-        if number == 0 and not self._is_recovering:  # whether the script adds up something is known to all from here on
-            self._wait_for(0)
-            if 0 in self._arrived:
-                yield from self._add_up(self._arrived[0])
 
     def _own_context(self) -> StepContext:
         """Return the context of one step: what several steps share, and comparisons of its own."""
@@ -645,7 +651,7 @@ class Pipeline:
 
     def report(self) -> tuple[int, int, list[tuple[int, list[Node]]]]:
         slots = self._members.slots
-        at = self._first + self._delay if self._resumes_at is None else self._resumes_at
+        at = self._first + self._delay * (self._first > 0) if self._resumes_at is None else self._resumes_at
         most = self._context.cursor.position(next(iter(self._open))).num_leaves if self._open else 1
         return (
             at,

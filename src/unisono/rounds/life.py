@@ -157,6 +157,10 @@ class Rounds:
         """Whether all members have finished the same rounds, and none of them holds a part of the next one."""
         return isinstance(self._standing, Level)
 
+    def go_on(self) -> None:
+        """Note that the script goes on among members that have just moved to a planned generation. Local."""
+        self._standing = Level()
+
     @property
     def finished(self) -> Finished:
         """The result of the round that was committed last."""
