@@ -21,6 +21,7 @@ from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, digest_of_tensors, is_same_state
+from unisono.state.pending import Pending
 from unisono.state.sharded import Sharded, held_digests, states_in
 from unisono.state.sums import Sums
 
@@ -76,7 +77,8 @@ class Tracked:
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
         self.sums = Sums()
-        self._own: dict[str, OwnPart] = {"sums": self.sums}
+        self.pending = Pending()
+        self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -41,6 +41,7 @@ from unisono.state.packing import to_bytes
 from unisono.state.replicas import Replicas, common, give, restore, take
 from unisono.state.sums import Sums, Total, as_sum, plain
 from unisono.state.tracked import Tracked
+from unisono.telemetry import StepTelemetry
 from unisono.training.step import State, Step
 from unisono.training.upcoming import Upcoming
 
@@ -294,6 +295,22 @@ class LocalRound:
         return self._round
 
     @property
+    def has_result(self) -> bool:
+        """Whether all members agree on something about this round."""
+        return True
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]:
+        """What the members have said with the sum of the replicas, by worker id. After the middle loop."""
+        assert self.round.result is not None
+        return self.round.result.telemetry
+
+    @property
+    def news(self) -> str:
+        """Why replicas are computed by other workers than in the round before; "" where they are not."""
+        return self.round.news
+
+    @property
     def sent_bytes(self) -> int:
         result = self._round.result if self._round is not None else None
         return result.sent_bytes if result is not None else 0
@@ -443,7 +460,13 @@ class LocalSteps:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def open(self, context: StepContext) -> None:
+    def num_done(self, number: int) -> int:
+        return number
+
+    def may_save(self, number: int) -> bool:
+        return True
+
+    def open(self, context: StepContext, first: int) -> None:
         self._context = context
         if self._outer is not None:
             self._handles.append(self._outer.register_step_pre_hook(lambda *_: self._check_outer()))
