@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.workers.disk import wait_for_disk
 from tests.workers.gates import wait_at
 from tests.workers.small_training import BATCH_SIZE, NUM_SAMPLES
 
@@ -46,6 +47,8 @@ def main() -> None:
         options = {"batch_size": BATCH_SIZE, "microbatches": 8, "epochs": 1000, "max_steps": arguments.steps}
         for step in run.steps(data, **options, delay=arguments.delay):
             wait_at(arguments.gates / str(step.number))
+            if arguments.every:
+                wait_for_disk(run)
             for inputs, labels in step:
                 loss = F.cross_entropy(model(inputs), labels)
                 step.backward(loss * (1 + 0.1 * (step.number % 3)), weight=len(labels))

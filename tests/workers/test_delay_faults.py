@@ -13,6 +13,7 @@ import pytest
 
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.losses import ended_workers
+from unisono.checkpoint import files
 from unisono.faults import POINTS
 from unisono.testing import Faults, Outcome, run_workers
 
@@ -182,22 +183,40 @@ def test_a_newcomer_is_lost_while_it_is_admitted(calm: dict[int, Outcome], tmp_p
     assert_same_bits(hurt, calm[2])
 
 
-@pytest.mark.parametrize(("before", "after", "step"), [(3, 2, 5), (1, 3, 4), (2, 1, STEPS), (2, 3, STEPS + 1)])
+LONG = 14
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One worker to which nothing happens, for longer."""
+    return run(tmp_path_factory.mktemp("long") / "run", 1, arguments=["--delay", "2", "--steps", str(LONG)])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step", "at"),
+    [(3, 2, 10, "after_backward"), (1, 3, 9, "delay.under_way"), (2, 1, LONG, "delay.applied")],
+)
 def test_a_run_goes_on_at_another_size(
-    before: int, after: int, step: int, calm: dict[int, Outcome], tmp_path: Path
+    before: int, after: int, step: int, at: str, long: Outcome, tmp_path: Path
 ) -> None:
     """A checkpoint holds the gradients that are under way; here every worker is killed, and the command, too."""
-    arguments = ["--delay", "2", "--every", "1"]
-    killed = run(
-        tmp_path / "run",
-        before,
-        Faults().kill_run("w0", step=step, at="after_backward" if step < STEPS else "delay.applied"),
-        PATIENT,
-        arguments,
-    )
+    arguments = ["--delay", "2", "--every", "2", "--steps", str(LONG)]
+    killed = run(tmp_path / "run", before, Faults().kill_run("w0", step=step, at=at), PATIENT, arguments)
     assert killed.exit_code != 0
+    assert files.complete(tmp_path / "run" / files.FOLDER), killed.output
     resumed = run(tmp_path / "run", after, None, [*PATIENT, "--resume", "auto"], arguments)
     assert resumed.exit_code == 0, resumed.output
-    assert resumed.digests == calm[2].digests, resumed.output
-    assert resumed.final == calm[2].final
-    assert "resumed" in resumed.output or "resume" in resumed.output, resumed.output
+    assert f"unisono: 1 of {LONG} steps" not in resumed.output, "it began again"
+    assert resumed.digests == long.digests, resumed.output
+    assert resumed.final == long.final
+    assert resumed.evaluations == long.evaluations
+
+
+def test_another_delay_is_another_recipe(tmp_path: Path) -> None:
+    """A checkpoint with two gradients under way is no beginning of a training that has one."""
+    arguments = ["--every", "2", "--steps", str(LONG)]
+    faults = Faults().kill_run("w0", step=10, at="after_backward")
+    run(tmp_path / "run", 1, faults, PATIENT, [*arguments, "--delay", "2"])
+    refused = run(tmp_path / "run", 1, None, [*PATIENT, "--resume", "auto"], [*arguments, "--delay", "1"])
+    assert refused.exit_code != 0
+    assert "delay" in refused.output
