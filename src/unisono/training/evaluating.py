@@ -483,9 +483,8 @@ class Evaluations:
         known = round_.known
         for number in numbers:
             self._conclude(number, known.get(number) or self._compute(rounds, number))
-        if (member := members.current()) is not None and len(known) < len(numbers):
-            unsettled = self._register.unsettled
-            member.evaluations_open(unsettled, below=self._register.count)
+        if (member := members.current()) is not None:
+            member.evaluations_open(self._register.unsettled, below=self._register.count)
 
     def _compute(self, rounds: Rounds, number: int) -> bytes:
         """Compute an evaluation that no evaluator does. Collective.
