@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, info
-from unisono.decisions.membership import next_deadline
+from unisono.decisions.membership import next_deadline, routine_of_many
 from unisono.decisions.membership.evaluators import MOST_TRIES
 from unisono.decisions.membership.roster import EvaluatorStage, resumed
 from unisono.head.memory import Memory
 from unisono.messages import (
     AgentHello,
     Beat,
+    BeatOf,
     Drain,
     Ended,
     EvaluationAnswer,
@@ -21,6 +23,7 @@ from unisono.messages import (
     EvaluationWanted,
     Evict,
     Failed,
+    Finished,
     Hello,
     Lost,
     Ready,
@@ -264,6 +267,30 @@ def test_an_evaluator_whose_connection_does_not_come_back_is_lost() -> None:
     assert story.stage("e0") is EvaluatorStage.FOLLOWING
     story.tick(1.5)
     assert story.stage("e0") is EvaluatorStage.GONE
+
+
+def test_heartbeats_that_an_agent_reports_keep_an_evaluator_alive() -> None:
+    story = Evaluating(2, 1, heartbeat_timeout_s=5.0, hang_s=60.0)
+    beat = Beat(generation=0, phase=0, step=4, microbatch=0, progress=1, waiting=True, seconds_at=100.0)
+    own = [BeatOf(worker_id=each, seconds_ago=0.0, beat=beat) for each in ("w0", "w1", "e0")]
+    for now in range(1, 200):
+        story.state, rest = routine_of_many(story.state, own, float(now))
+        assert not rest
+    story.tick(200.0)
+    assert story.stage("e0") is EvaluatorStage.FOLLOWING
+    story.asks(wanted())
+    hangs = msgspec.structs.replace(own[2], beat=msgspec.structs.replace(beat, waiting=False))
+    _, rest = routine_of_many(story.state, [hangs], 201.0)
+    assert rest == (hangs,), "something follows from it"
+
+
+def test_an_evaluator_whose_script_is_over_leaves_what_it_has_not_done() -> None:
+    story = Evaluating(2, 1)
+    story.asks(wanted())
+    story.says("e0", Finished())
+    assert story.news() == {"w0": [b""], "w1": [b""]}
+    assert not story.asks(wanted(1))
+    assert story.sent(AGENT, Start) == []
 
 
 def test_a_machine_takes_its_evaluators_away() -> None:

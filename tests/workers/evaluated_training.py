@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--loops", type=int, default=1)
     parser.add_argument("--later", type=int, default=2, help="ask for results so many steps later; 0: never")
+    parser.add_argument("--twice", action="store_true", help="two evaluations at each place")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
@@ -54,6 +55,8 @@ def main() -> None:
 
         def evaluate() -> None:
             run.evaluate(data, count, batch_size=7, wait=False)
+            if arguments.twice:
+                run.evaluate(data, count, batch_size=9, wait=False)
 
         for _ in range(arguments.loops):
             for step in run.steps(data, batch_size=24, microbatches=8, epochs=1000, max_steps=arguments.steps):

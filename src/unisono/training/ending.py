@@ -43,7 +43,7 @@ class Ending:
     """Ends a run, once.
 
     Args:
-        before_end: called before the members end the run together, where all is well. Collective.
+        before_end: called before the members end the run together, where all is well. Collective for members.
         reached: returns how far the script has got.
         begun: what is taken back at the end.
         is_alone: there are no other workers, and no head that knows how the script ends.
@@ -127,8 +127,8 @@ class Ending:
             if reached.loop is not None:
                 reached.loop.leave()
             digests = self._rounds.tracked.digests()
+            self._before_end()
             if reached.has_joined:
-                self._before_end()
                 self._end_together(digests)
         except UnisonoError as failure:
             self._append_failure(failure)

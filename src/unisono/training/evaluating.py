@@ -439,7 +439,10 @@ class Evaluations:
             point("evaluation.asked")
             if handover is None:
                 secret = key_for(member.spec.token, SECRET)
-                handover = Handover(member.info.address, secret, member.spec.run.timeout_s)
+                try:
+                    handover = Handover(member.info.address, secret, member.spec.run.timeout_s)
+                except OSError:
+                    return b""  # no port can be had here
             question = msgspec.structs.replace(wanted, address=member.info.address, port=handover.port)
             with rounds.members.waiting():
                 return b"taken" if member.evaluations.ask(question) else b""

@@ -126,6 +126,7 @@ def take_from_evaluator(draft: Draft, worker_id: str, message: Message) -> None:
             _lose(draft, worker_id, f"evaluator {worker_id} failed: {message.error}", message.traceback)
         case Finished() | Left():
             _put(draft, worker_id, stage=_S.FINISHED)
+            _take_back(draft, worker_id)
         case _:
             pass  # what a member would say of itself, and nobody waits for from an evaluator
 
@@ -187,11 +188,16 @@ def _lose(draft: Draft, worker_id: str, why: str, output: str = "", *, is_replac
     if evaluator.agent in draft.state.agents:
         draft.send(evaluator.agent, Evict(worker_id=worker_id, reason=why))
     draft.hang_up(worker_id, why)
+    _take_back(draft, worker_id)
+    if is_replaced:
+        _replace(draft, evaluator)
+
+
+def _take_back(draft: Draft, worker_id: str) -> None:
+    """Let another evaluator do what one of them had to do."""
     for number, each in draft.state.evaluations.items():
         if each.evaluator == worker_id:
             _put_evaluation(draft, number, evaluator="", tries=each.tries + 1)
-    if is_replaced:
-        _replace(draft, evaluator)
 
 
 def _replace(draft: Draft, evaluator: Evaluator) -> None:
