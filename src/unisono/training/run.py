@@ -27,7 +27,7 @@ from unisono.decisions.cadence import Checkpoints
 from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
-from unisono.microbatch.data import Fetcher, MapDataset
+from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
@@ -41,6 +41,7 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
 from unisono.state.packing import to_bytes
+from unisono.state.replicas import NAME, Replicas
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
@@ -49,18 +50,18 @@ from unisono.training.ending import Ending, Reached
 from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
-from unisono.training.loop import TrainingLoop
+from unisono.training.local import InnerState, LocalRound, LocalSteps, ReplicaSamples, Replication
+from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
-from unisono.training.schedule import Schedule, schedule
+from unisono.training.schedule import MakeFetcher, Schedule, schedule
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
-from unisono.training.step import Step
+from unisono.training.step import Iteration, Step
 from unisono.training.steps import Steps
 from unisono.training.strategies import Strategy, Synchronous
 from unisono.training.talking import Place, Talk
 from unisono.training.troubles import OwnTroubles
-from unisono.training.upcoming import Upcoming
 from unisono.unwatched import IS_WATCHED
 from unisono.watch import Sink, named
 
@@ -179,7 +180,8 @@ class Run(Calls, Evaluating):
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: weakref.ref[Steps] | None = None  # weak: after a `break` nobody holds it
+        self._training: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
+        self._replicas: Replicas | None = None
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -210,7 +212,7 @@ class Run(Calls, Evaluating):
             if self._profiling is not None:
                 begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
-            self._admission = Admission(self._rounds)
+            self._admission = Admission(self._rounds, self._keeper.checkpoint)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
             self._ending = Ending(
@@ -379,7 +381,8 @@ class Run(Calls, Evaluating):
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
-    ) -> Steps:
+        wire: Wire = "fp32",
+    ) -> Steps[Step]:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
         The epochs of a run are counted over all calls: each call goes on where the one before has ended, with the next
@@ -402,6 +405,10 @@ class Run(Calls, Evaluating):
             loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
             reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
                 step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
+            wire: as what sums of float32 gradients travel between hosts. "bf16" halves the bytes, for slow links:
+                the sums of a fixed level of the tree (the lowest one with 8 nodes at most), and all above it, are
+                rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
+                bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -424,17 +431,124 @@ class Run(Calls, Evaluating):
             collate=collate,
             loader_workers=loader_workers,
         )
+        if wire not in ("fp32", "bf16"):
+            raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+        return self._begin_loop(planned, Synchronous(), reduction, wire=wire)
+
+    def local_steps(
+        self,
+        dataset: MapDataset | DataLoader[Any],
+        *,
+        microbatches: int,
+        replicas: int,
+        inner_steps: int,
+        outer: torch.optim.Optimizer | None = None,
+        inner_state: InnerState = "kept",
+        batch_size: int | None = None,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+        reduction: Reduction = "mean",
+    ) -> Steps[LocalRound]:
+        """Return an iterator over rounds in which replicas of the model train by themselves and are then averaged:
+        local SGD, or with an outer optimizer DiLoCo. Collective.
+
+        ::
+
+            outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            run.track(model=model, optimizer=optimizer, outer=outer)
+            for round in run.local_steps(data, batch_size=64, microbatches=8, replicas=4, inner_steps=50, outer=outer):
+                for step in round:
+                    for batch in step:
+                        loss_of(model, batch).backward()
+                    optimizer.step()
+                round.log(loss=round.loss)
+
+        ``for step in round`` gives the steps of the replicas that this worker computes; after it the model is the new
+        global one on all workers. Replicas and inner steps are part of the recipe, the number of workers is not: with
+        fewer workers than replicas a worker computes several in turn, and a replica of a worker that is lost is
+        computed again by another one. A round counts as one step of the run: in the journal, and for checkpoints, which
+        are written between two rounds. See docs/local_steps.md.
+
+        Args:
+            dataset, batch_size, microbatches, sampler, shuffle, drop_last, collate, loader_workers, reduction: as of
+                `steps`. A batch is that of all replicas together; each gets an equal part of it, next to each other, of
+                ``microbatches / replicas`` micro-batches.
+            replicas: K, the number of replicas.
+            inner_steps: H, the steps of each replica in a round; the last round may have fewer.
+            outer: a tracked optimizer over the model's parameters, which gets their mean change as gradient, with the
+                sign of a gradient; None: each parameter becomes the weighted mean of the replicas' (local SGD).
+            inner_state: "kept": a replica keeps the state of its own optimizer from round to round, as in DiLoCo;
+                "fresh": it begins each round without.
+            epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
+                together use up one by one.
+
+        Raises:
+            RecipeError: batch, micro-batches, replicas and dataset do not fit together. UsageError: something that is
+                tracked, or ``outer``, has no meaning in rounds; nothing was trained.
+        """
+        self._process.check("run.local_steps")
+        planned = schedule(
+            dataset,
+            "run.local_steps",
+            microbatches=microbatches,
+            seed=self.seed,
+            first_epoch=self._num_epochs,
+            batch_size=batch_size,
+            epochs=epochs,
+            max_steps=max_steps,
+            sampler=sampler,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+            loader_workers=loader_workers,
+        )
+        replication = Replication(replicas, inner_steps)
+        samples = ReplicaSamples(planned.cursor, replication)
+        if self._replicas is None:
+            self._replicas = Replicas()
+            self._tracked.own(NAME, self._replicas)
+        strategy = LocalSteps(
+            replication,
+            samples,
+            planned.num_steps,
+            tracked=self._tracked,
+            replicas=self._replicas,
+            device=self.device,
+            outer=outer,
+            inner_state=inner_state,
+            reduction=reduction,
+            rehearses=self._arithmetic.deterministic,
+        )
+        return self._begin_loop(planned, strategy, reduction, samples, replication.num_rounds(planned.num_steps))
+
+    def _begin_loop(
+        self,
+        planned: Schedule,
+        strategy: Strategy,
+        reduction: Reduction,
+        samples: Samples | None = None,
+        num_iterations: int | None = None,
+        wire: Wire = "fp32",
+    ) -> Steps[Any]:
+        """Return the iterations of a training loop, which begins with the first of them.
+
+        Args:
+            samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
+            num_iterations: how many there are; None: one for each global batch.
+        """
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
-        return self._begin_loop(planned, Synchronous(), reduction)
-
-    def _begin_loop(self, planned: Schedule, strategy: Strategy, reduction: Reduction = "mean") -> Steps:
-        """Return the steps of a training loop, which begins with the first of them."""
         self._tracked.check(self.device)
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
         self._num_epochs += planned.num_epochs
         rounds, _ = self._in_rounds()
         self._troubles.begins(planned.source.dataset)
+        num_steps = planned.num_steps if num_iterations is None else num_iterations
         loop = TrainingLoop(
             rounds=rounds,
             tracked=self._tracked,
@@ -442,7 +556,7 @@ class Run(Calls, Evaluating):
             journal=self._journal,
             process=self._process,
             cursor=planned.cursor,
-            num_steps=planned.num_steps,
+            num_steps=num_steps,
             seed=self.seed,
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
@@ -451,9 +565,10 @@ class Run(Calls, Evaluating):
             on_head=self._begin_step,
             strategy=strategy,
             reduction=reduction,
+            wire=wire,
         )
         # The loop's checks come here, and not with its first step.
-        steps = Steps(self._train(loop, planned.fetcher(self.device)), planned.num_steps)
+        steps = Steps(self._train(loop, planned.fetcher(self.device, samples)), num_steps)
         self._training = weakref.ref(steps)
         return steps
 
@@ -485,11 +600,11 @@ class Run(Calls, Evaluating):
             visited = self._follower.step
             at = visited.place if visited is not None else None
             return Place(rounds=self._rounds, phases=self._phases, step=at, has_joined=False)
-        if loop is not None and loop.is_in_microbatch():
-            raise UsageError(
-                f"{what} was called inside of `for batch in step`, where each worker is at another micro-batch: "
-                "call it after that loop"
-            )
+        if loop is not None and loop.is_apart():
+            where = "`for batch in step`, where each worker is at another micro-batch"
+            if not loop.is_in_microbatch():
+                where = "`for step in round`, where each worker is at another replica"
+            raise UsageError(f"{what} was called inside of {where}: call it after that loop")
         return Place(
             rounds=self._rounds,
             phases=self._phases,
@@ -512,8 +627,10 @@ class Run(Calls, Evaluating):
         self._process.check("run.play")
         if self._rounds is None or not self._joined:
             raise UsageError("run.play needs the members of a training; call it inside of run.steps, or after it")
-        if self._loop is not None and self._loop.is_in_microbatch():
-            raise UsageError("run.play was called inside of `for batch in step`: call it after that loop")
+        if self._loop is not None and self._loop.is_apart():
+            raise UsageError(
+                "run.play was called inside of a loop in which each worker is elsewhere: call it after that loop"
+            )
         round_ = make(self._rounds)
         for _ in self._rounds.play(round_):
             pass
@@ -521,7 +638,7 @@ class Run(Calls, Evaluating):
 
     # -- the outer loop ------------------------------------------------------------------------------
 
-    def _train(self, loop: TrainingLoop, make_fetcher: Callable[[Upcoming], Fetcher]) -> Generator[Step, None, None]:
+    def _train(self, loop: TrainingLoop, make_fetcher: MakeFetcher) -> Generator[Iteration, None, None]:
         """The generator behind `steps`."""
         rounds, team = self._in_rounds()
         if self._follower is not None:
@@ -552,7 +669,7 @@ class Run(Calls, Evaluating):
         # A worker that skips this loop, now or when the run is resumed, draws what the others draw after it.
         seed_at(self.seed, "after loop", phase)
 
-    def _steps(self) -> Steps | None:
+    def _steps(self) -> Steps[Any] | None:
         """Return the iterator of the newest training loop, if the script has not left it."""
         return self._training() if self._training is not None else None
 
@@ -625,9 +742,9 @@ class Run(Calls, Evaluating):
     def _record_evaluation(self, num_steps: int, totals: Totals) -> None:
         self._recorder.evaluation_finished(num_steps, plain(totals), self._role())
 
-    def _finish(self, step: Step, seconds: dict[str, float], steps: range) -> None:
+    def _finish(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""
-        _, team = self._in_rounds()
+        rounds, team = self._in_rounds()
         self._num_steps += 1
         result, gradient = step.result(), step.round
         assert gradient.result is not None
@@ -643,7 +760,7 @@ class Run(Calls, Evaluating):
             checkpoint=self._keeper.news(),
             balance=gradient.news,
             warnings=team.take_warnings(),
-            sent_bytes=step.sent_bytes,
+            sent_bytes=step.sent_bytes + rounds.members.take_delivered_bytes(),
         )
         if self._rounds is not None and self._loop is not None:
             self._troubles.tell_memory(self._rounds, self._loop)

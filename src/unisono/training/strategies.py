@@ -8,13 +8,16 @@ it. What a strategy changes of the bits is in its `Strategy.recipe`, so a run th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from unisono.decisions.cursor import Recipe
+from unisono.microbatch.data import Request
 from unisono.microbatch.guards import UnusedGradients
 from unisono.process import Process
 from unisono.rounds.gradient import StepContext
-from unisono.training.step import Step
+from unisono.training.step import Iteration, Step
+from unisono.training.upcoming import Upcoming
 
 __all__ = ["Strategy", "Synchronous"]
 
@@ -30,10 +33,23 @@ class Strategy(Protocol):
     def num_more(self) -> int:
         """Iterations after the one with the last global batch, which bring to an end what is under way."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether parameters stay as they are in an iteration until the members have met, so that a checkpoint may copy
+        them meanwhile.
+        """
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        """Yield the micro-batches that this worker will probably compute next, in the order of need. Local.
+
+        Args:
+            upcoming: the forecast of a plain ``run.steps``.
+        """
+
     def open(self, context: StepContext) -> None:
         """Get ready, before the first iteration. Local."""
 
-    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Iteration:
         """Return what the script gets in iteration ``number`` of this loop. Local."""
 
     def settle(self) -> None:
@@ -50,10 +66,14 @@ class Synchronous:
     """One global batch, one mean gradient, one update."""
 
     num_more = 0
+    overlaps = True
 
     @property
     def recipe(self) -> Recipe:
         return {}
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        return upcoming()
 
     def open(self, context: StepContext) -> None:
         self._context = context

@@ -1,0 +1,427 @@
+"""The round of local steps: each leaf is a replica that trains for some steps by itself; then all are averaged.
+
+A worker computes the replicas that the plan gives it, one after the other, each from the parameters at the round's
+boundary. What a replica has changed (parameters at the boundary minus parameters afterwards, times the weight of its
+samples) is a leaf of the summation tree, in the place of a gradient. So the mean over the replicas has the same bits
+whoever has computed which of them.
+
+1. **place**: whoever is to compute a replica gets its state from a member that holds it;
+2. the replicas are computed. Nobody waits for anybody meanwhile. A member that hears of a loss finishes its replica;
+3. the members exchange what the replicas ended with, and copies of their new states;
+4. the changes are summed: the **commit**.
+
+Until the next round begins on all members, each keeps the states of this one: members that have not seen the commit
+compute the replicas of a lost member again, from the states at the boundary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unisono.decisions.plan import Plan
+from unisono.decisions.tree import Node, leaf, parent, sibling
+from unisono.errors import CheckpointError, DivergenceError, StepError
+from unisono.events import Seconds
+from unisono.exchange import Parcel, Share
+from unisono.exchange.flat import FlatLayout, Rows, Slot, fold_rows
+from unisono.faults import point
+from unisono.microbatch.folding import GradientFolder
+from unisono.rounds.gradient import StepContext
+from unisono.rounds.members import Members, Summed
+from unisono.state.packing import Packed, from_bytes, pack, unpack
+from unisono.state.replicas import Replicas, ReplicaState, check_alike
+from unisono.telemetry import StepTelemetry
+
+__all__ = ["Ended", "ReplicaRound", "Trained"]
+
+GROUP_BYTES: Final = 16 << 20
+"""States travel in pieces of at most this size, or of one tensor."""
+ALIGNMENT: Final = 64
+"""Of each tensor in a piece; what torch allocates is aligned so, too."""
+
+ReplicaSums = dict[str, Tensor]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What a replica ended its round with, besides its parameters, buffers and state."""
+
+    digests: dict[str, str]
+    """Of everything that all replicas have alike, by name."""
+    sums: bytes
+    """The sums of ``step.add`` over its steps, as `to_bytes` gives them."""
+    common: bytes = b""
+    """What all replicas have alike; only of the first one."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A replica whose steps are done, with its parameters and buffers in the model."""
+
+    weight: float
+    """The sum of the weights of its steps, scaled."""
+    weighted_loss: float
+    state: ReplicaState
+    ended: Ended
+
+
+Train = Callable[[int], Generator[object, None, Trained]]
+"""Trains a replica from the round's boundary: yields its steps to the script, and returns what came out."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """Everything of a replica's state but the content of its tensors."""
+
+    skeleton: bytes
+    kinds: list[tuple[str, list[int]]]
+    """(dtype, shape) of each tensor."""
+
+
+@dataclass(frozen=True)
+class CommittedRound:
+    """A finished round, kept so that this member can stand by when others repeat it."""
+
+    members: Members
+    replicas: Replicas
+    step: int
+    layout: FlatLayout
+    digest: int
+    ended: Mapping[int, Ended]
+    keep: bool
+
+    def stand_by(self, plan: Plan) -> None:
+        if self.keep:
+            _place(self.members, self.replicas.before, plan)
+        _tell(self.members, self.ended)
+        if self.keep:
+            _copy(self.members, self.replicas.held)
+        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
+        self.members.release(summed.slot)
+        if summed.digest != self.digest:
+            raise DivergenceError(
+                f"round {self.step} was computed again after a loss, and the mean of its replicas has digest "
+                f"{summed.digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
+                "on every worker (see docs/guarantees.md for what a step may depend on), or the hardware of a worker "
+                "is broken"
+            )
+
+
+class ReplicaRound:
+    """One round: all replicas train from the same parameters, and what they have changed is averaged.
+
+    Args:
+        number: of this round within the loop.
+        train: trains one replica.
+        start: the parameters at the boundary, in the order of the folder's.
+
+    Attributes:
+        news: why the plan differs from that of the round before; "" where it does not.
+        result: the means, once the round is over.
+        ended: what the replicas ended with, by number, once the round is over.
+    """
+
+    kind: Final = "local"
+
+    def __init__(
+        self,
+        context: StepContext,
+        number: int,
+        replicas: Replicas,
+        num_replicas: int,
+        train: Train,
+        folder: GradientFolder,
+        start: Sequence[Tensor],
+        *,
+        keep: bool,
+    ) -> None:
+        self.num_leaves = num_replicas
+        self.title = f"a round of {num_replicas} replicas"
+        self.news = ""
+        self.result: Summed | None = None
+        self.ended: dict[int, Ended] = {}
+        self.num_computed = 0
+        self._context = context
+        self._number = number
+        self._replicas = replicas
+        self._train = train
+        self._folder = folder
+        self._start = start
+        self._keep = keep
+        self._members = context.rounds.members
+        self._states: dict[int, ReplicaState] = {}  # after the round
+        self._seconds = 0.0
+        self._clock = context.clock
+        folder.buffers.start_step()
+
+    @property
+    def number(self) -> int:
+        """Number of this round within the run."""
+        return self._context.first_number + self._number
+
+    # -- the round -----------------------------------------------------------------------------------
+
+    def first_plan(self) -> Plan:
+        plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=self._number == 0)
+        return plan
+
+    def begin(self, plan: Plan) -> None:
+        self._context.agreement.start_step(self._number, self.number)
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        """Yield the steps of this member's replicas to the script."""
+        if self._keep:
+            arrived = _place(self._members, self._replicas.held, plan)
+            self._replicas.before = {}  # whoever has come to this round has finished the one before
+            self._replicas.held.update(arrived)
+        point("local.placed")
+        for replica in plan.ranges[self._members.rank]:
+            self._context.rounds.team.check()
+            yield from self._compute(replica)
+        self._clock.switch("exchange")
+
+    def combine(self, plan: Plan) -> CommittedRound:
+        """Exchange what the replicas ended with, and sum what they have changed: the commit of the round."""
+        point("before_combine")
+        members = self._members
+        with members.waiting():
+            self.ended = _tell(members, self.ended)
+            check_alike({replica: each.digests for replica, each in self.ended.items()})
+            if self._keep:
+                self._states.update(_copy(members, self._states))
+        point("local.copied")
+        telemetry = self._context.agreement.add_to(self._telemetry())
+        self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
+        members.slots.results.append(summed.slot)
+        self._replicas.before, self._replicas.held = self._replicas.held, self._states
+        return CommittedRound(
+            members, self._replicas, self._number, self._folder.layout, summed.digest, dict(self.ended), self._keep
+        )
+
+    def interrupt(self) -> Collection[Node]:
+        self._clock.switch("waiting")
+        return list(self._members.slots.nodes)
+
+    def finish(self) -> None:
+        summed = self.result
+        assert summed is not None
+        point("committed")
+        self._context.agreement.check(list(summed.telemetry.values()))
+        if summed.slot.scalars[0] == 0.0:
+            raise StepError(f"all micro-batches of round {self._number} have weight 0: there is nothing to average")
+        self._clock.switch("other")
+        self._clock.note(summed.spent, summed.generation)
+
+    # -- one replica ---------------------------------------------------------------------------------
+
+    def _compute(self, replica: int) -> Iterator[object]:
+        began = time.perf_counter()
+        trained = yield from self._train(replica)
+        node, slot = leaf(replica, self.num_leaves), self._members.new_slot()
+        self._write(slot, trained)
+        self._merge(node, slot)
+        self.ended[replica] = trained.ended
+        if self._keep:
+            self._states[replica] = trained.state
+        self.num_computed += 1
+        self._seconds += time.perf_counter() - began
+        point("local.replica_done", replica)
+
+    def _write(self, slot: Slot, trained: Trained) -> None:
+        """Write a replica's change to a slot, and put parameters and buffers back to the boundary."""
+        with torch.no_grad():
+            for part in slot.tail:
+                part.zero_()
+            for (_, parameter), start, change in zip(self._folder.trained, self._start, slot.gradients, strict=True):
+                torch.sub(start.to(change.dtype), parameter.detach().to(change.dtype), out=change)
+                change.mul_(trained.weight)
+                parameter.copy_(start)
+            slot.used.fill_(1)
+            slot.scalars.copy_(torch.tensor([trained.weight, trained.weighted_loss], dtype=torch.float64))
+            self._folder.buffers.take_changes(slot.buffers, trained.weight)
+
+    def _merge(self, node: Node, slot: Slot) -> None:
+        """Add a leaf to the nodes of this member, as far up the tree as it goes."""
+        nodes, layout, num_leaves = self._members.slots.nodes, self._folder.layout, self.num_leaves
+        while (other := sibling(node, num_leaves)) is not None and other in nodes:
+            held = nodes.pop(other)
+            out = Rows(slot.memory, 0)
+            fold_rows(layout, {node: out, other: Rows(held.memory, 0)}, num_leaves, 0, layout.num_rows, [out])
+            self._members.release(held)
+            node = parent(node, num_leaves)
+        nodes[node] = slot
+
+    def _telemetry(self) -> StepTelemetry:
+        team = self._members.team
+        return StepTelemetry(
+            leaves=self.num_computed,
+            compute_s=self._seconds,
+            last=Seconds(**self._clock.last),
+            times=self._clock.times if self._clock.generation == team.generation else self._clock.times.of_workers(),
+        )
+
+    # -- results -------------------------------------------------------------------------------------
+
+    @property
+    def scalars(self) -> tuple[float, float]:
+        """Total weight, scaled, and weighted loss. After the round."""
+        if self.result is None:
+            return math.nan, math.nan
+        weight, weighted_loss = self.result.slot.scalars.tolist()
+        return weight, weighted_loss
+
+    def sums(self) -> dict[int, ReplicaSums]:
+        """Return the sums of ``step.add`` by replica. After the round."""
+        return {replica: from_bytes(self.ended[replica].sums) for replica in range(self.num_leaves)}
+
+
+# -- between members ---------------------------------------------------------------------------------
+
+
+def _tell(members: Members, ended: Mapping[int, Ended]) -> dict[int, Ended]:
+    """Return what all replicas ended with, of which each member knows some. Collective."""
+    found: dict[int, Ended] = {}
+    for payload in members.gather(msgspec.msgpack.encode(dict(ended))):
+        for replica, each in msgspec.msgpack.decode(payload, type=dict[int, Ended]).items():
+            found.setdefault(replica, each)
+    return dict(sorted(found.items()))
+
+
+def _place(members: Members, held: Mapping[int, ReplicaState], plan: Plan) -> dict[int, ReplicaState]:
+    """Give each member the states of the replicas that it is to compute. Collective.
+
+    Returns:
+        What this member has got.
+
+    Raises:
+        CheckpointError: no member has a state.
+    """
+    holders = _holders(members, held)
+    moves = []
+    for rank, replicas in enumerate(plan.ranges):
+        for replica in replicas:
+            having = holders.get(replica, [])
+            if not having:
+                raise CheckpointError(
+                    f"the state of replica {replica} is lost: all workers that had it were lost within one round. "
+                    "Go on from the newest checkpoint: unisono run --resume RUN_DIRECTORY"
+                )
+            if rank not in having:
+                moves.append((replica, having[0], (rank,)))
+    return _deliver(members, held, moves)
+
+
+def _copy(members: Members, states: Mapping[int, ReplicaState]) -> dict[int, ReplicaState]:
+    """Give each member the states that it lacks. Collective.
+
+    Returns:
+        What this member has got.
+    """
+    everybody = range(members.size)
+    holders = _holders(members, states)
+    moves = []
+    for replica, having in sorted(holders.items()):
+        if lacking := tuple(rank for rank in everybody if rank not in having):
+            moves.append((replica, having[0], lacking))
+    return _deliver(members, states, moves)
+
+
+def _holders(members: Members, held: Mapping[int, ReplicaState]) -> dict[int, list[int]]:
+    """Return by replica the ranks that have a state of it. Collective."""
+    holders: dict[int, list[int]] = {}
+    for rank, payload in enumerate(members.gather(msgspec.msgpack.encode(sorted(held)))):
+        for replica in msgspec.msgpack.decode(payload, type=list[int]):
+            holders.setdefault(replica, []).append(rank)
+    return holders
+
+
+def _deliver(
+    members: Members, held: Mapping[int, ReplicaState], moves: Sequence[tuple[int, int, tuple[int, ...]]]
+) -> dict[int, ReplicaState]:
+    """Bring states from one rank to others. Collective.
+
+    Args:
+        moves: (replica, source, targets), equal on all members.
+
+    Returns:
+        What this member has got.
+    """
+    if not moves:
+        return {}
+    packed = {replica: pack(held[replica], "replica") for replica, source, _ in moves if source == members.rank}
+    headers: dict[int, _Header] = {}
+    own = {replica: _Header(one.skeleton, _kinds(one)) for replica, one in packed.items()}
+    for payload in members.gather(msgspec.msgpack.encode(own)):
+        headers.update(msgspec.msgpack.decode(payload, type=dict[int, _Header]))
+    arrived: dict[int, ReplicaState] = {}
+    for replica, source, targets in moves:
+        point("local.delivering")
+        tensors: list[Tensor] = []
+        first = 0
+        for group in _groups(headers[replica].kinds):
+            sizes = [_padded(dtype, shape) for dtype, shape in group]
+            if source == members.rank:
+                piece = _joined(packed[replica].tensors[first : first + len(group)], sizes)
+            else:
+                device = "cpu" if members.rank in targets else "meta"
+                piece = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            members.deliver([Parcel(source, targets, piece)])
+            if members.rank in targets:
+                tensors += _cut(piece, group, sizes)
+            first += len(group)
+        if members.rank in targets:
+            arrived[replica] = unpack(headers[replica].skeleton, tensors)
+    return arrived
+
+
+Kind = tuple[str, list[int]]
+
+
+def _kinds(packed: Packed) -> list[Kind]:
+    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
+
+
+def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
+
+
+def _padded(dtype: str, shape: Sequence[int]) -> int:
+    return -(-_num_bytes(dtype, shape) // ALIGNMENT) * ALIGNMENT
+
+
+def _groups(kinds: Sequence[Kind]) -> list[list[Kind]]:
+    """Return the tensors that travel together, in their order."""
+    groups: list[list[Kind]] = []
+    size = GROUP_BYTES
+    for kind in kinds:
+        size += _padded(*kind)
+        if size > GROUP_BYTES or not groups:
+            groups.append([])
+            size = _padded(*kind)
+        groups[-1].append(kind)
+    return groups
+
+
+def _joined(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    piece = torch.zeros(sum(sizes), dtype=torch.uint8)
+    start = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        piece[start : start + len(content)] = content
+        start += size
+    return piece
+
+
+def _cut(piece: Tensor, kinds: Sequence[Kind], sizes: Sequence[int]) -> list[Tensor]:
+    tensors, start = [], 0
+    for (dtype, shape), size in zip(kinds, sizes, strict=True):
+        content = piece[start : start + _num_bytes(dtype, shape)]
+        tensors.append(content.view(getattr(torch, dtype)).view(shape))
+        start += size
+    return tensors

@@ -1,0 +1,741 @@
+"""Local steps: replicas train for some steps by themselves, then their parameters are averaged (local SGD, DiLoCo).
+
+A **round** is one iteration of the training loop. Within it a worker computes the replicas that it was given, one after
+the other. For the steps of a replica the worker is a run alone: these have the same class, the same checks and the same
+summation tree as those of a plain ``run.steps``, with this process as their only member.
+
+Local SGD: Stich, "Local SGD converges fast and communicates little", ICLR 2019. DiLoCo: Douillard et al., "DiLoCo:
+Distributed low-communication training of language models", 2023.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from unisono.decisions.cursor import Cursor, PartOfCursor, Recipe, seed_of
+from unisono.errors import StepError, UsageError
+from unisono.events import StepResult
+from unisono.faults import point
+from unisono.microbatch.data import Batches, Request
+from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.guards import Structure, UnusedGradients
+from unisono.microbatch.losses import Microbatch, Reduction
+from unisono.microbatch.randomness import seed_at
+from unisono.process import Process
+from unisono.rounds.agreement import Agreement
+from unisono.rounds.gradient import StepContext
+from unisono.rounds.life import Rounds
+from unisono.rounds.members import Members
+from unisono.rounds.replicas import Ended, ReplicaRound, Trained
+from unisono.rounds.team import LOST, AloneTeam, Samples, Team
+from unisono.state.packing import to_bytes
+from unisono.state.replicas import Replicas, common, give, restore, take
+from unisono.state.sums import Sums, Total, as_sum, plain
+from unisono.state.tracked import Tracked
+from unisono.training.step import State, Step
+from unisono.training.upcoming import Upcoming
+
+__all__ = ["InnerState", "InnerStep", "LocalRound", "LocalSteps", "ReplicaSamples", "Replication"]
+
+InnerState = Literal["kept", "fresh"]
+"""Whether a replica keeps the state of its optimizers from round to round."""
+AVERAGE: Final = "average"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replication:
+    """How a training is cut into rounds and replicas."""
+
+    replicas: int
+    inner_steps: int
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise UsageError(f"replicas must be at least 1, got {self.replicas}")
+        if self.inner_steps < 1:
+            raise UsageError(f"inner_steps must be at least 1, got {self.inner_steps}")
+
+    def num_rounds(self, num_steps: int) -> int:
+        return -(-num_steps // self.inner_steps)
+
+    def steps_of(self, round_: int, num_steps: int) -> range:
+        """Return the global batches of a round; the last round may have fewer."""
+        return range(round_ * self.inner_steps, min((round_ + 1) * self.inner_steps, num_steps))
+
+    def place(self, step: int, replica: int) -> int:
+        """Return the place of a replica's step in the order in which one worker computes all of them."""
+        round_, within = divmod(step, self.inner_steps)
+        return (round_ * self.replicas + replica) * self.inner_steps + within
+
+    def at(self, place: int) -> tuple[int, int]:
+        """Return the (step, replica) at a place."""
+        block, within = divmod(place, self.inner_steps)
+        round_, replica = divmod(block, self.replicas)
+        return round_ * self.inner_steps + within, replica
+
+
+class ReplicaSamples:
+    """The samples of the replicas' micro-batches, by `Replication.place`."""
+
+    def __init__(self, cursor: Cursor, replication: Replication) -> None:
+        self._replication = replication
+        self._parts = [PartOfCursor.of(cursor, k, replication.replicas) for k in range(replication.replicas)]
+
+    def part(self, replica: int) -> PartOfCursor:
+        """Return the data of one replica."""
+        return self._parts[replica]
+
+    def indices(self, step: int, leaf: int) -> Sequence[int]:
+        number, replica = self._replication.at(step)
+        return self._parts[replica].indices(number, leaf)
+
+    def keys(self, step: int, leaf: int) -> Sequence[tuple[int, int]]:
+        number, replica = self._replication.at(step)
+        return self._parts[replica].keys(number, leaf)
+
+
+class InnerStep(Step):
+    """One step of one replica, within a round of local steps.
+
+    As a step of ``run.steps``, but its global batch is the part of the replica, and its gradient is the replica's.
+    """
+
+    def log(self, **values: float | Tensor) -> None:
+        """Refuse: the journal has one line for each round.
+
+        Raises:
+            StepError: always.
+        """
+        raise StepError(
+            "step.log was called in a step of a replica, which only one worker computes: after `for step in round` "
+            "call round.log (round.loss is the mean loss then, and step.add gives exact sums in round.totals)"
+        )
+
+
+class LocalRound:
+    """One round of local steps. Made by ``run.local_steps``.
+
+    Iterate over it once: it gives the steps of the replicas that this worker computes, replica after replica. Then the
+    model is the new global one, on all workers, and `loss` the mean loss of all replicas' steps.
+    """
+
+    def __init__(self, strategy: LocalSteps, context: StepContext, number: int, process: Process) -> None:
+        self._strategy = strategy
+        self._context = context
+        self._process = process
+        self.number = number
+        """Of this round within ``run.local_steps``, from 0; it counts on in a worker that has joined later."""
+        self.place = context.first_number + number
+        """Of this round within the run, from 0."""
+        self.steps = strategy.steps_of(number)
+        """The numbers of its steps: each replica makes one step with its part of each of these global batches."""
+        self.state = State.NEW
+        self._is_left = False
+        self._round: ReplicaRound | None = None
+        self._inner: InnerStep | None = None
+        self._logs: dict[str, float] = {}
+        self._totals: dict[str, Total] = {}
+        self._scalars = (math.nan, math.nan)
+
+    # -- what the user reads -------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were complete when the round began, from 0."""
+        return self._context.cursor.position(self.steps.start).epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the round, of all replicas."""
+        return sum(self._context.cursor.position(step).num_samples for step in self.steps)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of all steps of all replicas, weighted as their gradients are. After ``for step in round``.
+
+        With ``reduction="sum"``, the mean over the steps of the sum over their global batches.
+        """
+        self.check_not_left()
+        if not self.is_complete:
+            raise StepError(f"round.loss of round {self.number} is known after `for step in round`")
+        return self._loss
+
+    @property
+    def _loss(self) -> float:
+        weight, weighted_loss = self._scalars
+        return weighted_loss / (weight if self._context.reduction == "mean" else len(self.steps))
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of all micro-batches. After ``for step in round``."""
+        return self._scalars[0] * self._strategy.scale
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """The sums of ``step.add`` over all steps of all replicas, by name. After ``for step in round``."""
+        if not self.is_complete:
+            raise StepError(f"round.totals of round {self.number} are known after `for step in round`")
+        return dict(self._totals)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Write numbers into this round's line of the journal (those of rank 0 count).
+
+        Raises:
+            StepError: called within ``for step in round``.
+        """
+        self.check_not_left()
+        if self.state is State.INSIDE:
+            raise StepError(
+                "round.log was called inside of `for step in round`, where each worker is at another replica: call it "
+                "after that loop"
+            )
+        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
+
+    @property
+    def logs(self) -> dict[str, float]:
+        """The numbers that `log` was given."""
+        return dict(self._logs)
+
+    def __len__(self) -> int:
+        """Return the number of steps that each replica makes in this round."""
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        return f"<round {self.number}: {len(self)} steps of {self._strategy.num_replicas} replicas, {self.state.value}>"
+
+    # -- the middle loop -----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[InnerStep]:
+        """Yield the steps of this worker's replicas; ends when the replicas are averaged. Collective."""
+        self._process.check("for step in round")
+        if self.state is not State.NEW:
+            raise StepError(
+                f"round {self.number} was iterated before, or its loop is over; `for step in round` can be run once "
+                "for each round"
+            )
+        return self._run()
+
+    def _run(self) -> Iterator[InnerStep]:
+        self.state = State.INSIDE
+        context, strategy = self._context, self._strategy
+        self._round = current = strategy.begin_round(self)
+        try:
+            for inner in context.rounds.play(current):
+                assert isinstance(inner, InnerStep)
+                yield inner
+        except GeneratorExit:
+            self._is_left = True
+            raise
+        self._scalars = current.scalars
+        strategy.apply(current)
+        known = context.tracked.sums
+        self._totals = known.learn(current.sums())
+        known.note_loss(self._loss, self._scalars[0], context.phase, self.epoch)
+        known.note(known.begin_step(context.phase, self.epoch), self._totals, context.phase)
+        self.state = State.COMPLETE
+
+    def enter(self, inner: InnerStep | None) -> None:
+        """Note the step that the script gets."""
+        self._inner = inner
+
+    # -- for the outer loop --------------------------------------------------------------------------
+
+    @property
+    def inner(self) -> InnerStep | None:
+        """The step of a replica that the script got last; None outside of ``for step in round``."""
+        return self._inner
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the script is where each worker is at another replica."""
+        return self.state is State.INSIDE
+
+    @property
+    def current(self) -> Microbatch | None:
+        return self._inner.current if self._inner is not None else None
+
+    @property
+    def microbatch(self) -> int | None:
+        return self._inner.microbatch if self._inner is not None else None
+
+    def sample_indices(self, microbatch: int) -> list[int]:
+        """Return the samples of a micro-batch of the step that the script got last."""
+        return self._inner.sample_indices(microbatch) if self._inner is not None else []
+
+    def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None:
+        """Do what ``loss.backward()`` means in the step that the script got last."""
+        assert self._inner is not None
+        self._inner.backward(loss, scaler=scaler, retain_graph=retain_graph)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._round is not None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state in (State.COMPLETE, State.CLOSED)
+
+    @property
+    def has_no_microbatch(self) -> bool:
+        return self.is_complete and self.round.num_computed == 0
+
+    @property
+    def round(self) -> ReplicaRound:
+        assert self._round is not None
+        return self._round
+
+    @property
+    def sent_bytes(self) -> int:
+        result = self._round.result if self._round is not None else None
+        return result.sent_bytes if result is not None else 0
+
+    def check_not_left(self) -> None:
+        """Check that the script has not left the middle loop, or one of its inner loops, before the end.
+
+        Raises:
+            StepError: the script has.
+        """
+        if self._inner is not None:
+            self._inner.check_not_left()
+        if self._is_left:
+            raise self._left_error()
+
+    def _left_error(self) -> StepError:
+        return StepError(
+            f"the loop `for step in round` of round {self.number} was left before its end (break, return or an "
+            "exception): its replicas are not averaged"
+        )
+
+    def result(self) -> StepResult:
+        """Return what all members agree on about this round. After the middle loop."""
+        result = self.round.result
+        assert result is not None
+        return StepResult(
+            step=self.place,
+            epoch=self.epoch,
+            loss=self._loss,
+            weight=self.weight,
+            samples=self.num_samples,
+            digest=f"{result.digest:016x}",
+            totals=plain(self._totals),
+            losses=[],
+        )
+
+    def close(self) -> None:
+        """Close the round: the outer loop goes on.
+
+        Raises:
+            StepError: its replicas are not averaged.
+        """
+        state, self.state = self.state, State.CLOSED if self.state is State.COMPLETE else State.FAILED
+        if state is State.NEW:
+            raise StepError(
+                f"round {self.number} was not iterated: write `for step in round:`, and in it `for batch in step:`"
+            )
+        if state is State.INSIDE:
+            raise self._left_error()
+
+
+class LocalSteps:
+    """Rounds of local steps, as a strategy of the training loop.
+
+    Args:
+        outer: gets the mean change of the replicas as a gradient; None: parameters become the mean of the replicas'.
+    """
+
+    num_more = 0
+    overlaps = False
+    """The steps of a replica change parameters before all members have told each other of their checkpoints."""
+
+    def __init__(
+        self,
+        replication: Replication,
+        samples: ReplicaSamples,
+        num_steps: int,
+        *,
+        tracked: Tracked,
+        replicas: Replicas,
+        device: torch.device,
+        outer: torch.optim.Optimizer | None,
+        inner_state: InnerState,
+        reduction: Reduction,
+        rehearses: bool,
+    ) -> None:
+        if inner_state not in ("kept", "fresh"):
+            raise UsageError(f'inner_state is "kept" or "fresh", got {inner_state!r}')
+        self._replication = replication
+        self._samples = samples
+        self._num_steps = num_steps
+        self._replicas = replicas
+        self._device = device
+        self._outer = outer
+        self._outer_name = _name_of(tracked, outer)
+        self._inner_state = inner_state
+        self._reduction = reduction
+        self._rehearses = rehearses
+        self._tracked = tracked.apart(self._outer_name)
+        self._optimizers = self._tracked.optimizers
+        self._objects = {
+            name: value for name, value in self._tracked.objects.items() if not isinstance(value, nn.Module)
+        }
+        self._start: list[Tensor] = []
+        self._is_applying = False
+        self._folder: GradientFolder | None = None
+        self._handles: list[RemovableHandle] = []
+        self._now: LocalRound | None = None
+        self._place = -1
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse what has no meaning in rounds.
+
+        Raises:
+            UsageError: names it.
+        """
+        if not self._optimizers:
+            raise UsageError(
+                "run.local_steps trains replicas with a tracked optimizer of their own: run.track(optimizer=optimizer)"
+            )
+        if self._tracked.carried:
+            raise UsageError(
+                f"{next(iter(self._tracked.carried))} is a unisono.Carried, whose rows pass from each step to the "
+                "next; within run.local_steps each replica would have rows of its own. Use run.steps for them"
+            )
+        for name, value in self._objects.items():
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                raise UsageError(
+                    f"{name} is a GradScaler, whose scale follows the gradients of each replica, and all replicas must "
+                    "have it alike; train in bfloat16, or in float32 with GradScaler(enabled=False)"
+                )
+
+    @property
+    def num_replicas(self) -> int:
+        return self._replication.replicas
+
+    @property
+    def recipe(self) -> Recipe:
+        return {
+            "replicas": self._replication.replicas,
+            "inner_steps": self._replication.inner_steps,
+            "inner_state": self._inner_state,
+            "outer": type(self._outer).__qualname__ if self._outer is not None else AVERAGE,
+        }
+
+    @property
+    def scale(self) -> float:
+        """A power of two that all weights are divided by, so that changes have the magnitude of a mean."""
+        part = self._samples.part(0)
+        samples = part.batch_size // self.num_replicas * self._replication.inner_steps
+        return float(2.0 ** math.floor(math.log2(samples)))
+
+    def steps_of(self, number: int) -> range:
+        """Return the global batches of a round."""
+        return self._replication.steps_of(number, self._num_steps)
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def open(self, context: StepContext) -> None:
+        self._context = context
+        if self._outer is not None:
+            self._handles.append(self._outer.register_step_pre_hook(lambda *_: self._check_outer()))
+        self._team = _InnerTeam(context.rounds.team, self._device)
+        self._inner_rounds = Rounds(self._team, self._tracked, balance=False)
+        self._structure = Structure(self._tracked)
+        self._replicas.begin(self._optimizers, context.phase, self.num_replicas, keep=self._inner_state == "kept")
+
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> LocalRound:
+        unused.leave_out(self._outer_name)
+        self._unused, self._process = unused, process
+        self._now = LocalRound(self, self._context, number, process)
+        self._team.round = number
+        return self._now
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+        self._start = []
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        """Yield the micro-batches that this worker will probably compute next, by `Replication.place`."""
+        replication, members = self._replication, upcoming.members
+        if self._place >= 0:
+            step, replica = replication.at(self._place)
+            round_ = step // replication.inner_steps
+            yield from self._requests(range(step, self.steps_of(round_).stop), replica)
+            for other in self._predicted(members):
+                if other > replica:
+                    yield from self._requests(self.steps_of(round_), other)
+            first = round_ + 1
+        else:
+            first = self._now.number if self._now is not None else 0
+        for number in range(first, replication.num_rounds(self._num_steps)):
+            for replica in self._predicted(members):
+                yield from self._requests(self.steps_of(number), replica)
+
+    def _predicted(self, members: Members) -> Sequence[int]:
+        ranges = members.predicted(self.num_replicas).ranges
+        return ranges[members.rank] if members.rank < len(ranges) else ()
+
+    def _requests(self, steps: range, replica: int) -> Iterator[Request]:
+        for step in steps:
+            for leaf in range(self._samples.part(replica).position(step).num_leaves):
+                yield self._replication.place(step, replica), 0, leaf
+
+    # -- a round -------------------------------------------------------------------------------------
+
+    def begin_round(self, now: LocalRound) -> ReplicaRound:
+        """Remember the boundary from which all replicas of the round begin. Local."""
+        context = self._context
+        self._outer_folder = folder = context.folder()
+        if any(optimizer.state for optimizer in self._optimizers.values()):
+            raise StepError(
+                "an optimizer of the replicas has made a step between two rounds, when it belongs to none of them: "
+                "update the model within `for step in round`, or let the outer optimizer do it"
+            )
+        context.rounds.members.release_results()
+        with torch.no_grad():
+            parameters = [parameter for _, parameter in folder.trained]
+            if len(self._start) != len(parameters) or any(
+                a.shape != b.shape or a.dtype != b.dtype for a, b in zip(self._start, parameters, strict=True)
+            ):
+                self._start = [torch.empty_like(parameter) for parameter in parameters]
+            for start, parameter in zip(self._start, parameters, strict=True):
+                start.copy_(parameter)
+                parameter.grad = None
+        self._structure.renew()
+        self._averaged = self._averages()
+        self._common = common(self._objects)
+        self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
+        self._place = -1
+        return ReplicaRound(
+            context,
+            now.number,
+            self._replicas,
+            self.num_replicas,
+            self._train,
+            folder,
+            self._start,
+            keep=self._inner_state == "kept",
+        )
+
+    def apply(self, done: ReplicaRound) -> None:
+        """Make the new global model of the mean over the replicas. The same on all members."""
+        context, folder = self._context, self._outer_folder
+        restore(self._objects, done.ended[0].common)
+        self._structure.restore_modes()
+        slot = context.rounds.members.slots.results[-1]  # it may have moved since the commit
+        folder.show(slot)
+        seed_at(context.seed, "update", done.number)
+        self._context.clock.switch("update")
+        owned = _parameters(self._outer)
+        with torch.no_grad():
+            for (_, parameter), mean in zip(folder.trained, slot.gradients, strict=True):
+                if id(parameter) not in owned:
+                    parameter.copy_(parameter.to(mean.dtype) - mean)
+        if self._outer is not None:
+            self._is_applying = True
+            try:
+                self._outer.step()
+            finally:
+                self._is_applying = False
+        for _, parameter in folder.trained:
+            parameter.grad = None
+        context.rounds.members.release_results()
+
+    def _train(self, replica: int) -> Generator[InnerStep, None, Trained]:
+        """Train one replica from the round's boundary."""
+        now = self._now
+        assert now is not None
+        context = self._inner_context(replica)
+        restore(self._objects, self._common.content)
+        self._structure.restore_modes()
+        give(self._optimizers, self._replicas.held.pop(replica, {}) if self._inner_state == "kept" else {})
+        weight = weighted_loss = 0.0
+        totals: dict[str, Tensor] = {}
+        try:
+            for number in now.steps:
+                self._place = self._replication.place(number, replica)
+                seed_at(context.seed, "step", number)
+                point("local.inner_step", replica)
+                step = InnerStep(context, number, unused=self._unused, process=self._process)
+                now.enter(step)
+                yield step
+                step.close()
+                self._check_trained(replica)
+                gradient = step.round
+                share = gradient.weight / self.scale
+                weight += share
+                weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
+                for name, value in step.totals.items():
+                    totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
+        finally:
+            now.enter(None)
+        state = take(self._optimizers)
+        self._check_end(replica)
+        found = common(self._objects)
+        self._structure.restore_modes()
+        ended = Ended(found.digests, to_bytes(totals), found.content if replica == 0 else b"")
+        for _, parameter in self._outer_folder.trained:
+            parameter.grad = None
+        self._inner_rounds.members.release_results()
+        return Trained(weight, weighted_loss, state, ended)
+
+    def _check_trained(self, replica: int) -> None:
+        """Raise StepError if the script has frozen or unfrozen a parameter within a round."""
+        trained, before = self._tracked.trained(), self._outer_folder.trained
+        if len(trained) != len(before) or any(a is not b for (_, a), (_, b) in zip(trained, before, strict=True)):
+            raise StepError(
+                f"a parameter was frozen or unfrozen within the steps of replica {replica}: do that between two rounds"
+            )
+
+    def _check_end(self, replica: int) -> None:
+        """Check that a replica has changed only what it may change.
+
+        Raises:
+            StepError: a frozen parameter was written, or an average of weights was updated.
+        """
+        for name, parameter, version in self._frozen:
+            if parameter._version != version:
+                raise StepError(
+                    f"parameter {name!r} needs no gradient and was written within the steps of replica {replica}; "
+                    "write it after `for step in round`"
+                )
+        for name, count in self._averages().items():
+            if count != self._averaged[name]:
+                raise StepError(
+                    f"{name} (an AveragedModel) was updated within the steps of replica {replica}: update it after "
+                    "`for step in round`, with the new global model"
+                )
+
+    # -- what the steps of a replica need ------------------------------------------------------------
+
+    def _inner_context(self, replica: int) -> StepContext:
+        """Return the context of a replica's steps: a run with this process as its only member."""
+        context = self._context
+        self._tracked.sums = Sums()
+        agreement = Agreement(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
+        return dataclasses.replace(
+            context,
+            rounds=self._inner_rounds,
+            folder=self._inner_folder,
+            fetcher=_Batches(context.fetcher, self._replication, replica),
+            cursor=self._samples.part(replica),
+            seed=seed_of(context.seed, "replica", context.phase, replica),
+            first_number=0,
+            note_plan=lambda number, *_: self._note(number, replica),
+            agreement=agreement,
+            tracked=self._tracked,
+        )
+
+    def _note(self, number: int, replica: int) -> None:
+        self._place = self._replication.place(number, replica)
+
+    def _inner_folder(self) -> GradientFolder:
+        outer = self._outer_folder
+        extras = self._tracked.sums.extras()
+        if self._folder is not None and self._folder.is_for(outer.trained, self._tracked.buffers(), extras):
+            return self._folder
+        if self._folder is not None:
+            self._folder.close()
+        frozen = [(name, one) for name, one in self._tracked.parameters() if not one.requires_grad]
+        self._folder = GradientFolder(
+            outer.trained,
+            self._tracked.buffers(),
+            frozen,
+            self._tracked.calls,
+            self._inner_rounds.slots,
+            extras=extras,
+            means=self._reduction == "mean",
+        )
+        self._inner_rounds.use_layout(self._folder.layout)
+        return self._folder
+
+    def _averages(self) -> dict[str, int]:
+        """Return how often each average of weights was updated."""
+        modules = self._tracked.modules.items()
+        return {name: int(module.n_averaged) for name, module in modules if isinstance(module, AveragedModel)}
+
+    def _check_outer(self) -> None:
+        if not self._is_applying:
+            raise StepError(
+                f"{self._outer_name}.step() was called by the script; run.local_steps calls it itself, at the end of "
+                "each `for step in round`, with the mean change of the replicas as the gradient"
+            )
+
+
+class _Batches:
+    """The micro-batches of one replica, counted from 0."""
+
+    def __init__(self, whole: Batches, replication: Replication, replica: int) -> None:
+        self._whole = whole
+        self._replication = replication
+        self._replica = replica
+
+    def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
+        return self._whole.fetch(self._replication.place(step, self._replica), leaf, turn)
+
+    def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
+        return self._whole.comes(self._replication.place(step, self._replica), leaf, turn)
+
+
+class _InnerTeam(AloneTeam):
+    """The team of a replica's steps, which has this worker only; the others hear of its progress.
+
+    Attributes:
+        round: the number of the round, within the loop.
+    """
+
+    round = 0
+
+    def __init__(self, whole: Team, device: torch.device) -> None:
+        super().__init__(device)
+        self._whole = whole
+
+    def check(self) -> None:
+        with contextlib.suppress(*LOST):  # a replica that is begun is finished: nobody has to compute it again
+            self._whole.check()
+
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        self._whole.at(phase=phase, step=self.round, microbatch=microbatch, evaluates=evaluates, samples=samples)
+
+
+def _name_of(tracked: Tracked, outer: torch.optim.Optimizer | None) -> str:
+    """Return the name under which the outer optimizer is tracked.
+
+    Raises:
+        UsageError: it is not tracked, or it is no optimizer.
+    """
+    if outer is None:
+        return ""
+    if not isinstance(outer, torch.optim.Optimizer):
+        raise UsageError(f"outer is an optimizer of torch over the model's parameters, or None; got {outer!r}")
+    for name, value in tracked.optimizers.items():
+        if value is outer:
+            return name
+    raise UsageError(
+        "the outer optimizer is not tracked, so its momentum would reach neither workers that join nor checkpoints: "
+        "run.track(outer=outer)"
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer | None) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {id(parameter) for group in groups for parameter in group["params"]}
