@@ -732,6 +732,10 @@ class Run(Calls, Evaluating):
             self._profiling.step_begins(step, clock)
 
     def _before_end(self) -> None:
+        if self._follower is not None:
+            self._follower.serve()
+        if not self._joined:
+            return
         self._evaluations.end(self._in_rounds()[0])
         if self._profiling is not None:
             self._profiling.run_ends(self._num_steps, self._in_rounds()[0], sees=self._keeper.reaches)
