@@ -1,8 +1,13 @@
-"""The time of a step, the memory of a worker and its CPU seconds, against DistributedDataParallel and a plain loop.
+"""The time of a step, the memory of a worker and its CPU seconds, against DistributedDataParallel and plain loops.
 
 python -m benchmarks.step_time                                  # everything
 python -m benchmarks.step_time --quick --json step_time.json    # under five minutes
 python -m benchmarks.step_time --cases mlp --workers 2 --microbatches 2
+
+With several workers there are two more sides. ``compute`` is that many plain loops at once: each computes its share of
+the micro-batches and the whole update, and exchanges nothing. ``in_step`` is the same with a barrier before each
+update, and nothing else: what it takes longer than ``compute`` is waiting for the slowest, and that all update at the
+same time, when what limits them is the memory they share. What Unisono takes longer than ``in_step`` are the sums.
 
 All sides train the same model on the same data with the same optimizer, one thread a worker. They are started together
 and take turns, a block of steps each; who is not on turn waits without using the processor. So what else happens on the
@@ -166,7 +171,7 @@ def _pss(pid: int) -> float:
 def teams(case: str, microbatches: int, workers: int, *, same_allocator: bool) -> Iterator[list[Team]]:
     """All sides of one comparison, started and ready for their first step."""
     options = [case, "--microbatches", str(microbatches), *(["--keep-freed-memory"] if same_allocator else [])]
-    names = ["unisono", "ddp"] if workers > 1 else ["unisono", "plain", "ddp"]
+    names = ["unisono", *(["compute", "in_step"] if workers > 1 else ["plain"]), "ddp"]
     with started({name: partial(_commands, name, options, workers) for name in names}, workers) as sides:
         yield sides
 
@@ -217,16 +222,17 @@ def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int
 
 def _commands(side: str, options: list[str], workers: int, folder: Path) -> list[list[str]]:
     shared = [*options, "--control", str(folder / f"{side}.socket")]
-    this = [sys.executable, "-m", "benchmarks.sides", side, *shared]
+    program = "plain" if side in ("compute", "in_step") else side
+    this = [sys.executable, "-m", "benchmarks.sides", program, *shared]
     if side == "unisono" and workers > 1:
         head = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.sides", "--workers", str(workers)]
         return [[*head, "--run-dir", str(folder / "run"), "--", side, *shared]]
     if side == "unisono":
         return [[*this, "--directory", str(folder / "run")]]
-    if side == "ddp":
-        meeting = ["--workers", str(workers), "--meeting", str(folder / "meeting")]
-        return [[*this, *meeting, "--rank", str(rank)] for rank in range(workers)]
-    return [this]
+    if side == "plain":
+        return [this]
+    meeting = [] if side == "compute" else ["--meeting", str(folder / f"{side}.meeting")]
+    return [[*this, "--workers", str(workers), *meeting, "--rank", str(rank)] for rank in range(workers)]
 
 
 def _connect(team: Team, listener: Listener, workers: int) -> None:
@@ -295,7 +301,7 @@ def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]
             continue
         ratio = median_interval([a / b for a, b in zip(step["unisono"], step[other], strict=True)])
         cpu_ratio = statistics.median(a / b for a, b in zip(cpu["unisono"], cpu[other], strict=True))
-        place = f"{name}.{workers}" if other == "ddp" else name
+        place = name if other == "plain" else f"{name}.{workers}"
         figures[f"ratio_to_{other}.{place}"] = ratio.median
         figures[f"ratio_to_{other}_low.{place}"] = ratio.low
         figures[f"ratio_to_{other}_high.{place}"] = ratio.high

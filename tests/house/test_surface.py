@@ -27,12 +27,14 @@ PUBLIC = [
     "Run",
     "RunDirectoryError",
     "RunStopped",
+    "StateLost",
     "Step",
     "StepError",
     "UnisonoError",
     "UsageError",
     "launch",
     "load_model",
+    "shard",
 ]
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "FileFacts",
     "Manifest",
     "Problem",
+    "Stream",
     "candidates",
     "complete",
     "encode_header",
@@ -248,6 +249,54 @@ def write_file(path: Path, data: memoryview, is_abandoned: Callable[[], bool] = 
     finally:
         os.close(descriptor)
     return FileFacts(len(data), checks)
+
+
+class Stream:
+    """A file that is written piece by piece. What cannot be written is said at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._checks: list[int] = []
+        self._check, self._num_bytes = 0, 0
+        self._error: OSError | None = None
+        try:
+            self._file: FileIO | None = path.open("wb", buffering=0)
+        except OSError as error:
+            self._file, self._error = None, error
+
+    def write(self, data: memoryview) -> None:
+        """Append to the file."""
+        if self._file is None or self._error is not None:
+            return
+        try:
+            rest = data
+            while rest:
+                piece = rest[: BLOCK_BYTES - self._num_bytes % BLOCK_BYTES]
+                piece = piece[: self._file.write(piece)]
+                self._check = zlib.crc32(piece, self._check)
+                self._num_bytes, rest = self._num_bytes + len(piece), rest[len(piece) :]
+                if self._num_bytes % BLOCK_BYTES == 0:
+                    self._checks.append(self._check)
+                    self._check = 0
+        except OSError as error:
+            self._error = error
+
+    def close(self) -> FileFacts:
+        """Wait until the file is on the disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        file, self._file = self._file, None
+        try:
+            if self._error is not None:
+                raise self._error
+            assert file is not None
+            os.fsync(file.fileno())
+        finally:
+            if file is not None:
+                file.close()
+        last = [self._check] if self._num_bytes % BLOCK_BYTES or not self._checks else []
+        return FileFacts(self._num_bytes, [*self._checks, *last])
 
 
 def remove_part(path: Path) -> None:

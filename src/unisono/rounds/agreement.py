@@ -28,7 +28,7 @@ from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
 from unisono.words import listed
 
-__all__ = ["Agreement", "Digests", "check_digests"]
+__all__ = ["Agreement", "Digests", "check_digests", "held_by_all"]
 
 OUT_OF_STEP = (
     "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
@@ -42,6 +42,11 @@ USUAL_CAUSES = (
     "generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a sample goes into "
     "a unisono.Carried. unisono.Run(deterministic=False) turns this check off"
 )
+COPIES_DIFFER = (
+    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
+    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
+    "probably faulty. Go on from the newest checkpoint without that machine; the journal says what ran where"
+)
 
 
 class Digests(msgspec.Struct, frozen=True):
@@ -52,6 +57,8 @@ class Digests(msgspec.Struct, frozen=True):
     """By name; empty where there is no other member to compare with."""
     reaches: bool = False
     """The member sees the run's directory, and may write there."""
+    held: dict[str, dict[int, int]] = {}
+    """By sharded optimizer, the digests of the states that the member holds, by the numbers of their tensors."""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -259,6 +266,28 @@ def check_digests(digests: Mapping[str, Digests]) -> None:
             )
     if any(known[first].objects != known[next(iter(known))].objects for first in firsts.values()):
         warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+
+
+def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
+    """Return the digests of the states that all workers together hold, by sharded optimizer and number of the tensor.
+
+    Args:
+        digests: by worker.
+
+    Raises:
+        DivergenceError: workers of equal arithmetic have other bits in their copies of a state.
+    """
+    found: dict[str, dict[int, int]] = {}
+    first: dict[tuple[int, str, int], tuple[str, int]] = {}
+    for worker, each in digests.items():
+        for name, states in each.held.items():
+            for number, digest in states.items():
+                other, expected = first.setdefault((each.arithmetic, name, number), (worker, digest))
+                if digest != expected:
+                    raise DivergenceError(COPIES_DIFFER.format(first=other, second=worker, what=f"a state of {name}"))
+                if found.setdefault(name, {}).setdefault(number, digest) != digest:
+                    warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+    return found
 
 
 def _differs(owner: StepTelemetry, helper: StepTelemetry) -> bool:

@@ -219,6 +219,11 @@ class Rounds:
         except LOST as lost:
             self._standing = self._regroup(lost)
 
+    @property
+    def begun(self) -> frozenset[str]:
+        """The kinds of the next round that members have begun already, because this one was behind at a loss. Local."""
+        return self._standing.begun
+
     def is_stop_planned(self) -> bool:
         """Return whether the run stops or pauses at this boundary, so that its state is worth a checkpoint.
 

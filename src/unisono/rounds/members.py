@@ -106,7 +106,7 @@ class Members:
             return self.team.exchange.all_gather(payload)
 
     def deliver(self, parcels: Sequence[Parcel]) -> None:
-        """Bring tensors from the members that have them to those that need them. Collective.
+        """Bring tensors from members that have them to others; see `Exchange.deliver`. Collective.
 
         Raises:
             PeerLost, DeadlineExceeded: a member was lost.

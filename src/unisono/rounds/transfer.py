@@ -32,12 +32,17 @@ class _Header(msgspec.Struct, frozen=True):
     skeleton: bytes
     kinds: list[tuple[str, list[int]]]
     """(dtype, shape) of each tensor."""
+    away: list[int] = []
+    """The numbers of those that do not travel with it: meta tensors."""
     digests: list[int] = []
+    """Of those that do."""
 
     @classmethod
     def of(cls, packed: Packed, *, digests: bool = False) -> _Header:
         kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
-        return cls(packed.skeleton, kinds, [digest_of_tensor(tensor) for tensor in packed.tensors] if digests else [])
+        away = [number for number, tensor in enumerate(packed.tensors) if tensor.is_meta]
+        here = [tensor for tensor in packed.tensors if not tensor.is_meta] if digests else []
+        return cls(packed.skeleton, kinds, away, [digest_of_tensor(tensor) for tensor in here])
 
 
 def share_state(
@@ -80,7 +85,7 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
     Raises:
         UsageError: the members track tensors of other shapes.
     """
-    packed = pack(tracked.state(), "tracked")
+    packed = pack(tracked.whole_state(), "tracked")  # nothing is shared out before the first training loop
     own = _Header.of(packed, digests=True)
     payloads = team.exchange.all_gather(msgspec.msgpack.encode(own))
     headers = [msgspec.msgpack.decode(payload, type=_Header) for payload in payloads]
@@ -111,13 +116,20 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
 
 
 def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> dict[str, Any]:
-    """Broadcast the state that rank ``source`` passes as ``packed``, and return it on all members. Collective."""
+    """Broadcast the state that rank ``source`` passes as ``packed``, and return it on all members. Collective.
+
+    Meta tensors of it are meta tensors on all members.
+    """
     mine = packed if exchange.rank == source else None
     own = msgspec.msgpack.encode(_Header.of(mine)) if mine is not None else b""
     header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=_Header)
-    empty = (torch.empty(shape, dtype=getattr(torch, kind)) for kind, shape in header.kinds)
+    away = set(header.away)
+    empty = (
+        torch.empty(shape, dtype=getattr(torch, kind), device="meta" if number in away else "cpu")
+        for number, (kind, shape) in enumerate(header.kinds)
+    )
     tensors = mine.tensors if mine is not None else list(empty)
-    for group in _groups(tensors):
+    for group in _groups([tensor for tensor in tensors if not tensor.is_meta]):
         point("in_admission")
         views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
         together = torch.cat([view.cpu() for view in views]) if len(views) > 1 else views[0]

@@ -7,7 +7,7 @@ the next step depends on them: buffers that are not persistent, and which parame
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.errors import StepError, UsageError
+from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, is_same_state
+from unisono.state.sharded import Sharded, held_digests, states_in
 from unisono.state.sums import Sums
 
 __all__ = ["Calls", "OwnPart", "Tracked"]
@@ -132,6 +133,11 @@ class Tracked:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {name: value for name, value in self._objects.items() if isinstance(value, torch.optim.Optimizer)}
+
+    @property
+    def sharded(self) -> dict[str, Sharded]:
+        """The optimizers of which each worker holds some states."""
+        return {name: value for name, value in self.optimizers.items() if isinstance(value, Sharded)}
 
     @property
     def carried(self) -> dict[str, Carried]:
@@ -280,9 +286,31 @@ class Tracked:
     # -- state ---------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return everything that the next step depends on."""
+        """Return everything that the next step depends on, as a newcomer gets it: it holds no sharded state yet."""
+        outlines = {name: value.outline() for name, value in self.sharded.items()}
+        return {**self._state_but(outlines.keys()), "outlines": outlines}
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return everything that the next step depends on, as a checkpoint has it; what it looks like is the same with
+        and without sharding. A meta tensor stands for each that this worker does not hold.
+        """
+        return self._state_but(())
+
+    def holders(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return by path, as `pack` gives them for `whole_state`, the ids of the workers that hold the tensor.
+
+        () where every worker holds it.
+        """
+        found: list[tuple[str, ...]] = [()] * len(paths)
+        for name, value in self.sharded.items():
+            known = value.holders
+            for number, parameter in states_in(paths, f"tracked['objects'][{name!r}]"):
+                found[number] = known[parameter]
+        return found
+
+    def _state_but(self, names: Collection[str]) -> dict[str, Any]:
         return {
-            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+            "objects": {name: value.state_dict() for name, value in self._objects.items() if name not in names},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
@@ -290,15 +318,21 @@ class Tracked:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` made in another process of the same script.
+        """Load what `state` or `whole_state` made in another process of the same script.
 
         Raises:
             UsageError: the state is of other objects. StepError: an object differs from the state that it has loaded.
         """
-        theirs, ours = state["objects"].keys(), self._objects.keys()
+        outlines = state.get("outlines")
+        theirs, ours = state["objects"].keys() | (outlines or {}).keys(), self._objects.keys()
         if theirs != ours:
             raise UsageError(
                 f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; give run.track the same names"
+            )
+        if outlines is not None and outlines.keys() != self.sharded.keys():
+            raise UsageError(
+                f"the script of this worker shards {sorted(self.sharded) or 'no optimizer'}, the run shards "
+                f"{sorted(outlines) or 'none'}; all workers must call unisono.shard alike"
             )
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
@@ -310,12 +344,19 @@ class Tracked:
         for name, part in state["objects"].items():
             value = self._objects[name]
             value.load_state_dict(part)
-            if not is_same_state(value.state_dict(), part):
-                raise StepError(
-                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(), so a worker that "
-                    "joins, or a run that resumes, would go on from another state: its state_dict() must hold "
-                    "everything that changes"
-                )
+            self._check_loaded(name, value.state_dict(), part)
+        for name, outline in (outlines or {}).items():
+            sharded = self.sharded[name]
+            sharded.load_outline(outline)
+            self._check_loaded(name, sharded.outline(), outline)
+
+    def _check_loaded(self, name: str, ours: Any, theirs: Any) -> None:
+        if not is_same_state(ours, theirs):
+            raise StepError(
+                f"{name} ({type(self._objects[name]).__qualname__}) is not the same after load_state_dict(), so a "
+                "worker that joins, or a run that resumes, would go on from another state: its state_dict() must hold "
+                "everything that changes"
+            )
 
     def _load_own(self, state: dict[str, Any]) -> None:
         for name, own in state["own"].items():
@@ -348,14 +389,40 @@ class Tracked:
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
         return {
-            **{name: value.state_dict() for name, value in self._objects.items()},
+            **{name: _alike(value) for name, value in self._objects.items()},
             "buffers that are not persistent": self._hidden_buffers(),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
 
-    def digests(self) -> dict[str, str]:
-        """Return a 64-bit fingerprint of every tracked object, in hexadecimal."""
-        return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
+    def digests(self, held: Mapping[str, Mapping[int, int]]) -> dict[str, str]:
+        """Return a 64-bit fingerprint of every tracked object, in hexadecimal; the same with and without sharding.
+
+        Args:
+            held: `held_digests` of all workers together.
+
+        Raises:
+            StateLost: no worker is left that holds some state.
+        """
+        found = {}
+        for name, value in self._objects.items():
+            try:
+                found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
+            except KeyError:
+                raise StateLost(
+                    f"all workers that held some states of {name} were lost in the last moment of the run, so its end "
+                    "is not known; go on from the newest checkpoint, and with more copies (unisono.shard)"
+                ) from None
+        return found
+
+    def common_digests(self) -> dict[str, str]:
+        """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
+        return {name: f"{digest_of_state(_alike(value)):016x}" for name, value in self._objects.items()}
+
+    def held_digests(self) -> dict[str, dict[int, int]]:
+        """Return by sharded optimizer the digests of the states that this worker holds, by the numbers of their tensors
+        in the ``state_dict``.
+        """
+        return {name: held_digests(value.state_dict()) for name, value in self.sharded.items()}
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
@@ -370,6 +437,11 @@ class Tracked:
                         is_same = buffer is not None and buffer.shape == first.shape
                         found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first
         return found
+
+
+def _alike(value: Any) -> Any:
+    """Return the state of an object, as far as it is on every worker."""
+    return value.outline() if isinstance(value, Sharded) else value.state_dict()
 
 
 def _is_cumulative(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from unisono import member as members
 from unisono.checkpoint.copies import absolute, check
+from unisono.checkpoint.files import complete
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
@@ -25,9 +26,10 @@ from unisono.process import Process, tell
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import Team
 from unisono.rounds.together import together
-from unisono.rundir import RunDirectory
+from unisono.rundir import CHECKPOINTS, RunDirectory
 from unisono.state.tracked import Tracked
 from unisono.training.resuming import Resumption
+from unisono.training.sharing import LENDING, lend, save_together
 from unisono.unwatched import IS_WATCHED
 
 __all__ = ["Keeper"]
@@ -71,6 +73,7 @@ class Keeper:
         if isinstance(anyway, str):
             raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
         self.policy = policy
+        self._tracked = tracked
         places = [absolute(url) for url in copies or (policy.places if policy is not None else ())]
         if places:
             check(places)
@@ -86,7 +89,9 @@ class Keeper:
             device=device,
             threads=threads,
         )
-        self._saver = Saver(policy, self._directory, device, tracked.state, tracked.updated, places)
+        self._saver = Saver(
+            policy, self._directory, device, tracked.whole_state, tracked.updated, tracked.holders, places
+        )
         path = directory / JOURNAL if directory is not None and IS_WATCHED else None
         self.journal = Journal(path, self._directory.look)
         self._process = Process()
@@ -177,6 +182,14 @@ class Keeper:
         """Return the recipe of a phase, which must be equal in the scripts of all workers."""
         return {**self._resumption.recipe(recipe), "steps": num_steps}
 
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error."""
+        path = self._directory.path
+        found = complete(path / CHECKPOINTS) if path is not None and self._directory.look() else []
+        if not found:
+            return "the beginning: this worker sees no checkpoint (unisono.Checkpoints(every_steps=...) writes some)"
+        return f'the newest checkpoint, {found[-1]} (resume="auto", or unisono resume {path})'
+
     def writes(self, team: Team) -> bool:
         """Return whether this member writes for all members: it is the first that sees the directory."""
         return self._saver.choose_publisher(team.worker_ids) == team.worker_ids[team.rank]
@@ -256,10 +269,19 @@ class Keeper:
             assert self.policy is not None
             raise SystemExit(self.policy.on_signal)
         rounds.boundary()
-        self._saver.boundary(self._moment(rounds))
+        moment = self._moment(rounds)
+        snapshot = self._saver.boundary(moment)
+        if snapshot is not None or LENDING in rounds.begun:
+            lend(rounds, self._saver, snapshot, moment.generation)
 
     def save_last(self, rounds: Rounds) -> None:
-        """Have one member write the whole state: no step follows this one at once. Local."""
+        """Have the whole state written: no step follows this one at once.
+
+        Local, and one member writes all of it; collective where no member holds all of it.
+        """
+        if self._tracked.sharded:
+            save_together(rounds, self._saver, lambda: self._moment(rounds))
+            return
         team = rounds.team
         with team.waiting():  # for a disk, which is nobody's fault
             self._saver.save_last(self._moment(rounds))
@@ -269,9 +291,12 @@ class Keeper:
 
         Its copies are waited for as well, for a limited time.
         """
+        if self._tracked.sharded:
+            self.save_last(rounds)
 
         def work() -> None:
-            self.save_last(rounds)
+            if not self._tracked.sharded:
+                self.save_last(rounds)
             self._saver.finish()
 
         payloads = together(rounds, work, HAS_COPIES if self._saver.has_copies else b"")

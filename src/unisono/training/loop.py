@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from unisono.rounds.clock import Clock
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
+from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
 from unisono.training.schedule import MakeFetcher
@@ -34,10 +35,13 @@ from unisono.training.step import Iteration, State
 from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming
 
-__all__ = ["TrainingLoop"]
+__all__ = ["TrainingLoop", "Wire"]
 
 OnStep = Callable[[Iteration, dict[str, float], range], None]
 """Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
+
+Wire = Literal["fp32", "bf16"]
+"""As what the sums of gradients in float32 travel between hosts."""
 
 
 class TrainingLoop:
@@ -49,6 +53,7 @@ class TrainingLoop:
         on_head: called before the script gets a step, with its number in the run and the clock of its parts.
         strategy: what a step is.
         reduction: what the script's losses are, over the samples of a micro-batch.
+        wire: as what sums of gradients travel; "bf16": they are rounded to it, from a fixed level of the tree on.
         num_done: returns the steps of the run that are done.
 
     Attributes:
@@ -74,6 +79,7 @@ class TrainingLoop:
         on_head: Callable[[int, Clock], None],
         strategy: Strategy,
         reduction: Reduction = "mean",
+        wire: Wire = "fp32",
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
@@ -92,6 +98,7 @@ class TrainingLoop:
         self._on_head = on_head
         self._strategy = strategy
         self._reduction = reduction
+        self._rounds_sums = wire == "bf16"
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
@@ -100,8 +107,9 @@ class TrainingLoop:
 
     @property
     def recipe(self) -> Recipe:
-        """What the bits of its steps depend on: the data, and the strategy."""
-        return {**self.cursor.recipe, **self._strategy.recipe}
+        """What the bits of its steps depend on: the data, the strategy, and whether sums are rounded."""
+        wire: Recipe = {"wire": "bf16"} if self._rounds_sums else {}
+        return {**self.cursor.recipe, **self._strategy.recipe, **wire}
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -152,6 +160,7 @@ class TrainingLoop:
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward),
+                shared_updates(rounds, self._tracked, self._keeper.newest),
             ):
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
@@ -261,6 +270,7 @@ class TrainingLoop:
             self._rounds.slots,
             extras=extras,
             means=self._reduction == "mean",
+            rounds=self._rounds_sums,
         )
         self._rounds.use_layout(self._folder.layout)
         return self._folder

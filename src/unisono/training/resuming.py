@@ -31,7 +31,17 @@ from unisono.words import count
 
 __all__ = ["Resumption"]
 
-RECIPE: Final = {"batch_size", "drop_last", "first_epoch", "microbatches", "num_samples", "order", "seed", "threads"}
+RECIPE: Final = {
+    "batch_size",
+    "drop_last",
+    "first_epoch",
+    "microbatches",
+    "num_samples",
+    "order",
+    "seed",
+    "threads",
+    "wire",
+}
 """The parts of a recipe that ``resume_anyway`` can name; the bits change with them."""
 FIXED: Final = "parameters"
 """The part of a recipe that must be equal: the state would not fit."""

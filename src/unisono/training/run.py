@@ -50,7 +50,7 @@ from unisono.training.calls import Calls
 from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
 from unisono.training.local import InnerState, LocalRound, LocalSteps, ReplicaSamples, Replication
-from unisono.training.loop import TrainingLoop
+from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
@@ -360,6 +360,7 @@ class Run(Calls):
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
+        wire: Wire = "fp32",
     ) -> Steps[Step]:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -383,6 +384,10 @@ class Run(Calls):
             loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
             reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
                 step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
+            wire: as what sums of float32 gradients travel between hosts. "bf16" halves the bytes, for slow links:
+                the sums of a fixed level of the tree (the lowest one with 8 nodes at most), and all above it, are
+                rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
+                bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -405,7 +410,9 @@ class Run(Calls):
             collate=collate,
             loader_workers=loader_workers,
         )
-        return self._begin_loop(planned, Synchronous(), reduction)
+        if wire not in ("fp32", "bf16"):
+            raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+        return self._begin_loop(planned, Synchronous(), reduction, wire)
 
     def local_steps(
         self,
@@ -496,13 +503,21 @@ class Run(Calls):
             reduction=reduction,
             rehearses=self._arithmetic.deterministic,
         )
-        return self._begin_loop(planned, strategy, reduction, samples, replication.num_rounds(planned.num_steps))
+        return self._begin_loop(
+            planned,
+            strategy,
+            reduction,
+            samples=samples,
+            num_iterations=replication.num_rounds(planned.num_steps),
+        )
 
     def _begin_loop(
         self,
         planned: Schedule,
         strategy: Strategy,
-        reduction: Reduction,
+        reduction: Reduction = "mean",
+        wire: Wire = "fp32",
+        *,
         samples: Samples | None = None,
         num_iterations: int | None = None,
     ) -> Steps[Any]:
@@ -536,6 +551,7 @@ class Run(Calls):
             on_head=self._begin_step,
             strategy=strategy,
             reduction=reduction,
+            wire=wire,
         )
         # The loop's checks come here, and not with its first step.
         steps = Steps(self._train(loop, planned.fetcher(self.device, samples)), num_steps)

@@ -1,0 +1,146 @@
+"""Whether an optimizer updates each parameter by itself, so that its parameters can be shared out.
+
+An optimizer that looks across parameters (a norm of all gradients, a step size for all) would compute other values on a
+worker that updates a part of them, without a word. So it is tried: small copies of its parameters are updated together
+and one after the other, and must get the same bits.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.errors import UsageError
+
+__all__ = ["check_separable"]
+
+ROOM: Final = 4
+"""Length of a small copy along each dimension, at most."""
+NUM_STEPS: Final = 3
+MAX_PARAMETERS: Final = 8
+"""Of a group, that are tried."""
+REFUSED: Final = {
+    torch.optim.LBFGS: "it looks across all parameters and calls a closure for the loss",
+    torch.optim.SparseAdam: "it needs sparse gradients, and Unisono sums dense ones",
+}
+
+
+def check_separable(optimizer: Optimizer) -> None:
+    """Raise UsageError if the optimizer does not update each parameter by itself, or cannot be tried."""
+    name = type(optimizer).__name__
+    for kind, reason in REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise UsageError(f"unisono.shard cannot share out the states of {name}: {reason}")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.layout is not torch.strided or torch.nn.parameter.is_lazy(parameter):
+                raise UsageError(
+                    f"unisono.shard got a {name} with a parameter that is sparse or has no shape yet: make it dense, "
+                    "or pass one batch through the model first"
+                )
+    if any(isinstance(key, Tensor) is False for key in optimizer.state):
+        raise UsageError(f"unisono.shard cannot share out {name}: it keeps a state that belongs to no parameter")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            together, one_by_one = _together(optimizer), _one_by_one(optimizer)
+    except Exception as error:
+        raise UsageError(
+            f"unisono.shard has tried {name} on small parameters, and its step() raised {type(error).__name__}: "
+            f"{error}. Only an optimizer whose step() needs gradients alone can be shared out"
+        ) from error
+    if len(together) != len(one_by_one) or not all(map(_is_same, together, one_by_one)):
+        raise UsageError(
+            f"unisono.shard cannot share out the states of {name}: it looks across parameters, or draws random "
+            "numbers. Small parameters that it updates together get other values than those that it updates one after "
+            "the other, so a worker that updates a part of them would get other bits"
+        )
+
+
+def _together(optimizer: Optimizer) -> list[Tensor]:
+    """Return small parameters after a few steps, and the tensors of their states."""
+    small = _small(optimizer)
+    return _trained(small, range(len(_parameters(small))))
+
+
+def _one_by_one(optimizer: Optimizer) -> list[Tensor]:
+    """Return what `_together` does, each parameter from an optimizer that has updated nothing else."""
+    number = len(_parameters(_small(optimizer)))
+    return [tensor for index in range(number) for tensor in _trained(_small(optimizer), [index])]
+
+
+def _trained(small: Optimizer, own: Collection[int]) -> list[Tensor]:
+    """Make a few steps in which some parameters have gradients; return these parameters, and their states."""
+    parameters = _parameters(small)
+    step: Any = type(small).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    for number in range(NUM_STEPS):
+        for index in own:
+            parameters[index].grad = _gradient(parameters[index], number, index)
+        step(small)
+    found = []
+    for index in own:
+        state = small.state.get(parameters[index], {})
+        found += [parameters[index], *(state[key] for key in sorted(state) if isinstance(state[key], Tensor))]
+    return [tensor.detach() for tensor in found]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _small(optimizer: Optimizer) -> Optimizer:
+    """Return the same optimizer with a few small parameters, and the beginnings of their states."""
+    cuts = {id(one): _cut(one, one.shape).requires_grad_(one.requires_grad) for one in _parameters(optimizer)}
+    known = dict(cuts)  # so that an attribute that holds parameters gets the small ones
+    small = copy.copy(optimizer)
+    small.__dict__ = {
+        key: collections.OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, known)
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups")
+    }
+    small.state = collections.defaultdict(dict)
+    small.param_groups = []
+    for group in optimizer.param_groups:
+        options = {key: copy.deepcopy(value, known) for key, value in group.items() if key != "params"}
+        chosen = _chosen(group["params"])
+        for whole in chosen:
+            if whole in optimizer.state:
+                small.state[cuts[id(whole)]] = {
+                    key: _cut(value, whole.shape) if isinstance(value, Tensor) else copy.deepcopy(value)
+                    for key, value in optimizer.state[whole].items()
+                }
+        small.param_groups.append({**options, "params": [cuts[id(whole)] for whole in chosen]})
+    return small
+
+
+def _chosen(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return a few parameters, of different shapes and dtypes."""
+    kinds: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.dim()), []).append(parameter)
+    found = [one for rank in range(MAX_PARAMETERS) for each in kinds.values() for one in each[rank : rank + 1]]
+    return found[: max(MAX_PARAMETERS, len(kinds))]
+
+
+def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return the beginning of a tensor along each dimension; what is not shaped as its parameter stays whole."""
+    if tensor.dim() == len(shape):
+        tensor = tensor[tuple(slice(0, ROOM) for _ in shape)]
+    return tensor.detach().clone()
+
+
+def _gradient(parameter: Tensor, number: int, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + 1000 * number + index)
+    scale = 1.0 + index  # so that no norm of all is that of one
+    return (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    words = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*words)

@@ -1,0 +1,159 @@
+"""Optimizer states that are shared out over the workers: checkpoints are those of a replicated optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono
+from tests.workers.models import bits_of
+from tests.workers.test_checkpoint import InSight
+from unisono.checkpoint import files, saving, snapshot
+from unisono.checkpoint.loading import read
+from unisono.checkpoint.snapshot import Layout, held_by_all, tensor_names
+from unisono.decisions.cadence import Position, assign_parts
+from unisono.errors import CheckpointError, UsageError
+from unisono.state.packing import digest_of_state, pack, pack_held
+from unisono.state.sharded import held_digests, states_in
+
+CPU = torch.device("cpu")
+NUM_PARAMETERS = 6
+
+
+def whole() -> dict[str, Any]:
+    """The state of a run with a replicated optimizer, as a checkpoint has it."""
+    states = {
+        index: {"step": torch.tensor(3.0), "momentum": torch.arange(float(8 * (index + 1))) - index}
+        for index in range(NUM_PARAMETERS)
+    }
+    model = {f"weight{index}": torch.full((8 * (index + 1),), 1.5 * index) for index in range(NUM_PARAMETERS)}
+    return {"objects": {"model": model, "optimizer": {"state": states, "param_groups": [{"lr": 0.1}]}}}
+
+
+def held_by(worker_id: str, holders: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    """What one worker has of it."""
+    state = whole()
+    states = state["objects"]["optimizer"]["state"]
+    for index, ids in enumerate(holders):
+        if worker_id not in ids:
+            states[index] = {key: value.to("meta") for key, value in states[index].items()}
+    return state
+
+
+def by_path(holders: Sequence[tuple[str, ...]]) -> snapshot.Holders:
+    def find(paths: Sequence[str]) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = [()] * len(paths)
+        for number, index in states_in(paths, "tracked['objects']['optimizer']"):
+            found[number] = holders[index]
+        return found
+
+    return find
+
+
+PAIRS = [("w0", "w1"), ("w1", "w2"), ("w2", "w0")] * 2
+
+
+class Members:
+    """The savers of one run, in this process; what they report is carried by hand."""
+
+    def __init__(self, directory: Path, holders: Sequence[tuple[str, ...]], reaches: Sequence[bool] = (True,) * 3):
+        self.ids = [f"w{rank}" for rank in range(len(reaches))]
+        policy = unisono.Checkpoints(every_steps=1, keep=10)
+        self.savers = [
+            saving.Saver(
+                policy, InSight(directory, one), CPU, lambda me=me: held_by(me, holders), tuple, by_path(holders)
+            )
+            for me, one in zip(self.ids, reaches, strict=True)
+        ]
+        for me, saver in zip(self.ids, self.savers, strict=True):
+            saver.join(me, {}, {})
+        self.total = 0
+
+    def step(self) -> None:
+        reports = [saver.report() for saver in self.savers]
+        self.total += 1
+        place = Position(phase=0, step=self.total, total=self.total, lines=0)
+        for saver in self.savers:
+            saver.on_reports(reports, 1, self.ids)
+            saver.boundary(snapshot.Moment(place, 1, self.ids, {}))
+        for saver in self.savers:
+            saver._writer.drain()
+
+
+def test_a_checkpoint_is_that_of_a_replicated_optimizer_and_each_worker_writes_what_it_holds(tmp_path: Path) -> None:
+    members = Members(tmp_path, PAIRS)
+    for _ in range(3):
+        members.step()
+    found = files.complete(tmp_path / files.FOLDER)[-1]
+    manifest, state = read(found)
+    assert bits_of(state) == bits_of(whole())
+    assert (found / files.SKELETON).read_bytes() == pack(whole(), "tracked").skeleton
+    writers = {entry.name: f"w{entry.part}" for entry in manifest.tensors}
+    for index, ids in enumerate(PAIRS):
+        assert {writers[f"optimizer.state.{index}.{key}"] for key in ("step", "momentum")} <= set(ids)
+    assert len(set(writers.values())) == 3
+
+
+def test_what_no_worker_holds_any_more_is_not_written_and_named(tmp_path: Path) -> None:
+    members = Members(tmp_path, [("w0",), ("gone",), *PAIRS[2:]])
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.1\.step were lost"):
+        members.step()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.sets(st.integers(0, 4))), max_size=30),
+    st.integers(5, 6),
+)
+def test_each_tensor_goes_to_one_that_has_it(sizes_and_writers: list[tuple[int, set[int]]], num_parts: int) -> None:
+    allowed = {number: tuple(sorted(one)) for number, (_, one) in enumerate(sizes_and_writers) if one}
+    parts = assign_parts([size for size, _ in sizes_and_writers], num_parts, allowed)
+    assert all(parts[number] in one for number, one in allowed.items())
+
+
+def test_what_no_writer_holds_has_a_part_of_its_own() -> None:
+    packed = pack(whole(), "tracked")
+    allowed = {number: (() if number % 3 == 0 else (0, 1)) for number in range(NUM_PARAMETERS, len(packed.tensors))}
+    layout = Layout.of(packed.tensors, tensor_names(packed.paths), 2, allowed)
+    assert len(layout.headers) == 3
+    lent = [number for number, ids in allowed.items() if not ids]
+    assert sorted(layout.lent) == lent == [n for n, entry in enumerate(layout.entries) if entry.part == 2]
+    starts = [layout.entries[number].start for number in layout.lent]
+    assert starts == sorted(starts)
+
+
+def test_a_file_written_piece_by_piece_has_the_checksums_of_one_written_at_once(tmp_path: Path) -> None:
+    data = torch.arange(files.BLOCK_BYTES // 2 + 1000, dtype=torch.int32).view(torch.uint8)
+    memory = files.memory_at(data.data_ptr(), data.nbytes, data)
+    stream = files.Stream(tmp_path / "pieces")
+    for start in range(0, len(memory), 5_000_001):
+        stream.write(memory[start : start + 5_000_001])
+    assert stream.close() == files.write_file(tmp_path / "whole", memory)
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_file_that_cannot_be_written_says_so_in_the_end(tmp_path: Path) -> None:
+    stream = files.Stream(tmp_path / "nowhere" / "file")
+    stream.write(memoryview(b"abc"))
+    with pytest.raises(FileNotFoundError):
+        stream.close()
+
+
+def test_digests_of_all_holders_make_that_of_the_replicated_optimizer() -> None:
+    optimizers = [held_by(me, PAIRS)["objects"]["optimizer"] for me in ("w0", "w1", "w2")]
+    others = {number: digest for one in optimizers for number, digest in held_digests(one).items()}
+    expected = digest_of_state(whole()["objects"]["optimizer"])
+    assert [digest_of_state(one, others) for one in optimizers] == [expected] * 3
+
+
+def test_a_tensor_without_content_is_refused_where_no_worker_can_hold_it() -> None:
+    state = {"weight": torch.empty(3, device="meta")}
+    with pytest.raises(UsageError, match=r"state\['weight'\] is a strided tensor on meta"):
+        pack(state)
+    assert pack_held(state).tensors[0].is_meta
+    assert held_by_all(["a", "b"]) == [(), ()]
