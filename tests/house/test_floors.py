@@ -36,6 +36,7 @@ FLOORS = {
     "decisions.checks": 1,
     "decisions.clocks": 1,
     "decisions.layout": 1,
+    "decisions.copies": 1,
     "decisions.ownership": 1,
     "overview": 1,
     "telemetry": 1,

@@ -25,6 +25,7 @@ from unisono.errors import RecipeError, StepError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare
 from unisono.state.packing import digest_of_tensor
+from unisono.state.replicas import Replicas
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(__file__).with_name("local_training.py")
@@ -298,6 +299,46 @@ def test_the_last_worker_computes_all_replicas(calm: Outcome, tmp_path: Path) ->
     hurt = run(tmp_path / "run", 3, faults, [*PATIENT, "--max-restarts", "0"])
     assert_same_bits(hurt, calm)
     assert list(hurt.times[ROUNDS - 1]) == ["w1"]
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_state_that_is_lost_with_its_only_worker_ends_the_run(tmp_path: Path) -> None:
+    """With one copy the momentum of a replica is gone with its worker. The error says from where the run can go on."""
+    faults = Faults().kill("w1", step=ROUND, at="local.inner_step")
+    hurt = run_workers(
+        SCRIPT,
+        3,
+        arguments=["--copies", "1"],
+        directory=tmp_path / "run",
+        options=PATIENT,
+        faults=faults,
+        timeout_s=WAIT_S,
+    )
+    assert hurt.exit_code == 1, hurt.output
+    assert "the state of replica 1 was held by w1, and all of them are lost" in hurt.output
+    assert "resume" in hurt.output
+
+
+def _hold(seat: Seat, place: Place) -> list[int]:
+    with place.run(seed=3) as run:
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        for round_ in run.local_steps(vectors(), batch_size=16, microbatches=4, replicas=4, inner_steps=2):
+            for step in round_:
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        own = run._tracked._own["replicas"]
+        assert isinstance(own, Replicas)
+        return sorted(own.now.held)
+
+
+def test_a_worker_holds_the_states_of_its_replicas_and_a_few_copies() -> None:
+    """Not all states lie on all workers: that would be as much memory as all replicas have."""
+    held = train_on("shared", 4, _hold)
+    assert [len(one) for one in held] == [2, 2, 2, 2]
+    assert all(sum(replica in one for one in held) == 2 for replica in range(4))
 
 
 # -- joining, and going on ---------------------------------------------------------------------------

@@ -26,9 +26,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from unisono.decisions.copies import Move, copies, deliveries, holders_after
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node, leaf, parent, sibling
-from unisono.errors import CheckpointError, DivergenceError, StepError
+from unisono.errors import DivergenceError, StateLost, StepError
 from unisono.events import Seconds
 from unisono.exchange import Parcel, Share
 from unisono.exchange.flat import FlatLayout, Rows, Slot, fold_rows
@@ -36,9 +37,10 @@ from unisono.faults import point
 from unisono.microbatch.folding import GradientFolder
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.members import Members, Summed
-from unisono.state.packing import Packed, from_bytes, pack, unpack
-from unisono.state.replicas import Replicas, ReplicaState, check_alike
+from unisono.state.packing import from_bytes, pack, unpack
+from unisono.state.replicas import Header, Replicas, ReplicaState, Shelf, check_alike
 from unisono.telemetry import StepTelemetry
+from unisono.words import listed
 
 __all__ = ["Ended", "ReplicaRound", "Trained"]
 
@@ -57,6 +59,8 @@ class Ended(msgspec.Struct, frozen=True):
     """Of everything that all replicas have alike, by name."""
     sums: bytes
     """The sums of ``step.add`` over its steps, as `to_bytes` gives them."""
+    header: Header
+    """Of its state."""
     common: bytes = b""
     """What all replicas have alike; only of the first one."""
 
@@ -76,14 +80,6 @@ Train = Callable[[int], Generator[object, None, Trained]]
 """Trains a replica from the round's boundary: yields its steps to the script, and returns what came out."""
 
 
-class _Header(msgspec.Struct, frozen=True):
-    """Everything of a replica's state but the content of its tensors."""
-
-    skeleton: bytes
-    kinds: list[tuple[str, list[int]]]
-    """(dtype, shape) of each tensor."""
-
-
 @dataclass(frozen=True)
 class CommittedRound:
     """A finished round, kept so that this member can stand by when others repeat it."""
@@ -94,14 +90,14 @@ class CommittedRound:
     layout: FlatLayout
     digest: int
     ended: Mapping[int, Ended]
-    keep: bool
+    copies: int
 
     def stand_by(self, plan: Plan) -> None:
-        if self.keep:
+        if self.copies:
             _place(self.members, self.replicas.before, plan)
         _tell(self.members, self.ended)
-        if self.keep:
-            _copy(self.members, self.replicas.held)
+        if self.copies:
+            _copy(self.members, self.replicas.now, self.copies)
         summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
         self.members.release(summed.slot)
         if summed.digest != self.digest:
@@ -120,6 +116,7 @@ class ReplicaRound:
         number: of this round within the loop.
         train: trains one replica.
         start: the parameters at the boundary, in the order of the folder's.
+        copies: how many members keep the new state of each replica; 0: replicas keep no state.
 
     Attributes:
         news: why the plan differs from that of the round before; "" where it does not.
@@ -139,7 +136,7 @@ class ReplicaRound:
         folder: GradientFolder,
         start: Sequence[Tensor],
         *,
-        keep: bool,
+        copies: int,
     ) -> None:
         self.num_leaves = num_replicas
         self.title = f"a round of {num_replicas} replicas"
@@ -153,9 +150,9 @@ class ReplicaRound:
         self._train = train
         self._folder = folder
         self._start = start
-        self._keep = keep
+        self._copies = copies
         self._members = context.rounds.members
-        self._states: dict[int, ReplicaState] = {}  # after the round
+        self._after = Shelf()
         self._seconds = 0.0
         self._clock = context.clock
         folder.buffers.start_step()
@@ -176,10 +173,10 @@ class ReplicaRound:
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
-        if self._keep:
-            arrived = _place(self._members, self._replicas.held, plan)
-            self._replicas.before = {}  # whoever has come to this round has finished the one before
-            self._replicas.held.update(arrived)
+        if self._copies:
+            arrived = _place(self._members, self._replicas.now, plan)
+            self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
+            self._replicas.now.held.update(arrived)
         point("local.placed")
         for replica in plan.ranges[self._members.rank]:
             self._context.rounds.team.check()
@@ -193,15 +190,16 @@ class ReplicaRound:
         with members.waiting():
             self.ended = _tell(members, self.ended)
             check_alike({replica: each.digests for replica, each in self.ended.items()})
-            if self._keep:
-                self._states.update(_copy(members, self._states))
+            if self._copies:
+                self._after.headers = {replica: each.header for replica, each in self.ended.items()}
+                _copy(members, self._after, self._copies)
         point("local.copied")
         telemetry = self._context.agreement.add_to(self._telemetry())
         self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
         members.slots.results.append(summed.slot)
-        self._replicas.before, self._replicas.held = self._replicas.held, self._states
+        self._replicas.before, self._replicas.now = self._replicas.now, self._after
         return CommittedRound(
-            members, self._replicas, self._number, self._folder.layout, summed.digest, dict(self.ended), self._keep
+            members, self._replicas, self._number, self._folder.layout, summed.digest, self.ended, self._copies
         )
 
     def interrupt(self) -> Collection[Node]:
@@ -227,8 +225,8 @@ class ReplicaRound:
         self._write(slot, trained)
         self._merge(node, slot)
         self.ended[replica] = trained.ended
-        if self._keep:
-            self._states[replica] = trained.state
+        if self._copies:
+            self._after.held[replica] = trained.state
         self.num_computed += 1
         self._seconds += time.perf_counter() - began
         point("local.replica_done", replica)
@@ -293,98 +291,77 @@ def _tell(members: Members, ended: Mapping[int, Ended]) -> dict[int, Ended]:
     return dict(sorted(found.items()))
 
 
-def _place(members: Members, held: Mapping[int, ReplicaState], plan: Plan) -> dict[int, ReplicaState]:
+def _place(members: Members, shelf: Shelf, plan: Plan) -> dict[int, ReplicaState]:
     """Give each member the states of the replicas that it is to compute. Collective.
 
     Returns:
         What this member has got.
 
     Raises:
-        CheckpointError: no member has a state.
+        StateLost: no member has a state.
     """
-    holders = _holders(members, held)
-    moves = []
-    for rank, replicas in enumerate(plan.ranges):
+    holders = _holders(members, shelf)
+    for replicas in plan.ranges:
         for replica in replicas:
-            having = holders.get(replica, [])
-            if not having:
-                raise CheckpointError(
-                    f"the state of replica {replica} is lost: all workers that had it were lost within one round. "
-                    "Go on from the newest checkpoint: unisono run --resume RUN_DIRECTORY"
+            if replica not in holders:
+                raise StateLost(
+                    f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of "
+                    'them are lost: the run cannot go on from here. Go on from the newest checkpoint (resume="auto", '
+                    "or unisono resume); with more copies= it survives more losses within one round"
                 )
-            if rank not in having:
-                moves.append((replica, having[0], (rank,)))
-    return _deliver(members, held, moves)
+    return _deliver(members, shelf, deliveries(holders, plan.ranges))
 
 
-def _copy(members: Members, states: Mapping[int, ReplicaState]) -> dict[int, ReplicaState]:
-    """Give each member the states that it lacks. Collective.
-
-    Returns:
-        What this member has got.
-    """
-    everybody = range(members.size)
-    holders = _holders(members, states)
-    moves = []
-    for replica, having in sorted(holders.items()):
-        if lacking := tuple(rank for rank in everybody if rank not in having):
-            moves.append((replica, having[0], lacking))
-    return _deliver(members, states, moves)
+def _copy(members: Members, shelf: Shelf, num_copies: int) -> None:
+    """Bring each state to as many members as are to hold it, and note who does. Collective."""
+    holders = _holders(members, shelf)
+    moves = copies(holders, members.team.hosts, num_copies)
+    shelf.held.update(_deliver(members, shelf, moves))
+    ids = members.worker_ids
+    shelf.holders = {
+        replica: tuple(ids[rank] for rank in ranks) for replica, ranks in holders_after(holders, moves).items()
+    }
 
 
-def _holders(members: Members, held: Mapping[int, ReplicaState]) -> dict[int, list[int]]:
-    """Return by replica the ranks that have a state of it. Collective."""
+def _holders(members: Members, shelf: Shelf) -> dict[int, list[int]]:
+    """Return by replica the ranks that have its state. Collective."""
     holders: dict[int, list[int]] = {}
-    for rank, payload in enumerate(members.gather(msgspec.msgpack.encode(sorted(held)))):
+    for rank, payload in enumerate(members.gather(msgspec.msgpack.encode(sorted(shelf.held)))):
         for replica in msgspec.msgpack.decode(payload, type=list[int]):
             holders.setdefault(replica, []).append(rank)
     return holders
 
 
-def _deliver(
-    members: Members, held: Mapping[int, ReplicaState], moves: Sequence[tuple[int, int, tuple[int, ...]]]
-) -> dict[int, ReplicaState]:
+def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> dict[int, ReplicaState]:
     """Bring states from one rank to others. Collective.
-
-    Args:
-        moves: (replica, source, targets), equal on all members.
 
     Returns:
         What this member has got.
     """
-    if not moves:
-        return {}
-    packed = {replica: pack(held[replica], "replica") for replica, source, _ in moves if source == members.rank}
-    headers: dict[int, _Header] = {}
-    own = {replica: _Header(one.skeleton, _kinds(one)) for replica, one in packed.items()}
-    for payload in members.gather(msgspec.msgpack.encode(own)):
-        headers.update(msgspec.msgpack.decode(payload, type=dict[int, _Header]))
     arrived: dict[int, ReplicaState] = {}
-    for replica, source, targets in moves:
+    for move in moves:
         point("local.delivering")
+        header = shelf.headers[move.replica]
+        takes = members.rank in move.targets
+        own = pack(shelf.held[move.replica], "replica").tensors if move.source == members.rank else []
         tensors: list[Tensor] = []
         first = 0
-        for group in _groups(headers[replica].kinds):
+        for group in _groups(header.kinds):
             sizes = [_padded(dtype, shape) for dtype, shape in group]
-            if source == members.rank:
-                piece = _joined(packed[replica].tensors[first : first + len(group)], sizes)
+            if move.source == members.rank:
+                piece = _joined(own[first : first + len(group)], sizes)
             else:
-                device = "cpu" if members.rank in targets else "meta"
-                piece = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            members.deliver([Parcel(source, targets, piece)])
-            if members.rank in targets:
+                piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu" if takes else "meta")
+            members.deliver([Parcel(move.source, move.targets, piece)])
+            if takes:
                 tensors += _cut(piece, group, sizes)
             first += len(group)
-        if members.rank in targets:
-            arrived[replica] = unpack(headers[replica].skeleton, tensors)
+        if takes:
+            arrived[move.replica] = unpack(header.skeleton, tensors)
     return arrived
 
 
 Kind = tuple[str, list[int]]
-
-
-def _kinds(packed: Packed) -> list[Kind]:
-    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
 
 
 def _num_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -37,8 +37,8 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
 from unisono.rounds.replicas import Ended, ReplicaRound, Trained
 from unisono.rounds.team import LOST, AloneTeam, Samples, Team
-from unisono.state.packing import to_bytes
-from unisono.state.replicas import Replicas, common, give, restore, take
+from unisono.state.packing import pack, to_bytes
+from unisono.state.replicas import Header, Replicas, common, give, restore, take
 from unisono.state.sums import Sums, Total, as_sum, plain
 from unisono.state.tracked import Tracked
 from unisono.training.step import State, Step
@@ -367,11 +367,14 @@ class LocalSteps:
         device: torch.device,
         outer: torch.optim.Optimizer | None,
         inner_state: InnerState,
+        copies: int,
         reduction: Reduction,
         rehearses: bool,
     ) -> None:
         if inner_state not in ("kept", "fresh"):
             raise UsageError(f'inner_state is "kept" or "fresh", got {inner_state!r}')
+        if copies < 1:
+            raise UsageError(f"copies must be at least 1, got {copies}")
         self._replication = replication
         self._samples = samples
         self._num_steps = num_steps
@@ -380,6 +383,8 @@ class LocalSteps:
         self._outer = outer
         self._outer_name = _name_of(tracked, outer)
         self._inner_state = inner_state
+        self._keeps = inner_state == "kept"
+        self._copies = copies
         self._reduction = reduction
         self._rehearses = rehearses
         self._tracked = tracked.apart(self._outer_name)
@@ -393,9 +398,9 @@ class LocalSteps:
         self._handles: list[RemovableHandle] = []
         self._now: LocalRound | None = None
         self._place = -1
-        self._check()
+        self._check(tracked)
 
-    def _check(self) -> None:
+    def _check(self, tracked: Tracked) -> None:
         """Refuse what has no meaning in rounds.
 
         Raises:
@@ -404,6 +409,11 @@ class LocalSteps:
         if not self._optimizers:
             raise UsageError(
                 "run.local_steps trains replicas with a tracked optimizer of their own: run.track(optimizer=optimizer)"
+            )
+        if sharded := [*tracked.sharded]:
+            raise UsageError(
+                f"{sharded[0]} is sharded (unisono.shard), and within run.local_steps each replica has a state of its "
+                "own, which lies on the workers that compute it and on copies= others anyway; use the optimizer itself"
             )
         if self._tracked.carried:
             raise UsageError(
@@ -450,7 +460,8 @@ class LocalSteps:
         self._team = _InnerTeam(context.rounds.team, self._device)
         self._inner_rounds = Rounds(self._team, self._tracked, balance=False)
         self._structure = Structure(self._tracked)
-        self._replicas.begin(self._optimizers, context.phase, self.num_replicas, keep=self._inner_state == "kept")
+        ids = context.rounds.members.worker_ids
+        self._replicas.begin(self._optimizers, context.phase, self.num_replicas, ids, keep=self._keeps)
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> LocalRound:
         unused.leave_out(self._outer_name)
@@ -530,7 +541,7 @@ class LocalSteps:
             self._train,
             folder,
             self._start,
-            keep=self._inner_state == "kept",
+            copies=self._copies if self._keeps else 0,
         )
 
     def apply(self, done: ReplicaRound) -> None:
@@ -564,7 +575,7 @@ class LocalSteps:
         context = self._inner_context(replica)
         restore(self._objects, self._common.content)
         self._structure.restore_modes()
-        give(self._optimizers, self._replicas.held.pop(replica, {}) if self._inner_state == "kept" else {})
+        give(self._optimizers, self._replicas.now.pop(replica) if self._keeps else {})
         weight = weighted_loss = 0.0
         totals: dict[str, Tensor] = {}
         try:
@@ -589,7 +600,8 @@ class LocalSteps:
         self._check_end(replica)
         found = common(self._objects)
         self._structure.restore_modes()
-        ended = Ended(found.digests, to_bytes(totals), found.content if replica == 0 else b"")
+        header = Header.of(pack(state, "replica"))
+        ended = Ended(found.digests, to_bytes(totals), header, found.content if replica == 0 else b"")
         for _, parameter in self._outer_folder.trained:
             parameter.grad = None
         self._inner_rounds.members.release_results()

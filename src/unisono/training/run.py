@@ -423,6 +423,7 @@ class Run(Calls):
         inner_steps: int,
         outer: torch.optim.Optimizer | None = None,
         inner_state: InnerState = "kept",
+        copies: int = 2,
         batch_size: int | None = None,
         epochs: int = 1,
         max_steps: int | None = None,
@@ -463,6 +464,8 @@ class Run(Calls):
                 sign of a gradient; None: each parameter becomes the weighted mean of the replicas' (local SGD).
             inner_state: "kept": a replica keeps the state of its own optimizer from round to round, as in DiLoCo;
                 "fresh": it begins each round without.
+            copies: how many workers hold the state of each replica between two rounds, on different machines where
+                there are several; the run survives the loss of all but one of them within a round. Changes no bit.
             epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
                 together use up one by one.
 
@@ -500,6 +503,7 @@ class Run(Calls):
             device=self.device,
             outer=outer,
             inner_state=inner_state,
+            copies=copies,
             reduction=reduction,
             rehearses=self._arithmetic.deterministic,
         )
