@@ -6,6 +6,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,27 @@ ROUND = 2
 """The round in which something happens."""
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 AT = [
-    *(at for at in POINTS if at.startswith("local.") and at != "local.delivering"),
+    *(at for at in POINTS if at.startswith("local.") and at not in ("local.delivering", "local.coded")),
     *("before_backward", "after_backward", "published", "reduced", "committed", "after_step", "step_head"),
 ]
 
 
-def run(directory: Path, workers: int | str, faults: Faults | None = None, options: Sequence[str] = PATIENT) -> Outcome:
-    return run_workers(SCRIPT, workers, directory=directory, options=options, faults=faults, timeout_s=WAIT_S)
+def run(
+    directory: Path,
+    workers: int | str,
+    faults: Faults | None = None,
+    options: Sequence[str] = PATIENT,
+    arguments: Sequence[object] = (),
+) -> Outcome:
+    return run_workers(
+        SCRIPT,
+        workers,
+        directory=directory,
+        arguments=list(map(str, arguments)),
+        options=options,
+        faults=faults,
+        timeout_s=WAIT_S,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +227,31 @@ def train_fresh(run: unisono.Run) -> dict[str, Any]:
     return {"losses": losses, "model": bits(model)}
 
 
-TRAININGS: dict[str, Body] = {"cnn": train_cnn, "phases": train_phases, "fresh": train_fresh}
+def train_int8(run: unisono.Run, inner_state: Any = "kept") -> dict[str, Any]:
+    """Changes in 8 bits: blocks that parameters do not fill, and a parameter without gradient."""
+    model = mlp()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    run.track(model=model, optimizer=optimizer, outer=outer)
+    losses = []
+    for round_ in run.local_steps(vectors(48), batch_size=24, microbatches=3, replicas=3, inner_steps=2, epochs=4,
+                                  outer=outer, delta="int8", inner_state=inner_state):  # fmt: skip
+        for step in round_:
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        losses.append(round_.loss)
+    return {"losses": losses, "model": bits(model)}
+
+
+TRAININGS: dict[str, Body] = {
+    "cnn": train_cnn,
+    "phases": train_phases,
+    "fresh": train_fresh,
+    "int8": train_int8,
+    "int8 fresh": partial(train_int8, inner_state="fresh"),
+}
 TEAMS = {"shared": (1, 2, 3, 5), "gloo": (3,), "two-level": (4,)}
 
 
@@ -281,6 +320,38 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
     if rank < workers:
         assert len(ended_workers(hurt.output)) >= 1, f"nobody was killed there:\n{hurt.output}"
     assert_same_bits(hurt, calm)
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One worker whose changes are in 8 bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run(tmp_path_factory.mktemp("coded") / "run", 1, arguments=["--delta", "int8"])
+    assert outcome.exit_code == 0, outcome.output
+    return outcome
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize(
+    ("exchange", "workers", "at", "rank"),
+    [
+        ("shared", 2, "local.delivering", 0),
+        ("shared", 3, "local.coded", 2),
+        ("gloo", 3, "local.coded", 0),
+        ("two-level", 3, "local.replica_done", 1),
+        ("shared", 2, "committed", 0),
+    ],
+)
+def test_a_kill_changes_no_bit_of_compressed_changes(
+    exchange: str, workers: int, at: str, rank: int, coded: Outcome, tmp_path: Path
+) -> None:
+    """Nor of the errors of the replicas, which their next changes are made of."""
+    faults = Faults().kill(f"w{rank}", step=ROUND, at=at)
+    options = [*PATIENT, "--exchange", *EXCHANGES[exchange]]
+    hurt = run(tmp_path / "run", workers, faults, options, ["--delta", "int8"])
+    assert len(ended_workers(hurt.output)) >= 1, f"nobody was killed there:\n{hurt.output}"
+    assert_same_bits(hurt, coded)
 
 
 @pytest.mark.usefixtures("nursery")
@@ -355,10 +426,10 @@ def test_a_worker_that_comes_later_takes_replicas_over(calm: Outcome, tmp_path: 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("inner_state", ["kept", "fresh"])
-def test_a_checkpoint_goes_on_with_another_number_of_workers(inner_state: str, tmp_path: Path) -> None:
-    """Momentum of the replicas and of the outer optimizer are in it: the bits are those of a run that never ended."""
-    arguments = ["--rounds", ROUNDS, "--inner-state", inner_state]
+@pytest.mark.parametrize(("inner_state", "delta"), [("kept", "fp32"), ("fresh", "int8")])
+def test_a_checkpoint_goes_on_with_another_number_of_workers(inner_state: str, delta: str, tmp_path: Path) -> None:
+    """Momentum of replicas and outer optimizer, and errors, are in it: the bits are those of a run that never ended."""
+    arguments = ["--rounds", ROUNDS, "--inner-state", inner_state, "--delta", delta]
 
     def go(directory: Path, workers: int, *more: object) -> Outcome:
         return run_workers(

@@ -105,15 +105,18 @@ class Members:
         with self.team.waiting():
             return self.team.exchange.all_gather(payload)
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
         """Bring tensors from members that have them to others; see `Exchange.deliver`. Collective.
+
+        Returns:
+            Bytes that this member has sent to other hosts.
 
         Raises:
             PeerLost, DeadlineExceeded: a member was lost.
         """
         self.team.check()
         with self.team.waiting():
-            self.team.exchange.deliver(parcels)
+            return self.team.exchange.deliver(parcels)
 
     def sum(self, share: Share, telemetry: StepTelemetry) -> Summed:
         """Add up the nodes of all members in tree order, and divide by the total weight. Collective.

@@ -35,6 +35,7 @@ from unisono.exchange import Parcel, Share
 from unisono.exchange.flat import FlatLayout, Rows, Slot, fold_rows
 from unisono.faults import point
 from unisono.microbatch.folding import GradientFolder
+from unisono.rounds.changes import ERROR, Changes
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.members import Members, Summed
 from unisono.state.packing import from_bytes, pack, unpack
@@ -61,6 +62,8 @@ class Ended(msgspec.Struct, frozen=True):
     """The sums of ``step.add`` over its steps, as `to_bytes` gives them."""
     header: Header
     """Of its state."""
+    weight: float
+    """The sum of the weights of its steps, scaled."""
     common: bytes = b""
     """What all replicas have alike; only of the first one."""
 
@@ -69,8 +72,6 @@ class Ended(msgspec.Struct, frozen=True):
 class Trained:
     """A replica whose steps are done, with its parameters and buffers in the model."""
 
-    weight: float
-    """The sum of the weights of its steps, scaled."""
     weighted_loss: float
     state: ReplicaState
     ended: Ended
@@ -91,6 +92,7 @@ class CommittedRound:
     digest: int
     ended: Mapping[int, Ended]
     copies: int
+    changes: Changes
 
     def stand_by(self, plan: Plan) -> None:
         if self.copies:
@@ -98,12 +100,14 @@ class CommittedRound:
         _tell(self.members, self.ended)
         if self.copies:
             _copy(self.members, self.replicas.now, self.copies)
+        self.changes.average(self.members, plan, _weights(self.ended))
         summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
         self.members.release(summed.slot)
-        if summed.digest != self.digest:
+        digest = self.changes.digest(summed.digest)
+        if digest != self.digest:
             raise DivergenceError(
                 f"round {self.step} was computed again after a loss, and the mean of its replicas has digest "
-                f"{summed.digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
+                f"{digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
                 "on every worker (see docs/guarantees.md for what a step may depend on), or the hardware of a worker "
                 "is broken"
             )
@@ -122,6 +126,8 @@ class ReplicaRound:
         news: why the plan differs from that of the round before; "" where it does not.
         result: the means, once the round is over.
         ended: what the replicas ended with, by number, once the round is over.
+        digest: of the means, once the round is over.
+        sent_bytes: that this member has sent to other hosts.
     """
 
     kind: Final = "local"
@@ -133,6 +139,7 @@ class ReplicaRound:
         replicas: Replicas,
         num_replicas: int,
         train: Train,
+        changes: Changes,
         folder: GradientFolder,
         start: Sequence[Tensor],
         *,
@@ -144,10 +151,13 @@ class ReplicaRound:
         self.result: Summed | None = None
         self.ended: dict[int, Ended] = {}
         self.num_computed = 0
+        self.sent_bytes = 0
+        self.digest = 0
         self._context = context
         self._number = number
         self._replicas = replicas
         self._train = train
+        self._changes = changes
         self._folder = folder
         self._start = start
         self._copies = copies
@@ -174,7 +184,8 @@ class ReplicaRound:
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
         if self._copies:
-            arrived = _place(self._members, self._replicas.now, plan)
+            arrived, sent = _place(self._members, self._replicas.now, plan)
+            self.sent_bytes += sent
             self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
             self._replicas.now.held.update(arrived)
         point("local.placed")
@@ -192,14 +203,24 @@ class ReplicaRound:
             check_alike({replica: each.digests for replica, each in self.ended.items()})
             if self._copies:
                 self._after.headers = {replica: each.header for replica, each in self.ended.items()}
-                _copy(members, self._after, self._copies)
-        point("local.copied")
+                self.sent_bytes += _copy(members, self._after, self._copies)
+            point("local.copied")
+            self.sent_bytes += self._changes.average(members, plan, _weights(self.ended))
         telemetry = self._context.agreement.add_to(self._telemetry())
         self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
         members.slots.results.append(summed.slot)
+        self.sent_bytes += summed.sent_bytes
+        self.digest = self._changes.digest(summed.digest)
         self._replicas.before, self._replicas.now = self._replicas.now, self._after
         return CommittedRound(
-            members, self._replicas, self._number, self._folder.layout, summed.digest, self.ended, self._copies
+            members,
+            self._replicas,
+            self._number,
+            self._changes.layout,
+            self.digest,
+            self.ended,
+            self._copies,
+            self._changes,
         )
 
     def interrupt(self) -> Collection[Node]:
@@ -222,7 +243,7 @@ class ReplicaRound:
         began = time.perf_counter()
         trained = yield from self._train(replica)
         node, slot = leaf(replica, self.num_leaves), self._members.new_slot()
-        self._write(slot, trained)
+        self._write(replica, slot, trained)
         self._merge(node, slot)
         self.ended[replica] = trained.ended
         if self._copies:
@@ -231,22 +252,22 @@ class ReplicaRound:
         self._seconds += time.perf_counter() - began
         point("local.replica_done", replica)
 
-    def _write(self, slot: Slot, trained: Trained) -> None:
+    def _write(self, replica: int, slot: Slot, trained: Trained) -> None:
         """Write a replica's change to a slot, and put parameters and buffers back to the boundary."""
+        weight = trained.ended.weight
+        error = trained.state.get(ERROR, {}).get(0)
         with torch.no_grad():
             for part in slot.tail:
                 part.zero_()
-            for (_, parameter), start, change in zip(self._folder.trained, self._start, slot.gradients, strict=True):
-                torch.sub(start.to(change.dtype), parameter.detach().to(change.dtype), out=change)
-                change.mul_(trained.weight)
+            self._changes.write(replica, slot, self._start, weight, error)
+            for (_, parameter), start in zip(self._folder.trained, self._start, strict=True):
                 parameter.copy_(start)
-            slot.used.fill_(1)
-            slot.scalars.copy_(torch.tensor([trained.weight, trained.weighted_loss], dtype=torch.float64))
-            self._folder.buffers.take_changes(slot.buffers, trained.weight)
+            slot.scalars.copy_(torch.tensor([weight, trained.weighted_loss], dtype=torch.float64))
+            self._folder.buffers.take_changes(slot.buffers, weight)
 
     def _merge(self, node: Node, slot: Slot) -> None:
         """Add a leaf to the nodes of this member, as far up the tree as it goes."""
-        nodes, layout, num_leaves = self._members.slots.nodes, self._folder.layout, self.num_leaves
+        nodes, layout, num_leaves = self._members.slots.nodes, self._changes.layout, self.num_leaves
         while (other := sibling(node, num_leaves)) is not None and other in nodes:
             held = nodes.pop(other)
             out = Rows(slot.memory, 0)
@@ -291,11 +312,15 @@ def _tell(members: Members, ended: Mapping[int, Ended]) -> dict[int, Ended]:
     return dict(sorted(found.items()))
 
 
-def _place(members: Members, shelf: Shelf, plan: Plan) -> dict[int, ReplicaState]:
+def _weights(ended: Mapping[int, Ended]) -> dict[int, float]:
+    return {replica: each.weight for replica, each in ended.items()}
+
+
+def _place(members: Members, shelf: Shelf, plan: Plan) -> tuple[dict[int, ReplicaState], int]:
     """Give each member the states of the replicas that it is to compute. Collective.
 
     Returns:
-        What this member has got.
+        What this member has got, and the bytes that it has sent to other hosts.
 
     Raises:
         StateLost: no member has a state.
@@ -312,15 +337,21 @@ def _place(members: Members, shelf: Shelf, plan: Plan) -> dict[int, ReplicaState
     return _deliver(members, shelf, deliveries(holders, plan.ranges))
 
 
-def _copy(members: Members, shelf: Shelf, num_copies: int) -> None:
-    """Bring each state to as many members as are to hold it, and note who does. Collective."""
+def _copy(members: Members, shelf: Shelf, num_copies: int) -> int:
+    """Bring each state to as many members as are to hold it, and note who does. Collective.
+
+    Returns:
+        Bytes that this member has sent to other hosts.
+    """
     holders = _holders(members, shelf)
     moves = copies(holders, members.team.hosts, num_copies)
-    shelf.held.update(_deliver(members, shelf, moves))
+    arrived, sent = _deliver(members, shelf, moves)
+    shelf.held.update(arrived)
     ids = members.worker_ids
     shelf.holders = {
         replica: tuple(ids[rank] for rank in ranks) for replica, ranks in holders_after(holders, moves).items()
     }
+    return sent
 
 
 def _holders(members: Members, shelf: Shelf) -> dict[int, list[int]]:
@@ -332,13 +363,14 @@ def _holders(members: Members, shelf: Shelf) -> dict[int, list[int]]:
     return holders
 
 
-def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> dict[int, ReplicaState]:
+def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> tuple[dict[int, ReplicaState], int]:
     """Bring states from one rank to others. Collective.
 
     Returns:
-        What this member has got.
+        What this member has got, and the bytes that it has sent to other hosts.
     """
     arrived: dict[int, ReplicaState] = {}
+    sent = 0
     for move in moves:
         point("local.delivering")
         header = shelf.headers[move.replica]
@@ -352,13 +384,13 @@ def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> dict[int,
                 piece = _joined(own[first : first + len(group)], sizes)
             else:
                 piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu" if takes else "meta")
-            members.deliver([Parcel(move.source, move.targets, piece)])
+            sent += members.deliver([Parcel(move.source, move.targets, piece)])
             if takes:
                 tensors += _cut(piece, group, sizes)
             first += len(group)
         if takes:
             arrived[move.replica] = unpack(header.skeleton, tensors)
-    return arrived
+    return arrived, sent
 
 
 Kind = tuple[str, list[int]]

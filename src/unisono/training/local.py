@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.decisions.cursor import Cursor, PartOfCursor, Recipe, seed_of
 from unisono.errors import StepError, UsageError
 from unisono.events import StepResult
+from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.microbatch.data import Batches, Request
 from unisono.microbatch.folding import GradientFolder
@@ -32,22 +33,25 @@ from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
+from unisono.rounds.changes import ERROR, Changes, Coded, Plain
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
 from unisono.rounds.replicas import Ended, ReplicaRound, Trained
 from unisono.rounds.team import LOST, AloneTeam, Samples, Team
 from unisono.state.packing import pack, to_bytes
-from unisono.state.replicas import Header, Replicas, common, give, restore, take
+from unisono.state.replicas import Header, Replicas, ReplicaState, common, give, restore, take
 from unisono.state.sums import Sums, Total, as_sum, plain
 from unisono.state.tracked import Tracked
 from unisono.training.step import State, Step
 from unisono.training.upcoming import Upcoming
 
-__all__ = ["InnerState", "InnerStep", "LocalRound", "LocalSteps", "ReplicaSamples", "Replication"]
+__all__ = ["Delta", "InnerState", "InnerStep", "LocalRound", "LocalSteps", "ReplicaSamples", "Replication"]
 
 InnerState = Literal["kept", "fresh"]
 """Whether a replica keeps the state of its optimizers from round to round."""
+Delta = Literal["fp32", "int8"]
+"""What the changes of the replicas travel as."""
 AVERAGE: Final = "average"
 
 
@@ -295,8 +299,7 @@ class LocalRound:
 
     @property
     def sent_bytes(self) -> int:
-        result = self._round.result if self._round is not None else None
-        return result.sent_bytes if result is not None else 0
+        return self._round.sent_bytes if self._round is not None else 0
 
     def check_not_left(self) -> None:
         """Check that the script has not left the middle loop, or one of its inner loops, before the end.
@@ -317,15 +320,13 @@ class LocalRound:
 
     def result(self) -> StepResult:
         """Return what all members agree on about this round. After the middle loop."""
-        result = self.round.result
-        assert result is not None
         return StepResult(
             step=self.place,
             epoch=self.epoch,
             loss=self._loss,
             weight=self.weight,
             samples=self.num_samples,
-            digest=f"{result.digest:016x}",
+            digest=f"{self.round.digest:016x}",
             totals=plain(self._totals),
             losses=[],
         )
@@ -368,11 +369,14 @@ class LocalSteps:
         outer: torch.optim.Optimizer | None,
         inner_state: InnerState,
         copies: int,
+        delta: Delta,
         reduction: Reduction,
         rehearses: bool,
     ) -> None:
         if inner_state not in ("kept", "fresh"):
             raise UsageError(f'inner_state is "kept" or "fresh", got {inner_state!r}')
+        if delta not in ("fp32", "int8"):
+            raise UsageError(f'delta is "fp32" or "int8", got {delta!r}')
         if copies < 1:
             raise UsageError(f"copies must be at least 1, got {copies}")
         self._replication = replication
@@ -384,7 +388,8 @@ class LocalSteps:
         self._outer_name = _name_of(tracked, outer)
         self._inner_state = inner_state
         self._keeps = inner_state == "kept"
-        self._copies = copies
+        self._delta = delta
+        self._num_copies = copies if self._keeps or delta == "int8" else 0
         self._reduction = reduction
         self._rehearses = rehearses
         self._tracked = tracked.apart(self._outer_name)
@@ -398,6 +403,7 @@ class LocalSteps:
         self._handles: list[RemovableHandle] = []
         self._now: LocalRound | None = None
         self._place = -1
+        self._changes: Changes
         self._check(tracked)
 
     def _check(self, tracked: Tracked) -> None:
@@ -437,6 +443,7 @@ class LocalSteps:
             "replicas": self._replication.replicas,
             "inner_steps": self._replication.inner_steps,
             "inner_state": self._inner_state,
+            "delta": self._delta,
             "outer": type(self._outer).__qualname__ if self._outer is not None else AVERAGE,
         }
 
@@ -461,7 +468,8 @@ class LocalSteps:
         self._inner_rounds = Rounds(self._team, self._tracked, balance=False)
         self._structure = Structure(self._tracked)
         ids = context.rounds.members.worker_ids
-        self._replicas.begin(self._optimizers, context.phase, self.num_replicas, ids, keep=self._keeps)
+        has_state = self._num_copies > 0
+        self._replicas.begin(self._optimizers, context.phase, self.num_replicas, ids, keep=has_state)
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> LocalRound:
         unused.leave_out(self._outer_name)
@@ -533,15 +541,17 @@ class LocalSteps:
         self._common = common(self._objects)
         self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
         self._place = -1
+        self._changes = Plain(folder) if self._delta == "fp32" else Coded(folder)
         return ReplicaRound(
             context,
             now.number,
             self._replicas,
             self.num_replicas,
             self._train,
+            self._changes,
             folder,
             self._start,
-            copies=self._copies if self._keeps else 0,
+            copies=self._num_copies,
         )
 
     def apply(self, done: ReplicaRound) -> None:
@@ -550,13 +560,16 @@ class LocalSteps:
         restore(self._objects, done.ended[0].common)
         self._structure.restore_modes()
         slot = context.rounds.members.slots.results[-1]  # it may have moved since the commit
-        folder.show(slot)
+        means = self._changes.means(slot)
+        folder.buffers.apply(slot.buffers)
         seed_at(context.seed, "update", done.number)
         self._context.clock.switch("update")
         owned = _parameters(self._outer)
         with torch.no_grad():
-            for (_, parameter), mean in zip(folder.trained, slot.gradients, strict=True):
-                if id(parameter) not in owned:
+            for (_, parameter), mean in zip(folder.trained, means, strict=True):
+                if id(parameter) in owned:
+                    parameter.grad = mean.to(parameter.dtype)
+                else:
                     parameter.copy_(parameter.to(mean.dtype) - mean)
         if self._outer is not None:
             self._is_applying = True
@@ -575,7 +588,8 @@ class LocalSteps:
         context = self._inner_context(replica)
         restore(self._objects, self._common.content)
         self._structure.restore_modes()
-        give(self._optimizers, self._replicas.now.pop(replica) if self._keeps else {})
+        given = self._replicas.now.pop(replica) if self._num_copies else {}
+        give(self._optimizers, given if self._keeps else {})
         weight = weighted_loss = 0.0
         totals: dict[str, Tensor] = {}
         try:
@@ -597,15 +611,30 @@ class LocalSteps:
         finally:
             now.enter(None)
         state = take(self._optimizers)
+        if not self._keeps:
+            state = {}
+        if self._delta == "int8":
+            state[ERROR] = {0: self._error(given)}
         self._check_end(replica)
         found = common(self._objects)
         self._structure.restore_modes()
         header = Header.of(pack(state, "replica"))
-        ended = Ended(found.digests, to_bytes(totals), header, found.content if replica == 0 else b"")
+        ended = Ended(found.digests, to_bytes(totals), header, weight, found.content if replica == 0 else b"")
         for _, parameter in self._outer_folder.trained:
             parameter.grad = None
         self._inner_rounds.members.release_results()
-        return Trained(weight, weighted_loss, state, ended)
+        return Trained(weighted_loss, state, ended)
+
+    def _error(self, given: ReplicaState) -> Tensor:
+        """Return what was lost of a replica's changes so far."""
+        known: Tensor | None = given.get(ERROR, {}).get(0)
+        if known is None:
+            return torch.zeros(Coded.num_values(self._outer_folder), device=self._device)
+        return known.to(self._device)
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        """Return the layout of what the members sum."""
+        return folder.layout if self._delta == "fp32" else Coded.layout_of(folder)
 
     def _check_trained(self, replica: int) -> None:
         """Raise StepError if the script has frozen or unfrozen a parameter within a round."""

@@ -49,7 +49,7 @@ from unisono.training import life
 from unisono.training.calls import Calls
 from unisono.training.ending import Ending, Reached
 from unisono.training.keeping import Keeper
-from unisono.training.local import InnerState, LocalRound, LocalSteps, ReplicaSamples, Replication
+from unisono.training.local import Delta, InnerState, LocalRound, LocalSteps, ReplicaSamples, Replication
 from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
@@ -423,6 +423,7 @@ class Run(Calls):
         inner_steps: int,
         outer: torch.optim.Optimizer | None = None,
         inner_state: InnerState = "kept",
+        delta: Delta = "fp32",
         copies: int = 2,
         batch_size: int | None = None,
         epochs: int = 1,
@@ -464,6 +465,8 @@ class Run(Calls):
                 sign of a gradient; None: each parameter becomes the weighted mean of the replicas' (local SGD).
             inner_state: "kept": a replica keeps the state of its own optimizer from round to round, as in DiLoCo;
                 "fresh": it begins each round without.
+            delta: what the changes of the replicas travel as. "int8": 3 bytes for each parameter instead of 8, with
+                error feedback for each replica. Part of the recipe.
             copies: how many workers hold the state of each replica between two rounds, on different machines where
                 there are several; the run survives the loss of all but one of them within a round. Changes no bit.
             epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
@@ -504,6 +507,7 @@ class Run(Calls):
             outer=outer,
             inner_state=inner_state,
             copies=copies,
+            delta=delta,
             reduction=reduction,
             rehearses=self._arithmetic.deterministic,
         )
