@@ -309,8 +309,11 @@ class Saver:
 
     # -- between two steps ---------------------------------------------------------------------------
 
-    def boundary(self, moment: Moment) -> Snapshot | None:
+    def boundary(self, moment: Moment, *, is_held: bool = False) -> Snapshot | None:
         """Take a snapshot if the newest reports ask for one. Local.
+
+        Args:
+            is_held: not at this boundary. Equal on all members.
 
         Returns:
             A snapshot of which no writer holds all tensors, on all members: they are sent to one that does next.
@@ -328,7 +331,7 @@ class Saver:
             if self._directory.is_seen and not is_known and is_due(self._policy, step):
                 self._wanted = True
         elif is_due(self._policy, step, reports):
-            if self._under_way is None and may_begin(reports):
+            if self._under_way is None and may_begin(reports) and not is_held:
                 snapshot = self._begin(moment)
                 return snapshot if snapshot.loans else None
             self._wanted = True

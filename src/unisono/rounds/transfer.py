@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from unisono.decisions.layout import EVERYTHING
-from unisono.errors import UsageError
+from unisono.errors import PeerLost, UsageError
 from unisono.exchange import Exchange
 from unisono.faults import point
 from unisono.rounds.members import Members
@@ -19,14 +19,14 @@ from unisono.rounds.team import Team
 from unisono.state.packing import Packed, digest_of_tensor, pack, unpack
 from unisono.state.tracked import Tracked
 
-__all__ = ["begin_alike", "broadcast_state", "share_state"]
+__all__ = ["StateHeader", "begin_alike", "broadcast_state", "share_state"]
 
 BROADCAST_BYTES = 16 << 20
 """Tensors are batched into broadcasts of at most this size; on a high-latency link every broadcast costs a round trip.
 """
 
 
-class _Header(msgspec.Struct, frozen=True):
+class StateHeader(msgspec.Struct, frozen=True):
     """Header of a state: everything but the content of its tensors."""
 
     skeleton: bytes
@@ -38,11 +38,24 @@ class _Header(msgspec.Struct, frozen=True):
     """Of those that do."""
 
     @classmethod
-    def of(cls, packed: Packed, *, digests: bool = False) -> _Header:
+    def of(cls, packed: Packed, *, digests: bool = False) -> StateHeader:
         kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
         away = [number for number, tensor in enumerate(packed.tensors) if tensor.is_meta]
         here = [tensor for tensor in packed.tensors if not tensor.is_meta] if digests else []
         return cls(packed.skeleton, kinds, away, [digest_of_tensor(tensor) for tensor in here])
+
+    def empty(self) -> list[torch.Tensor]:
+        """Return tensors of these kinds, to be filled; meta tensors for those that do not travel."""
+        away = set(self.away)
+        return [
+            torch.empty(shape, dtype=getattr(torch, kind), device="meta" if number in away else "cpu")
+            for number, (kind, shape) in enumerate(self.kinds)
+        ]
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise PeerLost if tensors that were received are not those that were sent."""
+        if any(digest_of_tensor(one) != digest for one, digest in zip(tensors, self.digests, strict=True)):
+            raise PeerLost("tensors have changed on their way between two workers")
 
 
 def share_state(
@@ -86,9 +99,9 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
         UsageError: the members track tensors of other shapes.
     """
     packed = pack(tracked.whole_state(), "tracked")  # nothing is shared out before the first training loop
-    own = _Header.of(packed, digests=True)
+    own = StateHeader.of(packed, digests=True)
     payloads = team.exchange.all_gather(msgspec.msgpack.encode(own))
-    headers = [msgspec.msgpack.decode(payload, type=_Header) for payload in payloads]
+    headers = [msgspec.msgpack.decode(payload, type=StateHeader) for payload in payloads]
     first = headers[0]
     different = [rank for rank, other in enumerate(headers) if other != first]
     if not different:
@@ -121,14 +134,9 @@ def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> d
     Meta tensors of it are meta tensors on all members.
     """
     mine = packed if exchange.rank == source else None
-    own = msgspec.msgpack.encode(_Header.of(mine)) if mine is not None else b""
-    header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=_Header)
-    away = set(header.away)
-    empty = (
-        torch.empty(shape, dtype=getattr(torch, kind), device="meta" if number in away else "cpu")
-        for number, (kind, shape) in enumerate(header.kinds)
-    )
-    tensors = mine.tensors if mine is not None else list(empty)
+    own = msgspec.msgpack.encode(StateHeader.of(mine)) if mine is not None else b""
+    header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=StateHeader)
+    tensors = mine.tensors if mine is not None else header.empty()
     for group in _groups([tensor for tensor in tensors if not tensor.is_meta]):
         point("in_admission")
         views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]

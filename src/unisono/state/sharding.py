@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from unisono.decisions.ownership import Owners, Place, owners
 from unisono.errors import UsageError
-from unisono.state.separable import check_separable
+from unisono.state.separable import check_separable, is_plain
 
 __all__ = ["Outline", "ShardedOptimizer", "Shares", "shard"]
 
@@ -376,7 +376,7 @@ def _part(value: object, is_beside: bool, path: str) -> tuple[Any, ...]:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return ("tensor", kind, tuple(value.shape), value.stride(), is_beside)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if is_plain(value):
         return ("value", value)
     raise UsageError(
         f"{path} of an optimizer is a {type(value).__qualname__}; unisono.shard can share out states of tensors and "

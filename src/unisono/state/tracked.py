@@ -417,6 +417,38 @@ class Tracked:
             if name in hidden and hidden[name].shape == buffer.shape:
                 hidden[name].copy_(buffer)
 
+    def seen(self) -> dict[str, Any]:
+        """Return what a forward pass can depend on: all but what only an update needs."""
+        return {
+            "objects": {
+                name: value.state_dict() for name, value in self._objects.items() if not _is_for_updates(value)
+            },
+            "hidden": self._hidden_buffers(),
+        }
+
+    def load_seen(self, state: dict[str, Any]) -> None:
+        """Load what `seen` has returned, perhaps in another process of the same script.
+
+        Raises:
+            UsageError: the state is of other objects.
+        """
+        ours = {name for name, value in self._objects.items() if not _is_for_updates(value)}
+        if state["objects"].keys() != ours:
+            raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            hidden[name].copy_(buffer)
+        for name, part in state["objects"].items():
+            self._objects[name].load_state_dict(part)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the parts of the state that are Unisono's own."""
+        return {"own": {name: part.state_dict() for name, part in self._own.items()}}
+
+    def load_own(self, state: dict[str, Any]) -> None:
+        """Load what `own_state` has returned."""
+        self._load_own(state)
+
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
         return {
@@ -473,6 +505,12 @@ class Tracked:
 def _alike(value: Any) -> Any:
     """Return the state of an object, as far as it is on every worker."""
     return value.outline() if isinstance(value, Sharded) else value.state_dict()
+
+
+def _is_for_updates(value: object) -> bool:
+    """Return whether only updates depend on an object, and no forward pass."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+    return isinstance(value, kinds)
 
 
 def _is_cumulative(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from unisono.checkpoint.copies import absolute, check
 from unisono.checkpoint.files import complete
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
-from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
+from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position, Status
 from unisono.decisions.cursor import Recipe
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal
@@ -38,6 +38,20 @@ OTHERS_S: Final = 2.0
 COPIES_ROUND_S: Final = 1.0
 HAS_COPIES: Final = b"copies"
 COPIED: Final = b"copied"
+
+
+class Awaited(Protocol):
+    """What is computed beside the training, and belongs into a checkpoint: it is waited for."""
+
+    has_begun: bool
+    """Something has begun since the newest reports of all members. Equal on all."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this member lacks something. Not equal on all members."""
+
+    def settle(self, rounds: Rounds) -> None:
+        """Wait until nothing is under way. Collective."""
 
 
 class Keeper:
@@ -101,6 +115,7 @@ class Keeper:
         self._signal_before: Any = None
         self._writes = False
         """This member writes for all members, by the newest reports."""
+        self._awaited: Awaited | None = None
         self._misses = False
         """This member has warned that no member sees the directory any more."""
 
@@ -166,6 +181,10 @@ class Keeper:
             os.kill(os.getpid(), signal.SIGTERM)
         self._leaving = True
 
+    def wait_for(self, awaited: Awaited) -> None:
+        """Let checkpoints wait for what is computed beside the training."""
+        self._awaited = awaited
+
     # -- questions -----------------------------------------------------------------------------------
 
     @property
@@ -215,11 +234,16 @@ class Keeper:
     def report(self) -> CheckpointReport:
         """Return the report that goes with the next combine; waits until the update may change the state."""
         self._directory.look_again()
-        return self._saver.report()._replace(lines=self.journal.num_written)
+        report = self._saver.report()._replace(lines=self.journal.num_written)
+        if self._awaited is not None and self._awaited.is_under_way and report.status is Status.IDLE:
+            return report._replace(status=Status.BUSY)  # no snapshot is taken before all members are idle
+        return report
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         """Receive the reports of all members, by rank."""
         self._saver.on_reports(reports, generation, worker_ids)
+        if self._awaited is not None:
+            self._awaited.has_begun = False
         self.journal.note_written(max(report.lines for report in reports))
         wrote, self._writes = self._writes, self._saver.choose_publisher(worker_ids) == self._worker_id
         if wrote and not self._saver.reaching and not self._directory.is_left_to_others:
@@ -270,9 +294,15 @@ class Keeper:
             raise SystemExit(self.policy.on_signal)
         rounds.boundary()
         moment = self._moment(rounds)
-        snapshot = self._saver.boundary(moment)
+        snapshot = self._saver.boundary(moment, is_held=self._awaited is not None and self._awaited.has_begun)
         if snapshot is not None or LENDING in rounds.begun:
             lend(rounds, self._saver, snapshot, moment.generation)
+
+    def end_loop(self, rounds: Rounds) -> None:
+        """Have the whole state written at the end of a loop. Collective where something is under way."""
+        if self._awaited is not None:
+            self._awaited.settle(rounds)
+        self.save_last(rounds)
 
     def save_last(self, rounds: Rounds) -> None:
         """Have the whole state written: no step follows this one at once.
@@ -291,6 +321,8 @@ class Keeper:
 
         Its copies are waited for as well, for a limited time.
         """
+        if self._awaited is not None:
+            self._awaited.settle(rounds)
         if self._tracked.is_spread:
             self.save_last(rounds)
 

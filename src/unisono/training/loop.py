@@ -178,7 +178,7 @@ class TrainingLoop:
                     self._process.check("run.steps")
                     self._end_step(self.step)
             self._move_to(max(first, self.num_steps))
-            self._keeper.save_last(rounds)
+            self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)
         finally:

@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,10 @@ from torch.utils.data import DataLoader
 from unisono import member as members
 from unisono import tasks
 from unisono.decisions.cadence import Checkpoints
-from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
-from unisono.microbatch.data import Fetcher, MapDataset, Samples
-from unisono.microbatch.loaders import source_of
+from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
@@ -37,17 +35,20 @@ from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.clock import Clock
 from unisono.rounds.connect import build_exchange, open_wire
-from unisono.rounds.evaluation import Totals, check_batches, evaluate
+from unisono.rounds.evaluation import Totals
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
+from unisono.state.packing import to_bytes
 from unisono.state.replicas import NAME, Replicas
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.calls import Calls
 from unisono.training.ending import Ending, Reached
+from unisono.training.evaluating import About, Evaluating, Evaluations
+from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
 from unisono.training.local import Delta, InnerState, LocalRound, LocalSteps, ReplicaSamples, Replication
 from unisono.training.loop import TrainingLoop, Wire
@@ -67,7 +68,7 @@ from unisono.watch import Sink, named
 __all__ = ["Run"]
 
 
-class Run(Calls):
+class Run(Calls, Evaluating):
     """One training job, which begins here and ends with the script::
 
         run = unisono.Run("runs/digits", seed=7)
@@ -154,13 +155,28 @@ class Run(Calls):
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
+        self._evaluations = Evaluations(
+            self._tracked,
+            self._talk,
+            seed=seed,
+            device=self.device,
+            deterministic=deterministic,
+            find_place=self._place,
+            record=self._record_evaluation,
+            lines=lambda: self._journal.number,
+            apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
+        )
+        self._keeper.wait_for(self._evaluations)
+        member = members.current()
+        self._follower: Follower | None = None
+        if member is not None and member.is_evaluator:
+            self._follower = self._evaluations.follower = Follower(member, self._tracked, self._process)
         self._recorder = (Recorder if IS_WATCHED else Unwatched)(
             self._journal, [*sinks, *_named(spec.sinks)], members.current()
         )
         steps = range(*spec.profile) if spec.profile[1] else profile
         self._profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._phases = 0
-        self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
@@ -190,6 +206,7 @@ class Run(Calls):
             self._team = self._make_team(member)
             begun.callback(self._team.close)
             begun.callback(self._recorder.close)
+            begun.callback(self._evaluations.close)
             self._troubles = OwnTroubles(self.directory, self._run_id, self.device, member, self._recorder.problem)
             self._finiteness = Finiteness(self._troubles.not_finite)
             if self._profiling is not None:
@@ -204,7 +221,7 @@ class Run(Calls):
                 self._recorder,
                 self._process,
                 role=self._role,
-                before_end=self._end_profile,
+                before_end=self._before_end,
                 reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
@@ -252,9 +269,11 @@ class Run(Calls):
     def rank(self) -> int:
         """This worker's position among the members right now. It can change: for printing, never for deciding.
 
-        Before the first step, the number of the worker.
+        Before the first step, the number of the worker. An evaluator is no member, and has -1.
         """
         member = members.current()
+        if self._follower is not None:
+            return -1
         if not self._joined and member is not None:
             return int(member.worker_id.removeprefix("w"))
         return self._team.rank if self._team is not None else 0
@@ -279,6 +298,8 @@ class Run(Calls):
             if run.is_catching_up:
                 continue
         """
+        if self._follower is not None and (self._follower.step or self._follower.is_at_order(self._phases)):
+            return False  # an evaluator, at something that it is to evaluate
         return self._phases > 0 and not self._joined
 
     @property
@@ -412,7 +433,7 @@ class Run(Calls):
         )
         if wire not in ("fp32", "bf16"):
             raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
-        return self._begin_loop(planned, Synchronous(), reduction, wire)
+        return self._begin_loop(planned, Synchronous(), reduction, wire=wire)
 
     def local_steps(
         self,
@@ -523,11 +544,11 @@ class Run(Calls):
         self,
         planned: Schedule,
         strategy: Strategy,
-        reduction: Reduction = "mean",
-        wire: Wire = "fp32",
+        reduction: Reduction,
         *,
         samples: Samples | None = None,
         num_iterations: int | None = None,
+        wire: Wire = "fp32",
     ) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
@@ -584,73 +605,16 @@ class Run(Calls):
         if self._loop is None or not self._loop.is_open:
             self._keeper.save_together(self._rounds)
 
-    def evaluate(
-        self,
-        dataset: MapDataset | DataLoader[Any],
-        function: Callable[[Any], Mapping[str, Any]],
-        *,
-        batch_size: int | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int | None = None,
-    ) -> Totals:
-        """Return exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same
-        bits. Collective.
-
-        Tracked modules are in ``eval()`` mode meanwhile, without gradients.
-
-        Args:
-            dataset: anything with ``len`` and ``[i]``; or a ``DataLoader``, whose sampler and ``drop_last`` decide
-                which samples count.
-            function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as
-                integers.
-            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches. Default:
-                that of the DataLoader.
-
-        Returns:
-            The totals by name; int, float, or a CPU tensor.
-        """
-        place = self._place("run.evaluate")
-        source = source_of(
-            dataset,
-            "run.evaluate",
-            shuffles=False,
-            batch_size=batch_size,
-            collate=collate,
-            loader_workers=loader_workers,
-        )
-        num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
-        whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
-        cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self.seed)
-        rounds, _ = self._in_rounds()
-        make_totals = partial(
-            evaluate,
-            rounds if self._joined else None,
-            self._tracked,
-            function,
-            lambda upcoming: Fetcher(
-                source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming
-            ),
-            num_batches=num_batches,
-            seed=self.seed,
-            rehearses=self._arithmetic.deterministic,
-            number=self._num_evaluations,
-        )
-        # With the number of lines after it, which a worker that skips this part of the run does not know.
-        with self._loop.apart() if self._loop is not None else nullcontext():
-            totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
-        self._num_evaluations += 1
-        if not place.is_skipped:
-            self._recorder.evaluation_finished(self._num_steps, plain(totals), self._role())
-        # Every member has evaluated other batches, and the code that follows may draw random numbers.
-        seed_at(self.seed, "after", lines)
-        return totals
-
     def _place(self, what: str) -> Place:
         """Return the place of a call in which all workers take part, in the script."""
         self._process.check(what)
         if self._rounds is None:
             raise UsageError(f"{what} works inside `with unisono.Run(...) as run:`")
         loop = self._loop
+        if self._follower is not None:
+            visited = self._follower.step
+            at = visited.place if visited is not None else None
+            return Place(rounds=self._rounds, phases=self._phases, step=at, has_joined=False)
         if loop is not None and loop.is_apart():
             where = "`for batch in step`, where each worker is at another micro-batch"
             if not loop.is_in_microbatch():
@@ -692,6 +656,11 @@ class Run(Calls):
     def _train(self, loop: TrainingLoop, make_fetcher: MakeFetcher) -> Generator[Iteration, None, None]:
         """The generator behind `steps`."""
         rounds, team = self._in_rounds()
+        if self._follower is not None:
+            phase, self._phases = self._phases, self._phases + 1
+            yield from self._follower.follow(phase, loop)
+            seed_at(self.seed, "after loop", phase)
+            return
         if self._loop is not None and self._loop.is_open:
             raise UsageError(
                 "run.steps was called inside of another run.steps, which is not finished. For another pass over the "
@@ -767,9 +736,22 @@ class Run(Calls):
         if self._profiling is not None:
             self._profiling.step_begins(step, clock)
 
-    def _end_profile(self) -> None:
+    def _before_end(self) -> None:
+        self._evaluations.end(self._in_rounds()[0])
         if self._profiling is not None:
             self._profiling.run_ends(self._num_steps, self._in_rounds()[0], sees=self._keeper.reaches)
+
+    def _about(self) -> About:
+        loop = self._loop
+        if loop is None or not loop.is_open or loop.step is None or not loop.step.is_complete:
+            return About(num_steps=self._num_steps)
+        step = loop.step
+        return About(
+            num_steps=self._num_steps, number_in_loop=step.number, loss=step.loss, totals=to_bytes(step.totals)
+        )
+
+    def _record_evaluation(self, num_steps: int, totals: Totals) -> None:
+        self._recorder.evaluation_finished(num_steps, plain(totals), self._role())
 
     def _finish(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""

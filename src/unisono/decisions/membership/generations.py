@@ -10,6 +10,7 @@ from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
 from unisono.decisions.membership.agents import drain_withdrawn
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
+from unisono.decisions.membership.evaluators import holds_joins, settle_evaluations
 from unisono.decisions.membership.heirs import is_cut_off
 from unisono.decisions.membership.machines import free_machines, tell_wanted
 from unisono.decisions.membership.restarts import turn_agents_away
@@ -35,6 +36,7 @@ def follow_up(draft: Draft) -> None:
         _plan(draft)
     if draft.state.ended is None:
         settle(draft)
+        settle_evaluations(draft)
         turn_agents_away(draft)
         free_machines(draft)
         tell_wanted(draft)
@@ -149,7 +151,7 @@ def _plan_next(draft: Draft) -> None:
     state, policy = draft.state, draft.state.policy
     holding = draft.workers(_S.HOLDING)
     staying = [w.worker_id for w in holding if not w.draining]
-    admitted = _ready(draft)[: max(policy.maximum - len(staying), 0)]
+    admitted = [] if holds_joins(state) else _ready(draft)[: max(policy.maximum - len(staying), 0)]
     if not staying and draft.workers(_S.ORDERED, _S.STARTING, _S.READY):
         staying = [w.worker_id for w in holding]  # until a newcomer has taken over the state
     wanted = staying + admitted
