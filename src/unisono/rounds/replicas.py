@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
+from unisono.decisions.checks import Rehearsal
 from unisono.decisions.copies import Move, copies, deliveries, holders_after
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node, leaf, parent, sibling
@@ -34,7 +35,7 @@ from unisono.events import Seconds
 from unisono.exchange import Parcel, Share
 from unisono.exchange.flat import FlatLayout, Rows, Slot, fold_rows
 from unisono.faults import point
-from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.folding import Fingerprint, GradientFolder
 from unisono.rounds.changes import ERROR, Changes
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.members import Members, Summed
@@ -43,7 +44,7 @@ from unisono.state.replicas import Header, Replicas, ReplicaState, Shelf, check_
 from unisono.telemetry import StepTelemetry
 from unisono.words import listed
 
-__all__ = ["Ended", "ReplicaRound", "Trained"]
+__all__ = ["Ended", "ReplicaRound", "Trained", "Trainer"]
 
 GROUP_BYTES: Final = 16 << 20
 """States travel in pieces of at most this size, or of one tensor."""
@@ -75,10 +76,26 @@ class Trained:
     weighted_loss: float
     state: ReplicaState
     ended: Ended
+    first: Fingerprint | None = None
+    """Of the first micro-batch of its first step, if it was asked for."""
 
 
-Train = Callable[[int], Generator[object, None, Trained]]
-"""Trains a replica from the round's boundary: yields its steps to the script, and returns what came out."""
+class Trainer(Protocol):
+    """Trains replicas from the round's boundary; yields their steps to the script."""
+
+    def train(self, replica: int, *, compares: bool) -> Generator[object, None, Trained]:
+        """Train a replica for its steps, and return what came out.
+
+        Args:
+            compares: take the fingerprint of its first micro-batch, which another member computes as well.
+        """
+
+    def rehearse(self, replica: int) -> Generator[object, None, Fingerprint | None]:
+        """Compute the first step of a replica of another member, and forget it.
+
+        Returns:
+            The fingerprint of its first micro-batch; None: its batch does not come from where others come.
+        """
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ class ReplicaRound:
 
     Args:
         number: of this round within the loop.
-        train: trains one replica.
+        trainer: trains the replicas.
         start: the parameters at the boundary, in the order of the folder's.
         copies: how many members keep the new state of each replica; 0: replicas keep no state.
 
@@ -138,7 +155,7 @@ class ReplicaRound:
         number: int,
         replicas: Replicas,
         num_replicas: int,
-        train: Train,
+        trainer: Trainer,
         changes: Changes,
         folder: GradientFolder,
         start: Sequence[Tensor],
@@ -156,7 +173,8 @@ class ReplicaRound:
         self._context = context
         self._number = number
         self._replicas = replicas
-        self._train = train
+        self._trainer = trainer
+        self._rehearsal: Rehearsal | None = None
         self._changes = changes
         self._folder = folder
         self._start = start
@@ -179,7 +197,9 @@ class ReplicaRound:
         return plan
 
     def begin(self, plan: Plan) -> None:
-        self._context.agreement.start_step(self._number, self.number)
+        agreement = self._context.agreement
+        agreement.start_step(self._number, self.number)
+        self._rehearsal = agreement.rehearsal(plan) if self._members.size > 1 else None
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
@@ -192,6 +212,11 @@ class ReplicaRound:
         for replica in plan.ranges[self._members.rank]:
             self._context.rounds.team.check()
             yield from self._compute(replica)
+        rehearsal = self._rehearsal
+        if rehearsal is not None and rehearsal.other is not None:
+            found = yield from self._trainer.rehearse(rehearsal.other)
+            if found is not None:
+                self._context.agreement.note_other(msgspec.structs.replace(found, leaf=rehearsal.other))
         self._clock.switch("exchange")
 
     def combine(self, plan: Plan) -> CommittedRound:
@@ -225,6 +250,7 @@ class ReplicaRound:
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
+        self._rehearsal = None
         return list(self._members.slots.nodes)
 
     def finish(self) -> None:
@@ -241,7 +267,10 @@ class ReplicaRound:
 
     def _compute(self, replica: int) -> Iterator[object]:
         began = time.perf_counter()
-        trained = yield from self._train(replica)
+        compares = self._rehearsal is not None and self._rehearsal.own == replica
+        trained = yield from self._trainer.train(replica, compares=compares)
+        if trained.first is not None:
+            self._context.agreement.note_own(msgspec.structs.replace(trained.first, leaf=replica))
         node, slot = leaf(replica, self.num_leaves), self._members.new_slot()
         self._write(replica, slot, trained)
         self._merge(node, slot)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final, Literal
 
@@ -21,13 +22,15 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from unisono.decisions.checks import Rehearsal
 from unisono.decisions.cursor import Cursor, PartOfCursor, Recipe, seed_of
+from unisono.decisions.plan import Plan
 from unisono.errors import StepError, UsageError
 from unisono.events import StepResult
 from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.microbatch.data import Batches, Request
-from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.folding import Fingerprint, GradientFolder
 from unisono.microbatch.guards import Structure, UnusedGradients
 from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.randomness import seed_at
@@ -43,6 +46,7 @@ from unisono.state.packing import pack, to_bytes
 from unisono.state.replicas import Header, Replicas, ReplicaState, common, give, restore, take
 from unisono.state.sums import Sums, Total, as_sum, plain
 from unisono.state.tracked import Tracked
+from unisono.telemetry import StepTelemetry
 from unisono.training.step import State, Step
 from unisono.training.upcoming import Upcoming
 
@@ -462,9 +466,17 @@ class LocalSteps:
 
     def open(self, context: StepContext) -> None:
         self._context = context
+        context.agreement.unit = "the first micro-batch of replica"
+        team = context.rounds.team
+        if team.size > self.num_replicas and team.rank == 0:
+            warnings.warn(
+                f"{team.size} workers share {self.num_replicas} replicas: {team.size - self.num_replicas} of them have "
+                "nothing to compute, and only keep copies of states; use more replicas or fewer workers",
+                stacklevel=2,
+            )
         if self._outer is not None:
             self._handles.append(self._outer.register_step_pre_hook(lambda *_: self._check_outer()))
-        self._team = _InnerTeam(context.rounds.team, self._device)
+        self._team = _InnerTeam(team, self._device)
         self._inner_rounds = Rounds(self._team, self._tracked, balance=False)
         self._structure = Structure(self._tracked)
         ids = context.rounds.members.worker_ids
@@ -547,7 +559,7 @@ class LocalSteps:
             now.number,
             self._replicas,
             self.num_replicas,
-            self._train,
+            self,
             self._changes,
             folder,
             self._start,
@@ -581,35 +593,23 @@ class LocalSteps:
             parameter.grad = None
         context.rounds.members.release_results()
 
-    def _train(self, replica: int) -> Generator[InnerStep, None, Trained]:
+    def train(self, replica: int, *, compares: bool) -> Generator[InnerStep, None, Trained]:
         """Train one replica from the round's boundary."""
         now = self._now
         assert now is not None
-        context = self._inner_context(replica)
-        restore(self._objects, self._common.content)
-        self._structure.restore_modes()
+        context = self._inner_context(replica, compares=compares)
         given = self._replicas.now.pop(replica) if self._num_copies else {}
-        give(self._optimizers, given if self._keeps else {})
+        self._go_to_boundary(given if self._keeps else {})
         weight = weighted_loss = 0.0
         totals: dict[str, Tensor] = {}
-        try:
-            for number in now.steps:
-                self._place = self._replication.place(number, replica)
-                seed_at(context.seed, "step", number)
-                point("local.inner_step", replica)
-                step = InnerStep(context, number, unused=self._unused, process=self._process)
-                now.enter(step)
-                yield step
-                step.close()
-                self._check_trained(replica)
-                gradient = step.round
-                share = gradient.weight / self.scale
-                weight += share
-                weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
-                for name, value in step.totals.items():
-                    totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
-        finally:
-            now.enter(None)
+        for number in now.steps:
+            step = yield from self._step(context, number, replica)
+            gradient = step.round
+            share = gradient.weight / self.scale
+            weight += share
+            weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
+            for name, value in step.totals.items():
+                totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
         state = take(self._optimizers)
         if not self._keeps:
             state = {}
@@ -623,7 +623,53 @@ class LocalSteps:
         for _, parameter in self._outer_folder.trained:
             parameter.grad = None
         self._inner_rounds.members.release_results()
-        return Trained(weighted_loss, state, ended)
+        first = context.agreement.own if isinstance(context.agreement, _FirstMicrobatch) else None
+        return Trained(weighted_loss, state, ended, first)
+
+    def rehearse(self, replica: int) -> Generator[InnerStep, None, Fingerprint | None]:
+        """Compute the first step of a replica of another member, and forget it."""
+        now = self._now
+        assert now is not None
+        context = self._inner_context(replica, compares=True)
+        if not context.fetcher.comes(now.steps.start, 0):
+            return None
+        self._go_to_boundary({})
+        yield from self._step(context, now.steps.start, replica)
+        take(self._optimizers)
+        self._check_end(replica)
+        restore(self._objects, self._common.content)
+        self._structure.restore_modes()
+        with torch.no_grad():
+            for (_, parameter), start in zip(self._outer_folder.trained, self._start, strict=True):
+                parameter.copy_(start)
+                parameter.grad = None
+        self._outer_folder.buffers.restore()
+        self._inner_rounds.members.release_results()
+        assert isinstance(context.agreement, _FirstMicrobatch)
+        return context.agreement.own
+
+    def _go_to_boundary(self, state: ReplicaState) -> None:
+        """Begin a replica: what all replicas have alike is that of the boundary. Parameters and buffers are already."""
+        restore(self._objects, self._common.content)
+        self._structure.restore_modes()
+        give(self._optimizers, state)
+
+    def _step(self, context: StepContext, number: int, replica: int) -> Generator[InnerStep, None, InnerStep]:
+        """Yield one step of a replica to the script."""
+        now = self._now
+        assert now is not None
+        self._place = self._replication.place(number, replica)
+        seed_at(context.seed, "step", number)
+        point("local.inner_step", replica)
+        step = InnerStep(context, number, unused=self._unused, process=self._process)
+        now.enter(step)
+        try:
+            yield step
+        finally:
+            now.enter(None)
+        step.close()
+        self._check_trained(replica)
+        return step
 
     def _error(self, given: ReplicaState) -> Tensor:
         """Return what was lost of a replica's changes so far."""
@@ -665,11 +711,16 @@ class LocalSteps:
 
     # -- what the steps of a replica need ------------------------------------------------------------
 
-    def _inner_context(self, replica: int) -> StepContext:
-        """Return the context of a replica's steps: a run with this process as its only member."""
+    def _inner_context(self, replica: int, *, compares: bool) -> StepContext:
+        """Return the context of a replica's steps: a run with this process as its only member.
+
+        Args:
+            compares: take the fingerprint of the first micro-batch of the first step.
+        """
         context = self._context
         self._tracked.sums = Sums()
-        agreement = Agreement(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
+        kind = _FirstMicrobatch if compares else Agreement
+        agreement = kind(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
         return dataclasses.replace(
             context,
             rounds=self._inner_rounds,
@@ -732,6 +783,31 @@ class _Batches:
 
     def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
         return self._whole.comes(self._replication.place(step, self._replica), leaf, turn)
+
+
+class _FirstMicrobatch(Agreement):
+    """Takes the fingerprint of the first micro-batch of a replica, to be compared with another worker's.
+
+    Attributes:
+        own: that fingerprint.
+    """
+
+    own: Fingerprint | None = None
+
+    def start_step(self, number: int, total: int) -> None:
+        pass
+
+    def rehearsal(self, plan: Plan) -> Rehearsal | None:
+        return Rehearsal(own=0, other=None) if self.own is None else None
+
+    def note_own(self, fingerprint: Fingerprint) -> None:
+        self.own = fingerprint
+
+    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
+        return telemetry
+
+    def check(self, telemetry: Sequence[StepTelemetry]) -> None:
+        pass
 
 
 class _InnerTeam(AloneTeam):
