@@ -154,6 +154,27 @@ def test_the_bits_are_those_of_diloco_written_in_plain_torch(has_outer: bool) ->
     assert sorted(index for one in order for index in one) == sorted(list(range(32)) * 4), "each sample once per epoch"
 
 
+def test_replicas_keep_their_states_from_one_loop_to_the_next() -> None:
+    """A loop over epochs with a call for each gives the bits of one call: momentum goes on."""
+
+    def train(calls: int) -> dict[str, int]:
+        with AloneRun(seed=5) as run:
+            model = mlp()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            run.track(model=model, optimizer=optimizer)
+            for _ in range(calls):
+                for round_ in run.local_steps(
+                    vectors(), batch_size=16, microbatches=4, replicas=2, inner_steps=2, epochs=4 // calls
+                ):
+                    for step in round_:
+                        for x, y in step:
+                            F.cross_entropy(model(x), y).backward()
+                        optimizer.step()
+            return bits(model)
+
+    assert train(1) == train(2)
+
+
 Body = Callable[[Any], dict[str, Any]]
 
 

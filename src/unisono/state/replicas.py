@@ -103,32 +103,31 @@ class Replicas:
     def __init__(self) -> None:
         self.now = Shelf()
         self.before = Shelf()
-        self._phase = -1
-        self._num_replicas = 0
 
     def begin(
         self,
         optimizers: Mapping[str, torch.optim.Optimizer],
-        phase: int,
         num_replicas: int,
         worker_ids: Sequence[str],
         *,
         keep: bool,
     ) -> None:
-        """Begin, or go on with, the rounds of a phase.
+        """Begin a training loop with as many replicas, or go on in one.
+
+        Replicas of an earlier loop go on with their states, unless another training has given the optimizers a state
+        since then: with that one each replica begins.
 
         Args:
-            optimizers: those of the replicas, by name. Their state is that with which each replica begins.
+            optimizers: those of the replicas, by name.
             worker_ids: of all members.
-            keep: a replica keeps its state from round to round.
+            keep: replicas have states.
         """
         taken = take(optimizers)
-        if phase == self._phase and num_replicas == self._num_replicas:
+        if len(self.now.headers) == num_replicas * keep and not any(taken.values()):
             return
-        self._phase, self._num_replicas, self.before, self.now = phase, num_replicas, Shelf(), Shelf()
+        self.before = self.now = Shelf()
         if keep:
-            header = Header.of(pack(taken, "replica"))
-            every = range(num_replicas)
+            every, header = range(num_replicas), Header.of(pack(taken, "replica"))
             self.now = Shelf(
                 dict.fromkeys(every, taken), dict.fromkeys(every, header), dict.fromkeys(every, tuple(worker_ids))
             )
@@ -147,20 +146,18 @@ class Replicas:
             replica: now.held[replica] if replica in now.held else header.placeholder()
             for replica, header in sorted(now.headers.items())
         }
-        return {"phase": self._phase, "replicas": self._num_replicas, "held": held}
+        return {"held": held}
 
     def outline(self) -> dict[str, Any]:
         """Return what a newcomer gets, which holds no state yet."""
         return {
-            "phase": self._phase,
-            "replicas": self._num_replicas,
             "headers": msgspec.msgpack.encode(self.now.headers),
             "holders": dict(self.now.holders),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `outline`, or in a checkpoint `state_dict`, has returned."""
-        self._phase, self._num_replicas, self.before = state["phase"], state["replicas"], Shelf()
+        self.before = Shelf()
         if "held" in state:
             held: dict[int, ReplicaState] = dict(state["held"])
             headers = {replica: Header.of(pack(each, "replica")) for replica, each in held.items()}

@@ -481,7 +481,7 @@ class LocalSteps:
         self._structure = Structure(self._tracked)
         ids = context.rounds.members.worker_ids
         has_state = self._num_copies > 0
-        self._replicas.begin(self._optimizers, context.phase, self.num_replicas, ids, keep=has_state)
+        self._replicas.begin(self._optimizers, self.num_replicas, ids, keep=has_state)
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> LocalRound:
         unused.leave_out(self._outer_name)
