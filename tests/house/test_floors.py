@@ -117,6 +117,7 @@ FLOORS = {
     "training.sharing": 4,
     "training.strategies": 4,
     "training.local": 4,
+    "training.localround": 4,
     "training.resuming": 4,
     "training.keeping": 4,
     "training.profiling": 4,
@@ -195,6 +196,7 @@ NEIGHBOURS = {
     "usage": {"capacity"},
     "gpus": {"capacity"},
     "microbatch": {"state"},
+    "checkpoint.loading": {"state"},  # which tensors are states of an optimizer
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
@@ -231,7 +233,8 @@ NEIGHBOURS = {
     "training.step": {"rounds"},
     "training.steps": {"training.step"},
     "training.strategies": {"rounds", "training.step", "training.upcoming"},
-    "training.local": {"rounds", "training.step", "training.upcoming"},
+    "training.local": {"rounds", "training.localround", "training.upcoming"},
+    "training.localround": {"rounds", "training.step"},
     "training.keeping": {"rounds", "training.resuming", "training.sharing"},
     "training.sharing": {"rounds"},
     "training.loop": {
@@ -261,6 +264,7 @@ NEIGHBOURS = {
         "training.evaluator",
         "training.keeping",
         "training.local",
+        "training.localround",
         "training.loop",
         "training.notes",
         "training.profiling",

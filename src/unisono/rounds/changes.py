@@ -52,14 +52,11 @@ class Changes(Protocol):
             error: what was lost of the replica's changes before; replaced.
         """
 
-    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> int:
+    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
         """Average what does not lie in the slots, before the commit. Collective.
 
         Args:
             weights: of all replicas.
-
-        Returns:
-            Bytes that this member has sent to other hosts.
         """
 
     def means(self, slot: Slot) -> list[Tensor]:
@@ -86,8 +83,8 @@ class Plain:
             change.mul_(weight)
         slot.used.fill_(1)
 
-    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> int:
-        return 0
+    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
+        pass
 
     def means(self, slot: Slot) -> list[Tensor]:
         return slot.gradients
@@ -126,7 +123,7 @@ class Coded:
             first += _padded(parameter)
         self._coded[replica] = compress(change, error).cpu()
 
-    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> int:
+    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
         replicas = range(plan.num_leaves)
         giver = {
             replica: rank
@@ -150,7 +147,7 @@ class Coded:
                     pieces = parts[replica] if rank == members.rank else _described(chunk)
                 if rank != giver[replica]:
                     parcels += [Parcel(giver[replica], (rank,), piece) for piece in pieces]
-        sent = members.deliver(parcels)
+        members.deliver(parcels)
         point("local.coded")
         self._means = torch.empty(self._num_blocks * BLOCK, dtype=torch.bfloat16)
         self._average(own, parts, weights)
@@ -159,7 +156,7 @@ class Coded:
             others = tuple(other for other in range(members.size) if other != rank)
             if chunk and others:
                 parcels.append(Parcel(rank, others, self._means[chunk.start * BLOCK : chunk.stop * BLOCK]))
-        return sent + members.deliver(parcels)
+        members.deliver(parcels)
 
     def means(self, slot: Slot) -> list[Tensor]:
         found, first = [], 0

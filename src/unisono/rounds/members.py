@@ -59,6 +59,7 @@ class Members:
         """The newest planned generation whose notice all members have: they can move there at the next boundary."""
         self._reporter = reporter
         self._layout = layout
+        self._delivered_bytes = 0
 
     @property
     def rank(self) -> int:
@@ -105,18 +106,20 @@ class Members:
         with self.team.waiting():
             return self.team.exchange.all_gather(payload)
 
-    def deliver(self, parcels: Sequence[Parcel]) -> int:
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
         """Bring tensors from members that have them to others; see `Exchange.deliver`. Collective.
-
-        Returns:
-            Bytes that this member has sent to other hosts.
 
         Raises:
             PeerLost, DeadlineExceeded: a member was lost.
         """
         self.team.check()
         with self.team.waiting():
-            return self.team.exchange.deliver(parcels)
+            self._delivered_bytes += self.team.exchange.deliver(parcels)
+
+    def take_delivered_bytes(self) -> int:
+        """Return, once, how much this member has sent to other hosts with `deliver`. Local."""
+        number, self._delivered_bytes = self._delivered_bytes, 0
+        return number
 
     def sum(self, share: Share, telemetry: StepTelemetry) -> Summed:
         """Add up the nodes of all members in tree order, and divide by the total weight. Collective.

@@ -144,7 +144,6 @@ class ReplicaRound:
         result: the means, once the round is over.
         ended: what the replicas ended with, by number, once the round is over.
         digest: of the means, once the round is over.
-        sent_bytes: that this member has sent to other hosts.
     """
 
     kind: Final = "local"
@@ -168,7 +167,6 @@ class ReplicaRound:
         self.result: Summed | None = None
         self.ended: dict[int, Ended] = {}
         self.num_computed = 0
-        self.sent_bytes = 0
         self.digest = 0
         self._context = context
         self._number = number
@@ -204,8 +202,7 @@ class ReplicaRound:
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
         if self._copies:
-            arrived, sent = _place(self._members, self._replicas.now, plan)
-            self.sent_bytes += sent
+            arrived = _place(self._members, self._replicas.now, plan)
             self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
             self._replicas.now.held.update(arrived)
         point("local.placed")
@@ -228,13 +225,12 @@ class ReplicaRound:
             check_alike({replica: each.digests for replica, each in self.ended.items()})
             if self._copies:
                 self._after.headers = {replica: each.header for replica, each in self.ended.items()}
-                self.sent_bytes += _copy(members, self._after, self._copies)
+                _copy(members, self._after, self._copies)
             point("local.copied")
-            self.sent_bytes += self._changes.average(members, plan, _weights(self.ended))
+            self._changes.average(members, plan, _weights(self.ended))
         telemetry = self._context.agreement.add_to(self._telemetry())
         self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
         members.slots.results.append(summed.slot)
-        self.sent_bytes += summed.sent_bytes
         self.digest = self._changes.digest(summed.digest)
         self._replicas.before, self._replicas.now = self._replicas.now, self._after
         return CommittedRound(
@@ -345,11 +341,11 @@ def _weights(ended: Mapping[int, Ended]) -> dict[int, float]:
     return {replica: each.weight for replica, each in ended.items()}
 
 
-def _place(members: Members, shelf: Shelf, plan: Plan) -> tuple[dict[int, ReplicaState], int]:
+def _place(members: Members, shelf: Shelf, plan: Plan) -> dict[int, ReplicaState]:
     """Give each member the states of the replicas that it is to compute. Collective.
 
     Returns:
-        What this member has got, and the bytes that it has sent to other hosts.
+        What this member has got.
 
     Raises:
         StateLost: no member has a state.
@@ -366,21 +362,15 @@ def _place(members: Members, shelf: Shelf, plan: Plan) -> tuple[dict[int, Replic
     return _deliver(members, shelf, deliveries(holders, plan.ranges))
 
 
-def _copy(members: Members, shelf: Shelf, num_copies: int) -> int:
-    """Bring each state to as many members as are to hold it, and note who does. Collective.
-
-    Returns:
-        Bytes that this member has sent to other hosts.
-    """
+def _copy(members: Members, shelf: Shelf, num_copies: int) -> None:
+    """Bring each state to as many members as are to hold it, and note who does. Collective."""
     holders = _holders(members, shelf)
     moves = copies(holders, members.team.hosts, num_copies)
-    arrived, sent = _deliver(members, shelf, moves)
-    shelf.held.update(arrived)
+    shelf.held.update(_deliver(members, shelf, moves))
     ids = members.worker_ids
     shelf.holders = {
         replica: tuple(ids[rank] for rank in ranks) for replica, ranks in holders_after(holders, moves).items()
     }
-    return sent
 
 
 def _holders(members: Members, shelf: Shelf) -> dict[int, list[int]]:
@@ -392,14 +382,13 @@ def _holders(members: Members, shelf: Shelf) -> dict[int, list[int]]:
     return holders
 
 
-def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> tuple[dict[int, ReplicaState], int]:
+def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> dict[int, ReplicaState]:
     """Bring states from one rank to others. Collective.
 
     Returns:
-        What this member has got, and the bytes that it has sent to other hosts.
+        What this member has got.
     """
     arrived: dict[int, ReplicaState] = {}
-    sent = 0
     for move in moves:
         point("local.delivering")
         header = shelf.headers[move.replica]
@@ -413,13 +402,13 @@ def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> tuple[dic
                 piece = _joined(own[first : first + len(group)], sizes)
             else:
                 piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu" if takes else "meta")
-            sent += members.deliver([Parcel(move.source, move.targets, piece)])
+            members.deliver([Parcel(move.source, move.targets, piece)])
             if takes:
                 tensors += _cut(piece, group, sizes)
             first += len(group)
         if takes:
             arrived[move.replica] = unpack(header.skeleton, tensors)
-    return arrived, sent
+    return arrived
 
 
 Kind = tuple[str, list[int]]
