@@ -59,6 +59,7 @@ POINTS: Final[dict[str, str]] = {
     "local.inner_step": "it begins a step of a replica (``microbatch`` is the replica)",
     "local.replica_done": "a replica's change was added to its partial sums (``microbatch`` is the replica)",
     "local.delivering": "the state of a replica goes from a worker to others",
+    "local.coded": "it has the compressed changes of its chunk, and has not averaged them",
     "local.copied": "the other workers have copies of its replicas' new states, and the round is not committed",
 }
 """Every fault point, and where the worker is then."""

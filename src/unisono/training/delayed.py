@@ -17,7 +17,9 @@ import torch
 from unisono.decisions.cursor import Recipe
 from unisono.errors import StepError, UsageError
 from unisono.events import StepResult
+from unisono.exchange.flat import FlatLayout
 from unisono.microbatch.data import Request
+from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
@@ -84,6 +86,9 @@ class Delayed:
     @property
     def recipe(self) -> Recipe:
         return {"delay": self._delay}
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        return folder.layout
 
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
         return upcoming()

@@ -323,7 +323,7 @@ class Keeper:
 
         Local, and one member writes all of it; collective where no member holds all of it.
         """
-        if self._tracked.sharded:
+        if self._tracked.is_spread:
             save_together(rounds, self._saver, lambda: self._moment(rounds))
             return
         team = rounds.team
@@ -337,11 +337,11 @@ class Keeper:
         """
         if self._awaited is not None:
             self._awaited.settle(rounds)
-        if self._tracked.sharded:
+        if self._tracked.is_spread:
             self.save_last(rounds)
 
         def work() -> None:
-            if not self._tracked.sharded:
+            if not self._tracked.is_spread:
                 self.save_last(rounds)
             self._saver.finish()
 

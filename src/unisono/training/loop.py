@@ -279,7 +279,7 @@ class TrainingLoop:
             means=self._reduction == "mean",
             rounds=self._rounds_sums,
         )
-        self._rounds.use_layout(self._folder.layout)
+        self._rounds.use_layout(self._strategy.layout(self._folder))
         return self._folder
 
     def _extras(self) -> list[Extra]:

@@ -51,7 +51,8 @@ from unisono.training.ending import Ending, Reached
 from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
-from unisono.training.local import InnerState, LocalRound, LocalSteps, ReplicaSamples, Replication
+from unisono.training.local import Delta, InnerState, LocalSteps
+from unisono.training.localround import LocalRound, ReplicaSamples, Replication
 from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
@@ -454,6 +455,8 @@ class Run(Calls, Evaluating):
         inner_steps: int,
         outer: torch.optim.Optimizer | None = None,
         inner_state: InnerState = "kept",
+        delta: Delta = "fp32",
+        copies: int = 2,
         batch_size: int | None = None,
         epochs: int = 1,
         max_steps: int | None = None,
@@ -494,6 +497,10 @@ class Run(Calls, Evaluating):
                 sign of a gradient; None: each parameter becomes the weighted mean of the replicas' (local SGD).
             inner_state: "kept": a replica keeps the state of its own optimizer from round to round, as in DiLoCo;
                 "fresh": it begins each round without.
+            delta: what the changes of the replicas travel as. "int8": 3 bytes for each parameter instead of 8, with
+                error feedback for each replica. Part of the recipe.
+            copies: how many workers hold the state of each replica between two rounds, on different machines where
+                there are several; the run survives the loss of all but one of them within a round. Changes no bit.
             epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
                 together use up one by one.
 
@@ -531,16 +538,25 @@ class Run(Calls, Evaluating):
             device=self.device,
             outer=outer,
             inner_state=inner_state,
+            copies=copies,
+            delta=delta,
             reduction=reduction,
             rehearses=self._arithmetic.deterministic,
         )
-        return self._begin_loop(planned, strategy, reduction, samples, replication.num_rounds(planned.num_steps))
+        return self._begin_loop(
+            planned,
+            strategy,
+            reduction,
+            samples=samples,
+            num_iterations=replication.num_rounds(planned.num_steps),
+        )
 
     def _begin_loop(
         self,
         planned: Schedule,
         strategy: Strategy,
         reduction: Reduction,
+        *,
         samples: Samples | None = None,
         num_iterations: int | None = None,
         wire: Wire = "fp32",

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from unisono.decisions.cursor import Recipe
+from unisono.exchange.flat import FlatLayout
 from unisono.microbatch.data import Request
+from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import UnusedGradients
 from unisono.process import Process
 from unisono.rounds.gradient import StepContext
@@ -40,6 +42,13 @@ class Strategy(Protocol):
     def overlaps(self) -> bool:
         """Whether parameters stay as they are in an iteration until the members have met, so that a checkpoint may copy
         them meanwhile.
+        """
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        """Return the layout of what the members sum. Local, equal on all members.
+
+        Args:
+            folder: of the parameters that are trained now.
         """
 
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
@@ -80,6 +89,9 @@ class Synchronous:
 
     def num_done(self, number: int) -> int:
         return number
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        return folder.layout
 
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
         return upcoming()
