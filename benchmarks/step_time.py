@@ -80,9 +80,9 @@ class Team:
         return times
 
     def measure(self, number: int) -> None:
-        before = self._cpu_s()
+        before = self.cpu_s()
         times = self.steps(number + 1)[1:]  # the first finds cold caches: the others' turn is over
-        self.blocks.append(Block(statistics.median(times), (self._cpu_s() - before) / (number + 1)))
+        self.blocks.append(Block(statistics.median(times), (self.cpu_s() - before) / (number + 1)))
 
     def measure_memory(self, seconds: float) -> None:
         """The largest proportional set sizes, looked at again and again while it trains."""
@@ -122,7 +122,8 @@ class Team:
         for pipe in self.pipes:
             pipe.close()
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that all processes of the side have used."""
         return sum(_cpu_s(pid) for process in self.processes for pid in _tree(process.pid))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -159,6 +161,8 @@ def test_outside_of_a_run_it_is_what_it_was(make: Callable[[Any], optim.Optimize
         optimizer = wrap(make(trained))
         scheduler = StepLR(optimizer, 1)
         calls: list[str] = []
+        assert bits_of(copy.deepcopy(optimizer).state_dict()) == bits_of(optimizer.state_dict())
+        assert bits_of(pickle.loads(pickle.dumps(optimizer)).state_dict()) == bits_of(optimizer.state_dict())
         optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
         for _ in range(3):
@@ -240,9 +244,41 @@ def _outside(seat: Seat, place: Place) -> str:
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             optimizer.step()
+        with pytest.raises(unisono.UsageError, match="copied or pickled"):
+            copy.deepcopy(optimizer)
         with pytest.raises(unisono.UsageError) as raised:
             optimizer.step()
         return str(raised.value)
+
+
+def train_going_back(run: unisono.Run, wrap: Callable[[optim.Optimizer], optim.Optimizer]) -> str:
+    """In the middle, the script takes up a state that it has kept, as after a loss that has exploded."""
+    model = Mlp()
+    optimizer = wrap(optim.AdamW(model.parameters()))
+    run.track(model=model, optimizer=optimizer)
+    other = optim.AdamW(Mlp().parameters())
+    for one in other.param_groups[0]["params"]:
+        one.grad = torch.full_like(one, 0.5)
+    other.step()
+    for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+        if step.number == 2:
+            optimizer.load_state_dict(other.state_dict())
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return bits_of(model.state_dict())
+
+
+def _going_back(seat: Seat, place: Place) -> str:
+    with place.run(seed=3) as run:
+        return train_going_back(run, partial(unisono.shard, copies=1))
+
+
+def test_a_script_may_load_a_state_in_the_middle() -> None:
+    torch.set_num_threads(1)
+    with AloneRun(seed=3) as run:
+        expected = train_going_back(run, lambda one: one)
+    assert train_on("shared", 3, _going_back) == [expected] * 3
 
 
 def test_a_step_outside_of_the_loop_is_refused_where_a_part_is_elsewhere() -> None:

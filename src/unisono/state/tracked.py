@@ -200,9 +200,10 @@ class Tracked:
             for path, part in module.named_modules():
                 if isinstance(part, nn.SyncBatchNorm):
                     raise UsageError(
-                        f"{name}.{path} is a SyncBatchNorm, which needs all micro-batches at the same time; use "
-                        "BatchNorm (its statistics are averaged over the micro-batches), GroupNorm, or fewer "
-                        "micro-batches (microbatches=)"
+                        f"{name}.{path} is a SyncBatchNorm, which needs the activations of all micro-batches of a step "
+                        "at the same time, while Unisono keeps those of one: with 16 micro-batches a worker would need "
+                        "some ten times the memory. Use BatchNorm (normalizes each micro-batch by itself, and averages "
+                        "the running statistics over them) with larger and fewer micro-batches, or GroupNorm"
                     )
                 if _is_cumulative(part):
                     raise UsageError(
