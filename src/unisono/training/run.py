@@ -51,7 +51,7 @@ from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
 from unisono.training.local import InnerState, LocalRound, LocalSteps, ReplicaSamples, Replication
-from unisono.training.loop import TrainingLoop, Wire
+from unisono.training.loop import TrainingLoop, Wire, check_wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
@@ -431,8 +431,7 @@ class Run(Calls, Evaluating):
             collate=collate,
             loader_workers=loader_workers,
         )
-        if wire not in ("fp32", "bf16"):
-            raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+        check_wire(wire, self._tracked)
         return self._begin_loop(planned, Synchronous(), reduction, wire=wire)
 
     def local_steps(
