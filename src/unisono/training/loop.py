@@ -12,8 +12,8 @@ from torch import Tensor
 from unisono.decisions.cadence import Position
 from unisono.decisions.checks import is_last_checked
 from unisono.decisions.cursor import Cursor, Recipe
-from unisono.errors import StepError
-from unisono.exchange.flat import Extra
+from unisono.errors import StepError, UsageError
+from unisono.exchange.flat import SUM_DTYPE, Extra
 from unisono.faults import at_step, point
 from unisono.journal import Journal
 from unisono.microbatch.folding import GradientFolder
@@ -34,14 +34,28 @@ from unisono.training.schedule import MakeFetcher
 from unisono.training.step import Iteration, State
 from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming
+from unisono.words import listed
 
-__all__ = ["TrainingLoop", "Wire"]
+__all__ = ["TrainingLoop", "Wire", "check_wire"]
 
 OnStep = Callable[[Iteration, dict[str, float], range], None]
 """Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
 
 Wire = Literal["fp32", "bf16"]
 """As what the sums of gradients in float32 travel between hosts."""
+
+
+def check_wire(wire: str, tracked: Tracked) -> None:
+    """Raise UsageError unless it is a `Wire` that does something for what is tracked."""
+    if wire not in ("fp32", "bf16"):
+        raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+    dtypes = {parameter.dtype for _, parameter in tracked.parameters()}
+    if wire == "bf16" and dtypes and not any(SUM_DTYPE.get(dtype, dtype) == torch.float32 for dtype in dtypes):
+        names = listed(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f'wire="bf16" rounds sums of gradients in float32, and the parameters of this model are {names}, whose '
+            "sums are wider: it would change nothing. Leave it out, or train in float32"
+        )
 
 
 class TrainingLoop:

@@ -53,7 +53,7 @@ from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
 from unisono.training.local import Delta, InnerState, LocalSteps
 from unisono.training.localround import LocalRound, ReplicaSamples, Replication
-from unisono.training.loop import TrainingLoop, Wire
+from unisono.training.loop import TrainingLoop, Wire, check_wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
@@ -440,8 +440,7 @@ class Run(Calls, Evaluating):
             collate=collate,
             loader_workers=loader_workers,
         )
-        if wire not in ("fp32", "bf16"):
-            raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+        check_wire(wire, self._tracked)
         check_delay(delay, self._tracked)
         strategy = Delayed(delay, planned.num_steps) if delay else Synchronous()
         return self._begin_loop(planned, strategy, reduction, wire=wire)
