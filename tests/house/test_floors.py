@@ -194,6 +194,7 @@ NEIGHBOURS = {
     "usage": {"capacity"},
     "gpus": {"capacity"},
     "microbatch": {"state"},
+    "checkpoint.loading": {"state"},  # which tensors are states of an optimizer
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function

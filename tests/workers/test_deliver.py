@@ -338,7 +338,7 @@ def test_a_writer_does_not_wait_for_those_that_read_nothing() -> None:
 def test_the_counters_of_a_delivery_may_pass_their_end(pair: Pair) -> None:
     for member in pair.members:
         own = member._host.counters.own
-        own.counters["staged"].value = own.counters["taken"].value = 2**32 - 3
+        own.counters["staged"].value = own.counters["copied"].value = 2**32 - 3
     for number in range(1, 4):
         parcels = [large_parcels(rank, float(number)) for rank in range(2)]
         assert together(*(lambda r=r, p=p: pair.members[r].deliver(p) for r, p in enumerate(parcels))) == [0, 0]

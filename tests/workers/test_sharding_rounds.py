@@ -16,6 +16,7 @@ from tests.workers.test_rounds import Script, ScriptedTeam
 from unisono.errors import PeerLost
 from unisono.exchange.pages import WorkerPage
 from unisono.rounds.admission import Admission
+from unisono.rounds.clock import Clock
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import LOST
 from unisono.rounds.update import shared_updates
@@ -64,7 +65,7 @@ def take_part(seat: Seat, call: str, number: int) -> None:
     if name != "a":
         _lose_after(rounds.members, call, number)
     try:
-        with shared_updates(rounds, tracked, lambda: "nothing"):
+        with shared_updates(rounds, tracked, lambda: "nothing", Clock()):
             for step in range(NUM_STEPS):
                 train(model, optimizer, step)
     except LOST:

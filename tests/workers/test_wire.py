@@ -22,6 +22,7 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.decisions.tree import Node, leaf, level_of, schedule
 from unisono.errors import RecipeError, UsageError
+from unisono.faults import POINTS
 from unisono.journal import compare
 from unisono.testing import Faults, run_workers
 from unisono.testing import Outcome as RunOutcome
@@ -57,7 +58,7 @@ def by_hand(gradients: list[Tensor], *, rounds: bool) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 9, 16, 17, 24, 40])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 9, 17, 40])
 @pytest.mark.parametrize("is_rare", [False, True])
 def test_a_gradient_is_what_the_definition_says(microbatches: int, is_rare: bool) -> None:
     """Adopted gradients, leaves that are first in their chain, and a parameter that some micro-batches do not use."""
@@ -92,9 +93,9 @@ def test_a_gradient_is_what_the_definition_says(microbatches: int, is_rare: bool
 
 # -- the same bits -----------------------------------------------------------------------------------
 
-NAMES = [*RECIPES] if ALL else ["cnn", "transformer", "rare", "thawing", "bfloat16", "float64", "mixed", "scaler"]
+NAMES = [*RECIPES] if ALL else ["cnn", "transformer", "rare", "thawing", "bfloat16", "float64"]
 JOBS = [(name, microbatches) for name in NAMES for microbatches in (6, 12, 24)]
-TEAMS = [("shared", 2), ("shared", 3), ("gloo", 2), ("gloo", 3), ("two-level", 3), ("two-level", 4)]
+TEAMS = [("shared", 3), ("gloo", 2), ("gloo", 3), ("two-level", 4)]
 """24 samples in micro-batches of 4, 2 and 1: rounded from the leaves, the sums of 2, and the sums of 4 on."""
 Outcomes = dict[tuple[str, int], Outcome]
 
@@ -131,6 +132,23 @@ def test_a_team_gives_the_bits_of_one_worker(number: int, alone: tuple[Path, Out
         assert compare(folder / place, tmp_path / place).startswith("identical: ")
 
 
+def sharded_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return unisono.shard(torch.optim.AdamW(parameters, lr=0.01))
+
+
+def _train_sharded(seat: Seat, place: Place) -> tuple[str, str]:
+    with place.run(None, seed=SEED) as run:
+        outcome = dataclasses.replace(RECIPES["cnn"], wire="bf16", optimizer=sharded_adamw).train(run, 12)
+    return outcome.final["model"], outcome.losses
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shared", 3), ("gloo", 2)])
+def test_a_sharded_optimizer_gets_the_same_gradients(kind: str, size: int, alone: tuple[Path, Outcomes]) -> None:
+    _, expected = alone
+    right = expected["cnn", 12].final["model"], expected["cnn", 12].losses
+    assert train_on(kind, size, _train_sharded) == [right] * size
+
+
 def test_what_is_compared_is_rounded(alone: tuple[Path, Outcomes], tmp_path: Path) -> None:
     """It would differ from a run that is not; only where all sums are float64 there is nothing to round."""
     _, outcomes = alone
@@ -142,7 +160,17 @@ def test_what_is_compared_is_rounded(alone: tuple[Path, Outcomes], tmp_path: Pat
 
 # -- losses, and resumes -----------------------------------------------------------------------------
 
-CASES = [
+ELSEWHERE = ("checkpoint", "in_", "evaluat", "talk")
+"""Points that no plain step of 5 comes to, or where something else must happen first."""
+EVERY = [
+    (exchange, workers, microbatches, at, rank)
+    for exchange in ("shared", "gloo", "two-level")
+    for workers, microbatches in ((2, 12), (3, 8))
+    for at in POINTS
+    if "." not in at and not at.startswith(ELSEWHERE)
+    for rank in range(workers)
+]
+SAMPLE = [
     ("shared", 3, 8, "after_backward", 1),
     ("shared", 2, 12, "published", 0),
     ("gloo", 3, 12, "before_combine", 2),
@@ -150,6 +178,7 @@ CASES = [
     ("two-level", 3, 12, "after_backward", 0),
     ("two-level", 3, 8, "committed", 2),
 ]
+CASES = EVERY if ALL else SAMPLE
 OPTIONS = {"two-level": ["--simulate-hosts", "2"]}
 
 

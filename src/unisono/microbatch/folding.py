@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -34,6 +35,9 @@ from unisono.state.packing import digest_of_tensor
 from unisono.state.tracked import Calls
 
 __all__ = ["Fingerprint", "GradientFolder"]
+
+PART = 1 << 17
+"""Values that are rounded together."""
 
 OnRows = Callable[[int], None]
 """Callback: so many rows of the current leaf's node are complete."""
@@ -431,23 +435,41 @@ class GradientFolder:
             self._carry(current, index, gradient)
             return
         target = current.chain[0][1].gradients[index]
-        if current.adopts and gradient.dtype == target.dtype:
+        if current.rounds_itself and self._is_rounded[index]:
+            for part in _parts(target):
+                target[part].copy_(gradient[part].to(torch.bfloat16))
+        elif current.adopts and gradient.dtype == target.dtype:
             self._adopted[index] = gradient
         else:
             target.copy_(gradient)
-            if current.rounds_itself and self._is_rounded[index]:
-                round_in_place(target)
 
     def _carry(self, current: _Leaf, index: int, running: Tensor | float) -> None:
         """Add a gradient to the nodes of the chain, one after the other. All sums are written into slots: the gradient
         may be a view of memory that is still on its way to other parameters.
         """
-        other = self._adopted.pop(index, None)
-        is_rounded = self._is_rounded[index]
-        if is_rounded and current.rounds_itself and isinstance(running, Tensor):
-            running = running.to(torch.bfloat16).to(torch.float32)  # a copy
-        for (_, slot), is_left, rounds in zip(current.chain, current.is_left, current.rounds, strict=True):
-            target = slot.gradients[index]
+        adopted = self._adopted.pop(index, None)
+        targets = [slot.gradients[index] for _, slot in current.chain]
+        if not self._is_rounded[index] or not current.rounds[-1]:
+            self._add_up(current, running, adopted, targets)
+            return
+        for part in _parts(targets[0]):  # from here to the last node of the chain in the cache
+            own = running[part] if isinstance(running, Tensor) else running
+            if current.rounds_itself and isinstance(own, Tensor):
+                own = own.to(torch.bfloat16).to(torch.float32)  # a copy
+            other = adopted[part] if adopted is not None else None
+            self._add_up(current, own, other, [target[part] for target in targets], rounds=True)
+
+    @staticmethod
+    def _add_up(
+        current: _Leaf,
+        running: Tensor | float,
+        other: Tensor | None,
+        targets: Sequence[Tensor],
+        *,
+        rounds: bool = False,
+    ) -> None:
+        """Add to ``other``, or to what is in the first target, and so on; each sum goes to its target."""
+        for target, is_left, is_rounded in zip(targets, current.is_left, current.rounds, strict=True):
             if other is None:
                 other = target
             # The left node first: where both are NaN, the sum has the bits of the first.
@@ -480,6 +502,15 @@ class _Tail:
         self.used = view(layout.used)
         self.buffers = [view(entry) for entry in layout.buffers]
         self.extras = [view(entry) for entry in layout.extras]
+
+
+def _parts(tensor: Tensor) -> list[Any]:
+    """Return indices that cut a tensor into parts that stay in the cache, wherever it lies."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if tensor.numel() <= PART or rows < 2 or tensor.device.type != "cpu":
+        return [...]
+    each = max(1, rows * PART // tensor.numel())
+    return [slice(start, start + each) for start in range(0, rows, each)]
 
 
 def _each(operation: Callable[[Tensor, Tensor], Tensor], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

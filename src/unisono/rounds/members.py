@@ -59,6 +59,7 @@ class Members:
         """The newest planned generation whose notice all members have: they can move there at the next boundary."""
         self._reporter = reporter
         self._layout = layout
+        self._delivered_bytes = 0
 
     @property
     def rank(self) -> int:
@@ -113,7 +114,12 @@ class Members:
         """
         self.team.check()
         with self.team.waiting():
-            self.team.exchange.deliver(parcels)
+            self._delivered_bytes += self.team.exchange.deliver(parcels)
+
+    def take_delivered_bytes(self) -> int:
+        """Return, once, how much this member has sent to other hosts with `deliver`. Local."""
+        number, self._delivered_bytes = self._delivered_bytes, 0
+        return number
 
     def sum(self, share: Share, telemetry: StepTelemetry) -> Summed:
         """Add up the nodes of all members in tree order, and divide by the total weight. Collective.

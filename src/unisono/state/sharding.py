@@ -9,6 +9,7 @@ every worker knows of every state is its `Outline`: all but the content of its t
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -44,6 +45,8 @@ class Shares:
         self._optimizer = optimizer
         self._step = step
         self._known: list[Tensor] = []
+        self._seen: dict[int, list[Any]] = {}
+        """By parameter: the values of a state whose outline is known."""
         self._play: Callable[[], None] | None = None
         self._worker_ids: Callable[[], Collection[str]] = tuple
         self.begin_whole()
@@ -161,6 +164,7 @@ class Shares:
     def begin_whole(self) -> None:
         """Note that all members hold all states, as before the first loop. Local."""
         self.owners = None
+        self._seen.clear()
         self.outlines = self.changes(range(len(self.parameters())), {})
 
     def changes(self, own: Iterable[int], known: Mapping[int, Outline] | None = None) -> dict[int, Outline]:
@@ -173,8 +177,15 @@ class Shares:
         parameters, found = self.parameters(), {}
         for index in own:
             state = self._optimizer.state.get(parameters[index])
-            if state is not None and (outline := _outline(state, parameters[index], index)) != known.get(index):
+            if state is None:
+                continue
+            values, before = list(state.values()), self._seen.get(index)
+            if before is not None and index in known and _same_objects(values, before):
+                continue  # as usual: an update writes into the tensors of a state
+            if (outline := _outline(state, parameters[index], index)) != known.get(index):
                 found[index] = outline
+            else:
+                self._seen[index] = values
         return found
 
     def note(self, changes: Mapping[int, Outline]) -> None:
@@ -205,6 +216,7 @@ class Shares:
 
     def keep(self, own: Collection[int]) -> None:
         """Drop all states but these."""
+        self._seen.clear()
         for index, parameter in enumerate(self.parameters()):
             if index not in own:
                 self._optimizer.state.pop(parameter, None)
@@ -240,9 +252,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the ``state_dict`` of the replicated optimizer; what this worker does not hold is a meta tensor."""
         found = super().state_dict()
-        shares = self._shares
-        if shares.owners is not None:
-            own = found["state"]
+        shares, own = self._shares, found["state"]
+        if shares.owners is not None or any(index not in own for index in shares.outlines):
             found["state"] = {
                 index: own[index] if index in own else shares.placeholder(index) for index in shares.outlines
             }
@@ -260,9 +271,9 @@ class ShardedOptimizer(Optimizer):
         )
         shares = self._shares
         shares.begin_whole()
-        options = [group for group in self.param_groups for _ in group["params"]]
+        where = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         shares.outlines = {
-            index: _outline_of_placeholder(state, index, options[index]) if index in away else shares.outlines[index]
+            index: _outline_of_placeholder(state, index, *where[index]) if index in away else shares.outlines[index]
             for index, state in states.items()
         }
 
@@ -350,6 +361,10 @@ def _unhooked(base: type[Optimizer]) -> Callable[[Optimizer], object]:
     return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
+def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
 def _is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
@@ -363,9 +378,11 @@ def _outline(state: Mapping[str, Any], parameter: Tensor, index: int) -> Outline
     }
 
 
-def _outline_of_placeholder(state: Mapping[str, Any], index: int, options: Mapping[str, Any]) -> Outline:
+def _outline_of_placeholder(
+    state: Mapping[str, Any], index: int, options: Mapping[str, Any], parameter: Tensor
+) -> Outline:
     """Return the outline of a state that ``load_state_dict`` of torch would load with these options of its group."""
-    steps_on_cpu = not (options.get("capturable") or options.get("fused"))
+    steps_on_cpu = parameter.device.type != "cpu" and not (options.get("capturable") or options.get("fused"))
     return {
         key: _part(value, not (key == "step" and steps_on_cpu), f"state[{index}][{key!r}]")
         for key, value in state.items()

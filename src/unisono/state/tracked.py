@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unisono.decisions.checks import balance_of_copies
 from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
-from unisono.state.packing import digest_of_state, is_same_state
+from unisono.state.packing import digest_of_state, digest_of_tensors, is_same_state
 from unisono.state.sharded import Sharded, held_digests, states_in
 from unisono.state.sums import Sums
 
@@ -450,6 +451,18 @@ class Tracked:
     def common_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
         return {name: f"{digest_of_state(_alike(value)):016x}" for name, value in self._objects.items()}
+
+    def balance_of_copies(self, worker_id: str) -> int:
+        """Return a worker's part of a sum that is 0, over all workers, where all copies of shared states are equal."""
+        total = 0
+        for value in self.sharded.values():
+            digests = {
+                number: digest_of_tensors([*state.values(), torch.tensor(number)])
+                for number, state in value.held().items()
+                if state
+            }
+            total += balance_of_copies(digests, value.holders, worker_id)
+        return total % (1 << 64)
 
     def held_digests(self) -> dict[str, dict[int, int]]:
         """Return by sharded optimizer the digests of the states that this worker holds, by the numbers of their tensors

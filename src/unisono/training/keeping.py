@@ -141,6 +141,10 @@ class Keeper:
         """
         return self._resumption.begin(self._run_id, phase, recipe, is_restart=not self._is_alone)
 
+    def checkpoint(self) -> Path | None:
+        """Return the checkpoint that the run goes on from, on the member that has loaded it."""
+        return self._resumption.checkpoint
+
     def joined(self, recipe: Recipe, rounds: Rounds, lines: list[str]) -> None:
         """Note that this member is in the run, and that the directory is claimed.
 

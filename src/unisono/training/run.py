@@ -212,7 +212,7 @@ class Run(Calls, Evaluating):
             if self._profiling is not None:
                 begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
-            self._admission = Admission(self._rounds)
+            self._admission = Admission(self._rounds, self._keeper.checkpoint)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
             self._ending = Ending(
@@ -740,7 +740,7 @@ class Run(Calls, Evaluating):
 
     def _finish(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""
-        _, team = self._in_rounds()
+        rounds, team = self._in_rounds()
         self._num_steps += 1
         result, gradient = step.result(), step.round
         assert gradient.result is not None
@@ -756,7 +756,7 @@ class Run(Calls, Evaluating):
             checkpoint=self._keeper.news(),
             balance=gradient.news,
             warnings=team.take_warnings(),
-            sent_bytes=step.sent_bytes,
+            sent_bytes=step.sent_bytes + rounds.members.take_delivered_bytes(),
         )
         if self._rounds is not None and self._loop is not None:
             self._troubles.tell_memory(self._rounds, self._loop)
