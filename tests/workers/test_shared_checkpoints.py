@@ -125,3 +125,24 @@ def test_losing_a_worker_while_states_travel_to_one_that_sees_the_directory(
         arguments=["--copies", "2", "--blind", "w1", "w2"],
     )  # fmt: skip
     assert is_same(again, calm), again.output
+
+
+@pytest.mark.parametrize(
+    ("at", "worker"),
+    [(at, worker) for at in ("reduced", "committed", "shard.delivered") for worker in ("w0", "w1", "w3")]
+    if ALL
+    else [("committed", "w1")],
+)
+def test_members_that_lag_behind_a_loss_take_part_in_what_others_have_begun(
+    at: str, worker: str, calm: Outcome, tmp_path: Path
+) -> None:
+    """States were to travel at the boundary after the step in which the worker was lost."""
+    directory = tmp_path / "run"
+    arguments = ["--every", "3", "--copies", "2", "--blind", "w2", "w3"]
+    faults = Faults().kill(worker, at=at, step=2)
+    hurt = run_workers(SCRIPT, 4, directory=directory, faults=faults, options=ALONE, arguments=arguments)
+    assert hurt.exit_code == 0, hurt.output
+    assert worker in ended_workers(hurt.output), hurt.output
+    assert is_same(hurt, calm), hurt.output
+    check_readable(directory)
+    assert steps(directory)[-1] == LAST_STEP
