@@ -93,6 +93,15 @@ class Common(Sign):
         super().step()
 
 
+class Averaging(Sign):
+    """It has other parameters for an evaluation, as the optimizers without a schedule have."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.lerp_(self.state[parameter]["mean"], 0.5)
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(4, 4))]
 
@@ -106,6 +115,7 @@ def parameters() -> list[nn.Parameter]:
         (Estimating, "Estimating: it looks across parameters"),
         (Noisy, "Noisy: it looks across parameters, or draws random numbers"),
         (Remembering, r"Remembering: state\[...\]\['past'\] is a list"),
+        (Averaging, "Averaging: its train\\(\\) and eval\\(\\) change parameters"),
         (Common, "state that belongs to no parameter"),
     ],
 )
@@ -267,6 +277,37 @@ def train_going_back(run: unisono.Run, wrap: Callable[[optim.Optimizer], optim.O
             F.cross_entropy(model(x), y).backward()
         optimizer.step()
     return bits_of(model.state_dict())
+
+
+def train_two(run: unisono.Run, wrap: Callable[[optim.Optimizer], optim.Optimizer]) -> str:
+    """Two models, two optimizers and two passes over each batch; the second one leaves out some updates."""
+    torch.manual_seed(0)
+    left, right = Mlp(), Mlp()
+    first, second = wrap(optim.AdamW(left.parameters())), wrap(optim.SGD(right.parameters(), lr=0.1, momentum=0.9))
+    run.track(left=left, right=right, first=first, second=second)
+    for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+        for x, y in step:
+            F.cross_entropy(left(x), y).backward()
+        first.step()
+        for x, y in step.again():
+            F.cross_entropy(right(x) + left(x), y).backward()
+        if step.number % 2:
+            second.step()
+        else:
+            second.zero_grad()
+    return bits_of([left.state_dict(), right.state_dict()])
+
+
+def _two(seat: Seat, place: Place) -> str:
+    with place.run(seed=3) as run:
+        return train_two(run, partial(unisono.shard, copies=1))
+
+
+def test_two_models_with_an_optimizer_each() -> None:
+    torch.set_num_threads(1)
+    with AloneRun(seed=3) as run:
+        expected = train_two(run, lambda one: one)
+    assert train_on("shared", 3, _two) == [expected] * 3
 
 
 def _going_back(seat: Seat, place: Place) -> str:

@@ -78,6 +78,8 @@ class Agreement:
     """
 
     def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, last_step: int | None) -> None:
+        self.unit = "micro-batch"
+        """Of a rehearsal, for errors."""
         self._members = members
         self._tracked = tracked
         self._rehearses = rehearses
@@ -245,7 +247,7 @@ class Agreement:
             if mine is not None and theirs is not None:
                 what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
         raise DivergenceError(
-            f"micro-batch {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
+            f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 
