@@ -211,7 +211,7 @@ def test_a_kill_changes_no_bit(
     exchange: str, workers: int, microbatches: int, at: str, rank: int, calm: dict[int, RunOutcome], tmp_path: Path
 ) -> None:
     """Survivors keep what they have rounded, and form what is missing."""
-    faults = Faults().kill(f"w{rank}", step=2, at=at)
+    faults = Faults().kill(f"w{rank}", step=3, at=at)  # a whole batch: everybody has a part
     options = ["--exchange", exchange, *OPTIONS.get(exchange, [])]
     hurt = train(tmp_path / "run", workers, microbatches, *options, faults=faults)
     assert hurt.exit_code == 0, hurt.output
