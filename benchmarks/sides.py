@@ -28,7 +28,7 @@ from benchmarks.models import CASES, Case
 from unisono.lifetime import bind_to_parent
 from unisono.training.settings import keep_freed_memory
 
-__all__ = ["SIDES"]
+__all__ = ["SIDES", "as_bfloat16"]
 
 BATCHES = 16  # of the data set; then it begins again in another order
 
@@ -110,13 +110,13 @@ def with_ddp(
     _meet(rank, size, meeting)
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
     if wire == "bf16":
-        model.register_comm_hook(None, lambda state, bucket: _as_bfloat16(bucket))  # torch looks at annotations
+        model.register_comm_hook(None, lambda state, bucket: as_bfloat16(bucket))  # torch looks at annotations
     control.hello(rank)
     _loop(model, case, microbatches, control, rank=rank, size=size)
     dist.destroy_process_group()
 
 
-def _as_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def as_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """What torch's ``bf16_compress_hook`` does, which it refuses on gloo."""
     gradients = bucket.buffer()
     sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())

@@ -42,6 +42,8 @@ BLOCK_S = 0.6
 """About how long a block takes; at least `LEAST_STEPS`."""
 LEAST_STEPS = 3
 START_S = 120.0
+ANSWER_S = 300.0
+"""A side that has not done its steps by then hangs."""
 MEMORY_S = 1.5
 LIMIT_S = {"quick": 8.0, "full": 45.0}
 """How long the sides of one comparison take turns, together."""
@@ -80,9 +82,9 @@ class Team:
         return times
 
     def measure(self, number: int) -> None:
-        before = self._cpu_s()
+        before = self.cpu_s()
         times = self.steps(number + 1)[1:]  # the first finds cold caches: the others' turn is over
-        self.blocks.append(Block(statistics.median(times), (self._cpu_s() - before) / (number + 1)))
+        self.blocks.append(Block(statistics.median(times), (self.cpu_s() - before) / (number + 1)))
 
     def measure_memory(self, seconds: float) -> None:
         """The largest proportional set sizes, looked at again and again while it trains."""
@@ -122,12 +124,16 @@ class Team:
         for pipe in self.pipes:
             pipe.close()
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that all processes of the side have used."""
         return sum(_cpu_s(pid) for process in self.processes for pid in _tree(process.pid))
 
 
 def _receive(pipe: Connection, team: Team) -> dict[str, Any]:
+    deadline = time.monotonic() + ANSWER_S
     while not pipe.poll(1.0):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{team.name}: no answer within {ANSWER_S:.0f} s")
         for process in team.processes:
             if process.poll() is not None:
                 raise RuntimeError(f"{team.name}: process {process.pid} ended with exit code {process.returncode}")

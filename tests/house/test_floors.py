@@ -36,6 +36,7 @@ FLOORS = {
     "decisions.checks": 1,
     "decisions.clocks": 1,
     "decisions.layout": 1,
+    "decisions.copies": 1,
     "decisions.ownership": 1,
     "overview": 1,
     "telemetry": 1,
@@ -116,6 +117,8 @@ FLOORS = {
     "training.sharing": 4,
     "training.strategies": 4,
     "training.local": 4,
+    "training.delayed": 4,
+    "training.localround": 4,
     "training.resuming": 4,
     "training.keeping": 4,
     "training.profiling": 4,
@@ -194,6 +197,7 @@ NEIGHBOURS = {
     "usage": {"capacity"},
     "gpus": {"capacity"},
     "microbatch": {"state"},
+    "checkpoint.loading": {"state"},  # which tensors are states of an optimizer
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
@@ -230,7 +234,9 @@ NEIGHBOURS = {
     "training.step": {"rounds"},
     "training.steps": {"training.step"},
     "training.strategies": {"rounds", "training.step", "training.upcoming"},
-    "training.local": {"rounds", "training.step", "training.upcoming"},
+    "training.delayed": {"rounds", "training.step", "training.upcoming"},
+    "training.local": {"rounds", "training.localround", "training.upcoming"},
+    "training.localround": {"rounds", "training.step"},
     "training.keeping": {"rounds", "training.resuming", "training.sharing"},
     "training.sharing": {"rounds"},
     "training.loop": {
@@ -260,6 +266,7 @@ NEIGHBOURS = {
         "training.evaluator",
         "training.keeping",
         "training.local",
+        "training.localround",
         "training.loop",
         "training.notes",
         "training.profiling",
@@ -267,6 +274,7 @@ NEIGHBOURS = {
         "training.step",
         "training.steps",
         "training.strategies",
+        "training.delayed",
         "training.calls",
         "training.talking",
         "training.troubles",

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import uuid
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import unisono
-from tests.workers.models import bits_of
+from tests.workers.disk import wait_for_disk
+from tests.workers.models import Mlp, bits_of, vectors
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, StaticRun, train_on
 from tests.workers.test_checkpoint import InSight
 from unisono.checkpoint import files, saving, snapshot
 from unisono.checkpoint.loading import read
 from unisono.checkpoint.snapshot import Layout, held_by_all, tensor_names
 from unisono.decisions.cadence import Position, assign_parts
-from unisono.errors import CheckpointError, UsageError
+from unisono.errors import CheckpointError, DivergenceError, UsageError
+from unisono.journal import read as read_journal
+from unisono.rundir import RunDirectory
 from unisono.state.packing import digest_of_state, pack, pack_held
 from unisono.state.sharded import held_digests, states_in
+from unisono.training import run as running
 
 CPU = torch.device("cpu")
 NUM_PARAMETERS = 6
@@ -157,3 +166,182 @@ def test_a_tensor_without_content_is_refused_where_no_worker_can_hold_it() -> No
         pack(state)
     assert pack_held(state).tensors[0].is_meta
     assert held_by_all(["a", "b"]) == [(), ()]
+
+
+# -- whole trainings ---------------------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """What a training leaves behind."""
+
+    final: str
+    """The bits of the model."""
+    digests: dict[str, str]
+    """At the end of the run, as the journal has them."""
+    checkpoints: dict[int, str]
+    """The bits of each, by step."""
+
+
+def train(run: unisono.Run, copies: int, max_steps: int | None = None) -> str:
+    model = Mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if copies:
+        unisono.shard(optimizer, copies=copies)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2, max_steps=max_steps):
+        for x, y in step:
+            wait_for_disk(run)
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    return bits_of(model.state_dict())
+
+
+def trained(directory: Path, final: str) -> Trained:
+    end = [line for line in read_journal(directory) if line["kind"] == "end"][-1]
+    found = {files.step_of(one): bits_of(read(one)[1]["objects"]) for one in files.complete(directory / files.FOLDER)}
+    return Trained(final, end["digests"], found)
+
+
+POLICY = unisono.Checkpoints(every_steps=3, keep=100)
+
+
+def run_of(seat: Seat, place: Place, directory: str, reaching: Collection[int], **options: Any) -> unisono.Run:
+    """The run of a process that sees the directory, or does not."""
+    running.uuid.uuid4 = lambda: uuid.UUID(int=7)  # type: ignore[assignment]  # one run, in processes without a head
+    if seat.rank not in reaching:
+        RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]
+        directory = f"{directory}-of-another-machine"
+    return StaticRun(place.exchange(), directory, seed=3, checkpoint=POLICY, **options)
+
+
+def _train(
+    seat: Seat,
+    place: Place,
+    directory: str,
+    reaching: Collection[int],
+    copies: int,
+    max_steps: int | None,
+    options: dict[str, Any],
+) -> str:
+    with run_of(seat, place, directory, reaching, **options) as run:
+        return train(run, copies, max_steps)
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("replicated") / "run"
+    with AloneRun(directory, seed=3, checkpoint=POLICY) as run:
+        final = train(run, 0)
+    return trained(directory, final)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "copies", "reaching"),
+    [("shared", 3, 2, range(3)), ("shared", 3, 1, [0]), ("gloo", 4, 2, [0, 2])],
+)
+def test_a_run_leaves_what_one_with_a_replicated_optimizer_leaves(
+    kind: str, size: int, copies: int, reaching: Collection[int], replicated: Trained, tmp_path: Path
+) -> None:
+    """Also where few workers see the directory: the others bring them what they do not hold."""
+    finals = train_on(kind, size, _train, str(tmp_path / "run"), reaching, copies, None, {})
+    assert trained(tmp_path / "run", finals[0]) == replicated
+    assert set(finals) == {replicated.final}
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs that were stopped in the middle: with a replicated optimizer, and with one whose states are shared out."""
+    found = {name: tmp_path_factory.mktemp(name) / "run" for name in ("replicated", "sharded")}
+    with AloneRun(found["replicated"], seed=3, checkpoint=POLICY) as run:
+        train(run, 0, 3)
+    train_on("shared", 3, _train, str(found["sharded"]), range(3), 2, 3, {})
+    return found
+
+
+RESUMED = [
+    ("replicated", "shared", 2, 2, [0, 1]),  # into fewer or more workers than it was written by
+    ("replicated", "gloo", 4, 1, [0, 2]),
+    ("sharded", "two-level", 4, 2, [0]),
+    ("sharded", "shared", 3, 0, range(3)),
+    ("sharded", "shared", 1, 2, [0]),
+]
+
+
+@pytest.mark.parametrize(("written", "kind", "size", "copies", "reaching"), RESUMED)
+def test_a_checkpoint_is_loaded_with_and_without_shared_states(
+    written: str,
+    kind: str,
+    size: int,
+    copies: int,
+    reaching: Collection[int],
+    halves: dict[str, Path],
+    replicated: Trained,
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "run"
+    options = {"resume": str(halves[written])}
+    finals = train_on(kind, size, _train, str(directory), reaching, copies, None, options)
+    found = trained(directory, finals[0])
+    assert found.digests == replicated.digests
+    assert found.checkpoints[6] == replicated.checkpoints[6]
+    assert set(finals) == {replicated.final}
+
+
+def _load(seat: Seat, place: Place, directory: str, reaching: Collection[int], resume: str) -> dict[int, bool]:
+    """Which states this worker has, before the first update."""
+    with run_of(seat, place, directory, reaching, resume=resume) as run:
+        model = Mlp()
+        optimizer = unisono.shard(torch.optim.AdamW(model.parameters(), lr=0.01), copies=1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+            held = {index: bool(state["exp_avg"].any()) for index, state in optimizer.held().items()}  # type: ignore[attr-defined]
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            break
+        else:
+            raise AssertionError("no step")
+    return held
+
+
+@pytest.mark.parametrize("reaching", [[0], [0, 1, 2]])
+def test_each_member_loads_only_what_it_will_hold(
+    reaching: Collection[int], halves: dict[str, Path], tmp_path: Path
+) -> None:
+    held = train_on("shared", 3, _load, str(tmp_path / "run"), reaching, str(halves["sharded"]))
+    assert sorted(index for one in held for index in one) == list(range(len(list(Mlp().parameters()))))
+    assert all(len(one) > 0 for one in held)
+    assert all(all(one.values()) for one in held)
+
+
+# -- copies of a state -------------------------------------------------------------------------------
+
+
+def _spoil(seat: Seat, place: Place, spoilt: int) -> str:
+    """What the error says when a bit of one copy has changed."""
+    try:
+        with place.run(seed=3) as run:
+            model = Mlp()
+            optimizer = unisono.shard(torch.optim.AdamW(model.parameters(), lr=0.01), copies=2)
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if step.number == 2 and seat.rank == spoilt:
+                    state = next(iter(optimizer.held().values()))  # type: ignore[attr-defined]
+                    state["exp_avg"].view(-1)[0] += 1.0
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_that_differs_is_named_with_who_holds_it() -> None:
+    """No worker's own state tells: each has other states, and only their copies can be compared."""
+    words = train_on("shared", 3, _spoil, 1)
+    assert len(set(words)) == 1
+    assert re.search(r"at step 3 w\d and w\d hold copies of optimizer\['state'\]\[\d\]\['exp_avg'\]", words[0]), words
+    assert "w1" in words[0]
+    assert "faulty" in words[0]

@@ -62,6 +62,7 @@ __all__ = [
     "publish",
     "read_blocks",
     "read_manifest",
+    "read_some",
     "remove",
     "remove_abandoned",
     "remove_part",
@@ -454,11 +455,11 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     return manifest
 
 
-def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -> None:
+def read_blocks(path: Path, facts: FileFacts, into: Iterable[memoryview] | None = None) -> None:
     """Read a file into memory, and check every byte of it.
 
     Args:
-        into: memory for the whole file, in order; without it the file is only checked.
+        into: memory for the whole file, in order, taken as it is needed; without it the file is only checked.
 
     Raises:
         Problem: the file differs from ``facts``; the message says how and where.
@@ -474,7 +475,7 @@ def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -
                 raise Problem(f"{name} has {len(facts.crc32)} checksums for {num_blocks} blocks")
             # One thread reads in order, which is fastest on most disks; others compute the checksums.
             checks = []
-            for pieces in _blocks(into) if into else _scratch(size):
+            for pieces in _scratch(size) if into is None else _blocks(into):
                 for piece in pieces:
                     _read_into(file, piece, name)
                 checks.append(pool.submit(reduce, lambda check, piece: zlib.crc32(piece, check), pieces, 0))
@@ -485,6 +486,39 @@ def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -
                         f"{name} is damaged in bytes {start} to {min(start + BLOCK_BYTES, size)}: CRC-32 "
                         f"{check.result():08x}, not {facts.crc32[number]:08x}"
                     )
+    except FileNotFoundError:
+        raise Problem(f"{name} is missing") from None
+    except OSError as error:
+        raise Problem(f"{name} cannot be read: {error.strerror}") from error
+
+
+def read_some(path: Path, facts: FileFacts, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """Read some pieces of a file into memory, and check the blocks in which they lie. Needs room for one block.
+
+    Args:
+        pieces: by their first byte in the file, ascending.
+
+    Raises:
+        Problem: the file differs from ``facts``.
+    """
+    name = f"{path.parent.name}/{path.name}"
+    block, number = bytearray(), -1
+    try:
+        with path.open("rb", buffering=0) as file:
+            for first, piece in pieces:
+                done = 0
+                while done < len(piece):
+                    needed, offset = divmod(first + done, BLOCK_BYTES)
+                    if needed != number:
+                        start = needed * BLOCK_BYTES
+                        block, number = bytearray(min(BLOCK_BYTES, facts.num_bytes - start)), needed
+                        file.seek(start)
+                        _read_into(file, memoryview(block), name)
+                        if zlib.crc32(block) != facts.crc32[needed]:
+                            raise Problem(f"{name} is damaged in bytes {start} to {start + len(block)}")
+                    size = min(len(piece) - done, len(block) - offset)
+                    piece[done : done + size] = block[offset : offset + size]
+                    done += size
     except FileNotFoundError:
         raise Problem(f"{name} is missing") from None
     except OSError as error:

@@ -9,7 +9,7 @@ has one writer, its member. Counters on it say how far that member is; they only
     posted      my payload is in its memory
     read        I have read everybody's payloads
     staged      one for each turn of a delivery: what I pass on in it is on my stage
-    taken       the same: I have copied all that I need of it
+    copied      the same: I have copied all that I need of it
 
 All members publish the parts of a combine in the same order, so a number on ``published`` means the same part for all.
 
@@ -26,8 +26,8 @@ it is not read any more, and is written again only after that:
   combine. They are written again when their member commits the next one; it has reduced a part by then, so all have
   published the first part.
 - *A payload* is written again only after all have ``read`` it.
-- *A half of a stage* is read between its writer's ``staged`` and the reader's ``taken`` of the same turn. Its writer
-  writes it again, two turns later at the earliest, after it has seen ``taken`` of that turn from all that read it. Who
+- *A half of a stage* is read between its writer's ``staged`` and the reader's ``copied`` of the same turn. Its writer
+  writes it again, two turns later at the earliest, after it has seen ``copied`` of that turn from all that read it. Who
   reads what is known to all from the parcels; whoever reads nothing is not waited for.
 
 One ``reduced`` counts for all parts: nobody may act on a part before the commit of all, so a counter for each part

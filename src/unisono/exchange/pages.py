@@ -25,7 +25,7 @@ MAX_WORK = 512
 MAX_TEAM = 4096
 """Members of one generation, on all hosts, whose telemetry fits on a page."""
 
-COUNTERS = ("published", "shown", "reduced", "posted", "read", "staged", "taken")
+COUNTERS = ("published", "shown", "reduced", "posted", "read", "staged", "copied")
 """Names of the counters; `unisono.exchange.host` says what each of them counts."""
 
 _Address = ctypes.c_char * 160

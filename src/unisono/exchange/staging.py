@@ -1,7 +1,7 @@
 """Stage: memory through which the members of a host pass tensors on, written by one and read by many.
 
 A member writes what others are to read, and counts ``staged``; whoever reads something waits for that, and counts
-``taken``. Both counters grow by one on every member in every turn, whether or not it writes or reads. The memory has
+``copied``. Both counters grow by one on every member in every turn, whether or not it writes or reads. The memory has
 two halves, written in turn; so members write the next turn while others still read this one (`unisono.exchange.host`).
 """
 
@@ -51,7 +51,7 @@ class Stage:
         half = (self._turn() + 1) % 2
         turn, readers = self._readers[half]
         if readers:
-            self._counters.wait("taken", turn, readers)
+            self._counters.wait("copied", turn, readers)
         return self._memory[half * STAGE_BYTES : (half + 1) * STAGE_BYTES]
 
     def show(self, readers: Collection[int]) -> None:
@@ -69,7 +69,7 @@ class Stage:
 
     def take(self) -> None:
         """End the turn: this member has read all that it reads."""
-        self._counters.advance("taken")
+        self._counters.advance("copied")
 
     def close(self) -> None:
         """Give the memory back."""

@@ -78,6 +78,8 @@ class Agreement:
     """
 
     def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, last_step: int | None) -> None:
+        self.unit = "micro-batch"
+        """Of a rehearsal, for errors."""
         self._members = members
         self._tracked = tracked
         self._rehearses = rehearses
@@ -85,6 +87,7 @@ class Agreement:
         self._last_step = last_step
         self._step = -1
         self._digest: int | None = None
+        self._copies: tuple[int, int] | None = None  # (generation, digest)
         self._is_rehearsed = False
         self._own: Fingerprint | None = None
         self._other: Fingerprint | None = None
@@ -97,7 +100,7 @@ class Agreement:
             number: of the step within ``run.steps``.
             total: steps of the run that are done.
         """
-        self._own = self._other = self._digest = None
+        self._own = self._other = self._digest = self._copies = None
         self._step = total
         is_last = number == self._last_step
         is_team = self._members.size > 1
@@ -108,6 +111,9 @@ class Agreement:
         )
         if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
             self._digest = self._digest_of_state()
+            if self._tracked.sharded:
+                own_id = self._members.worker_ids[self._members.rank]
+                self._copies = (self._members.team.generation, self._tracked.balance_of_copies(own_id))
 
     def rehearsal(self, plan: Plan) -> Rehearsal | None:
         """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
@@ -140,6 +146,9 @@ class Agreement:
         found: dict[str, int] = {"arithmetic": self._members.arithmetic}
         if self._digest is not None:
             found |= {"compared_step": self._step, "state_digest": self._digest}
+        if self._copies is not None and self._copies[0] == self._members.team.generation:
+            # A member that was lost since then would be missing in the sum.
+            found |= {"copies_generation": self._copies[0], "copies_digest": self._copies[1]}
         if self._own is not None:
             found |= {"own_leaf": self._own.leaf, "own_digest": self._own.digest}
         if self._other is not None:
@@ -165,6 +174,9 @@ class Agreement:
             states = {rank: telemetry[rank].state_digest for rank in ranks}
             if len(set(states.values())) > 1:
                 self._states_differ(telemetry, states)
+        is_whole = {each.copies_generation for each in telemetry} == {self._members.team.generation}
+        if self._copies is not None and is_whole and sum(each.copies_digest for each in telemetry) % (1 << 64):
+            self._copies_differ(telemetry)
         for owner in compared:
             for helper in compared:
                 if helper != owner and _differs(telemetry[owner], telemetry[helper]):
@@ -189,9 +201,7 @@ class Agreement:
         ids = self._members.worker_ids
         wrong = _odd_ones(states, [each.arithmetic for each in telemetry])
         if wrong is None:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+            self._warn_of_arithmetic()
             return
         ranks, usual = wrong
         mine = {
@@ -206,6 +216,24 @@ class Agreement:
             f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}"
         )
 
+    def _copies_differ(self, telemetry: Sequence[StepTelemetry]) -> None:
+        ids = self._members.worker_ids
+        if len({each.arithmetic for each in telemetry}) > 1:
+            self._warn_of_arithmetic()
+            return
+        mine = {
+            path: text
+            for name, optimizer in self._tracked.sharded.items()
+            for path, text in described(optimizer.state_dict()["state"], f"{name}['state']").items()
+        }
+        details = self._exchange(telemetry, _Details(state=mine))
+        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}")
+
+    def _warn_of_arithmetic(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+
     def _leaves_differ(self, telemetry: Sequence[StepTelemetry], owner: int, helper: int) -> None:
         ids, leaf = self._members.worker_ids, telemetry[owner].own_leaf
         details = self._exchange(
@@ -219,7 +247,7 @@ class Agreement:
             if mine is not None and theirs is not None:
                 what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
         raise DivergenceError(
-            f"micro-batch {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
+            f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 
@@ -303,6 +331,17 @@ def _odd_ones(states: Mapping[int, int], arithmetics: Sequence[int]) -> tuple[li
             usual = next(rank for index, rank in enumerate(ranks) if index not in odd)
             return [ranks[index] for index in odd], usual
     return None
+
+
+def _first_copies(details: Sequence[_Details], ids: Sequence[str]) -> str:
+    """Return in words which copies of a state differ."""
+    first: dict[str, int] = {}
+    for rank, each in enumerate(details):
+        for path, text in each.state.items():
+            other = first.setdefault(path, rank)
+            if details[other].state[path] != text:
+                return COPIES_DIFFER.format(first=ids[other], second=ids[rank], what=path)
+    return COPIES_DIFFER.format(first="one worker", second="another", what="a state of a sharded optimizer")
 
 
 def _first_difference(details: Sequence[_Details], rank: int, usual: int, ids: Sequence[str]) -> str:

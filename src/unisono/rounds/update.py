@@ -30,6 +30,7 @@ from unisono.errors import DivergenceError, StateLost
 from unisono.exchange import Parcel
 from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
+from unisono.rounds.clock import Clock
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
 from unisono.state.packing import from_bytes, quick_digest, to_bytes
@@ -74,8 +75,9 @@ class _Round:
 
     num_leaves: Final = 1
 
-    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str]) -> None:
+    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
         self._members = members
+        self._clock = clock
         self._shares = shares
         self._name = name
         self._newest = newest
@@ -89,6 +91,7 @@ class _Round:
         pass
 
     def interrupt(self) -> Collection[Node]:
+        self._clock.switch("waiting")
         self._is_first = False
         return ()
 
@@ -117,8 +120,8 @@ class UpdateRound(_Round):
 
     kind: Final = "update"
 
-    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str]) -> None:
-        super().__init__(members, shares, name, newest)
+    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
+        super().__init__(members, shares, name, newest, clock)
         assert shares.owners is not None
         self.members_then: list[Place] = []
         """The members that have finished the round, equal on all."""
@@ -136,6 +139,7 @@ class UpdateRound(_Round):
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Update what this member owns; once, but for what has lost its owners meanwhile."""
+        self._clock.switch("update")
         own = self._own(self._members.worker_ids[self._members.rank]) - self._new - self._open
         if own or not self._has_begun:
             self._has_begun = True  # a step() counts once, also where it has nothing to update
@@ -145,6 +149,7 @@ class UpdateRound(_Round):
         yield from ()
 
     def combine(self, plan: Plan) -> Said:
+        self._clock.switch("exchange")
         said = None
         if self._is_first:
             having = [self._own(worker_id) for worker_id in self._members.worker_ids]
@@ -219,8 +224,8 @@ class MovingRound(_Round):
 
     kind: Final = "moving"
 
-    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str]) -> None:
-        super().__init__(members, shares, name, newest)
+    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
+        super().__init__(members, shares, name, newest, clock)
         self._parameters = shares.parameters()
         self._wanted: Owners = ()
 
@@ -233,6 +238,7 @@ class MovingRound(_Round):
         yield from ()
 
     def combine(self, plan: Plan) -> Said:
+        self._clock.switch("exchange")
         having, said = self._hear(self._shares.held())
         if said is None:
             wanted = self._plan(having)
@@ -302,17 +308,18 @@ class MovingRound(_Round):
 
 
 @contextmanager
-def shared_updates(rounds: Rounds, tracked: Tracked, newest: Callable[[], str]) -> Iterator[None]:
+def shared_updates(rounds: Rounds, tracked: Tracked, newest: Callable[[], str], clock: Clock) -> Iterator[None]:
     """Return a context in which the steps of sharded optimizers are rounds. Collective where one begins to be shared
     out.
 
     Args:
         newest: returns what a run can go on from, for an error.
+        clock: of the loop.
     """
     sharded = {name: one for name, one in tracked.optimizers.items() if isinstance(one, ShardedOptimizer)}
     try:
         for name, optimizer in sharded.items():
-            update = _Update(rounds, optimizer._shares, name, newest)
+            update = _Update(rounds, optimizer._shares, name, newest, clock)
             optimizer._shares.bind(update, lambda: rounds.team.worker_ids)
             update.settle()
         yield
@@ -324,10 +331,13 @@ def shared_updates(rounds: Rounds, tracked: Tracked, newest: Callable[[], str]) 
 class _Update:
     """The updates of one optimizer, in a training loop."""
 
-    def __init__(self, rounds: Rounds, shares: Shares, name: str, newest: Callable[[], str]) -> None:
+    def __init__(self, rounds: Rounds, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
         self._rounds = rounds
         self._shares = shares
-        self._what = (rounds.members, shares, name, newest)
+        self._clock = clock
+        self._what = (rounds.members, shares, name, newest, clock)
+        self._good: tuple[list[int], list[Place], Owners] | None = None
+        """Sizes, members and owners that are as they should be."""
 
     def __call__(self) -> None:
         """Make one step; then states move if members were lost or have come. Collective."""
@@ -336,8 +346,12 @@ class _Update:
         self._play(round_)
         shares = self._shares
         assert shares.owners is not None
-        if owners(shares.sizes(), round_.members_then, shares.copies, shares.owners) != shares.owners:
-            self._play(MovingRound(*self._what))
+        now = (shares.sizes(), round_.members_then, shares.owners)
+        if now != self._good:
+            if owners(shares.sizes(), round_.members_then, shares.copies, shares.owners) != shares.owners:
+                self._play(MovingRound(*self._what))
+            else:
+                self._good = now
 
     def settle(self) -> None:
         """Give each parameter its owners, where some have none. Collective if so."""
@@ -348,3 +362,4 @@ class _Update:
         with torch.no_grad():
             for _ in self._rounds.play(round_):
                 pass
+        self._clock.switch("update")  # what follows is the script's

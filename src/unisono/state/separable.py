@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 
-__all__ = ["check_separable"]
+__all__ = ["check_separable", "is_plain"]
 
 ROOM: Final = 4
 """Length of a small copy along each dimension, at most."""
@@ -37,6 +37,11 @@ def check_separable(optimizer: Optimizer) -> None:
     for kind, reason in REFUSED.items():
         if isinstance(optimizer, kind):
             raise UsageError(f"unisono.shard cannot share out the states of {name}: {reason}")
+    if any(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
+        raise UsageError(
+            f"unisono.shard cannot share out the states of {name}: its train() and eval() change parameters by their "
+            "states, and a worker does not have all of them"
+        )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.layout is not torch.strided or torch.nn.parameter.is_lazy(parameter):
@@ -44,17 +49,20 @@ def check_separable(optimizer: Optimizer) -> None:
                     f"unisono.shard got a {name} with a parameter that is sparse or has no shape yet: make it dense, "
                     "or pass one batch through the model first"
                 )
-    if any(isinstance(key, Tensor) is False for key in optimizer.state):
-        raise UsageError(f"unisono.shard cannot share out {name}: it keeps a state that belongs to no parameter")
     try:
         with torch.random.fork_rng(devices=[]):
-            together, one_by_one = _together(optimizer), _one_by_one(optimizer)
+            number = len(_parameters(_small(optimizer)))
+            together = _trained(_small(optimizer), range(number))
+            apart = [_trained(_small(optimizer), [index]) for index in range(number)]
     except Exception as error:
         raise UsageError(
             f"unisono.shard has tried {name} on small parameters, and its step() raised {type(error).__name__}: "
             f"{error}. Only an optimizer whose step() needs gradients alone can be shared out"
         ) from error
-    if len(together) != len(one_by_one) or not all(map(_is_same, together, one_by_one)):
+    for state in (optimizer.state, together.state):
+        if strange := _strange(state):
+            raise UsageError(f"unisono.shard cannot share out the states of {name}: {strange}")
+    if not all(_is_same(_of(together, index), _of(one, index)) for index, one in enumerate(apart)):
         raise UsageError(
             f"unisono.shard cannot share out the states of {name}: it looks across parameters, or draws random "
             "numbers. Small parameters that it updates together get other values than those that it updates one after "
@@ -62,20 +70,26 @@ def check_separable(optimizer: Optimizer) -> None:
         )
 
 
-def _together(optimizer: Optimizer) -> list[Tensor]:
-    """Return small parameters after a few steps, and the tensors of their states."""
-    small = _small(optimizer)
-    return _trained(small, range(len(_parameters(small))))
+def is_plain(value: object) -> bool:
+    """Return whether a value of a state, which is no tensor, can be known to all workers."""
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _one_by_one(optimizer: Optimizer) -> list[Tensor]:
-    """Return what `_together` does, each parameter from an optimizer that has updated nothing else."""
-    number = len(_parameters(_small(optimizer)))
-    return [tensor for index in range(number) for tensor in _trained(_small(optimizer), [index])]
+def _strange(states: Mapping[Any, Any]) -> str:
+    """Return what in the states cannot be shared out; "" if all can."""
+    for key, state in states.items():
+        if not isinstance(key, Tensor):
+            return f"it keeps a state that belongs to no parameter ({key!r})"
+        for name, value in state.items():
+            if not isinstance(value, Tensor) and not is_plain(value):
+                return (
+                    f"state[...][{name!r}] is a {type(value).__qualname__}, and states can be tensors and plain numbers"
+                )
+    return ""
 
 
-def _trained(small: Optimizer, own: Collection[int]) -> list[Tensor]:
-    """Make a few steps in which some parameters have gradients; return these parameters, and their states."""
+def _trained(small: Optimizer, own: Collection[int]) -> Optimizer:
+    """Make a few steps in which some parameters have gradients."""
     parameters = _parameters(small)
     step: Any = type(small).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -83,11 +97,15 @@ def _trained(small: Optimizer, own: Collection[int]) -> list[Tensor]:
         for index in own:
             parameters[index].grad = _gradient(parameters[index], number, index)
         step(small)
-    found = []
-    for index in own:
-        state = small.state.get(parameters[index], {})
-        found += [parameters[index], *(state[key] for key in sorted(state) if isinstance(state[key], Tensor))]
-    return [tensor.detach() for tensor in found]
+    return small
+
+
+def _of(small: Optimizer, index: int) -> list[Any]:
+    """Return a parameter, its state and the options of all groups."""
+    parameter = _parameters(small)[index]
+    state = small.state.get(parameter, {})
+    options = [group[key] for group in small.param_groups for key in sorted(group) if key != "params"]
+    return [parameter, *(state[key] for key in sorted(state)), *options]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -98,7 +116,7 @@ def _small(optimizer: Optimizer) -> Optimizer:
     """Return the same optimizer with a few small parameters, and the beginnings of their states."""
     cuts = {id(one): _cut(one, one.shape).requires_grad_(one.requires_grad) for one in _parameters(optimizer)}
     known = dict(cuts)  # so that an attribute that holds parameters gets the small ones
-    small = copy.copy(optimizer)
+    small: Optimizer = object.__new__(type(optimizer))
     small.__dict__ = {
         key: collections.OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, known)
         for key, value in vars(optimizer).items()
@@ -141,6 +159,12 @@ def _gradient(parameter: Tensor, number: int, index: int) -> Tensor:
     return (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    words = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(_is_equal, a, b))
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a == b)
+    words = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*words)

@@ -9,8 +9,9 @@ every worker knows of every state is its `Outline`: all but the content of its t
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from unisono.decisions.ownership import Owners, Place, owners
 from unisono.errors import UsageError
-from unisono.state.separable import check_separable
+from unisono.state.separable import check_separable, is_plain
 
 __all__ = ["Outline", "ShardedOptimizer", "Shares", "shard"]
 
@@ -34,16 +35,20 @@ class Shares:
     Attributes:
         copies: workers that shall hold each state.
         owners: by parameter; None: whoever has a state holds it, nothing was shared out yet. Equal on all members.
+        whole: while there are no owners, the workers that hold all states, as far as they are members.
         outlines: by parameter, in the order in which their states were made; equal on all members.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer], object], copies: int) -> None:
         self.copies = copies
         self.owners: Owners | None = None
+        self.whole: tuple[str, ...] = ()
         self.outlines: dict[int, Outline] = {}
         self._optimizer = optimizer
         self._step = step
         self._known: list[Tensor] = []
+        self._seen: dict[int, list[Any]] = {}
+        """By parameter: the values of a state whose outline is known."""
         self._play: Callable[[], None] | None = None
         self._worker_ids: Callable[[], Collection[str]] = tuple
         self.begin_whole()
@@ -62,6 +67,11 @@ class Shares:
         """Note that the training loop is over."""
         self._play = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all states are here."""
+        return all(map(self.held().__contains__, self.outlines))
+
     def update(self) -> None:
         """Make one step. Collective within a training loop.
 
@@ -71,13 +81,18 @@ class Shares:
         if self._play is not None:
             self._play()
             return
-        if any(index not in self.held() for index in self.outlines):
+        if not self.is_whole:
             raise UsageError(
                 f"{type(self._optimizer).__name__}.step() was called outside of run.steps, and the states of this "
                 "optimizer are shared out over the workers (unisono.shard): call it within the loop"
             )
         self.update_own(range(len(self.parameters())))
         self.begin_whole()
+
+    def members_of(self, worker_ids: Sequence[str]) -> tuple[str, ...]:
+        """Return those of some workers that are members; all, outside of a training loop."""
+        ids = self._worker_ids()
+        return tuple(one for one in worker_ids if one in ids or not ids)
 
     @property
     def is_settled(self) -> bool:
@@ -87,12 +102,8 @@ class Shares:
     @property
     def holders(self) -> Owners:
         """By parameter: the members that hold its state; () where it has none."""
-        ids = self._worker_ids()
-        table = self.owners if self.owners is not None else (tuple(ids),) * len(self.parameters())
-        return tuple(
-            tuple(one for one in each if one in ids) if index in self.outlines else ()
-            for index, each in enumerate(table)
-        )
+        table = self.owners if self.owners is not None else (self.whole,) * len(self.parameters())
+        return tuple(self.members_of(each) if index in self.outlines else () for index, each in enumerate(table))
 
     # -- parameters and their updates ----------------------------------------------------------------
 
@@ -160,7 +171,8 @@ class Shares:
 
     def begin_whole(self) -> None:
         """Note that all members hold all states, as before the first loop. Local."""
-        self.owners = None
+        self.owners, self.whole = None, tuple(self._worker_ids())
+        self._seen.clear()
         self.outlines = self.changes(range(len(self.parameters())), {})
 
     def changes(self, own: Iterable[int], known: Mapping[int, Outline] | None = None) -> dict[int, Outline]:
@@ -173,8 +185,15 @@ class Shares:
         parameters, found = self.parameters(), {}
         for index in own:
             state = self._optimizer.state.get(parameters[index])
-            if state is not None and (outline := _outline(state, parameters[index], index)) != known.get(index):
+            if state is None:
+                continue
+            values, before = list(state.values()), self._seen.get(index)
+            if before is not None and index in known and _same_objects(values, before):
+                continue  # as usual: an update writes into the tensors of a state
+            if (outline := _outline(state, parameters[index], index)) != known.get(index):
                 found[index] = outline
+            else:
+                self._seen[index] = values
         return found
 
     def note(self, changes: Mapping[int, Outline]) -> None:
@@ -205,6 +224,7 @@ class Shares:
 
     def keep(self, own: Collection[int]) -> None:
         """Drop all states but these."""
+        self._seen.clear()
         for index, parameter in enumerate(self.parameters()):
             if index not in own:
                 self._optimizer.state.pop(parameter, None)
@@ -240,9 +260,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the ``state_dict`` of the replicated optimizer; what this worker does not hold is a meta tensor."""
         found = super().state_dict()
-        shares = self._shares
-        if shares.owners is not None:
-            own = found["state"]
+        shares, own = self._shares, found["state"]
+        if shares.owners is not None or any(index not in own for index in shares.outlines):
             found["state"] = {
                 index: own[index] if index in own else shares.placeholder(index) for index in shares.outlines
             }
@@ -260,11 +279,20 @@ class ShardedOptimizer(Optimizer):
         )
         shares = self._shares
         shares.begin_whole()
-        options = [group for group in self.param_groups for _ in group["params"]]
+        where = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         shares.outlines = {
-            index: _outline_of_placeholder(state, index, options[index]) if index in away else shares.outlines[index]
+            index: _outline_of_placeholder(state, index, *where[index]) if index in away else shares.outlines[index]
             for index, state in states.items()
         }
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copy or pickle it as the optimizer that it was, which has no part in a run."""
+        if not self._shares.is_whole:
+            raise UsageError(
+                f"a sharded {type(self).__name__} was copied or pickled, and some of its states are on other workers: "
+                "let the run write a checkpoint (run.save), or copy the optimizer before the training"
+            )
+        return _new, (self._base,), self.__getstate__()
 
     def plan(self, members: Sequence[Place]) -> Owners:
         """Return who is to hold which state when the next training loop begins, where nobody holds any yet. Local.
@@ -280,13 +308,14 @@ class ShardedOptimizer(Optimizer):
         return {
             "param_groups": super().state_dict()["param_groups"],
             "owners": shares.owners,
+            "whole": shares.members_of(shares.whole) if shares.owners is None else (),
             "outlines": dict(shares.outlines),
         }
 
     def load_outline(self, outline: dict[str, Any]) -> None:
         """Take part as a member that holds no state yet."""
         super().load_state_dict({"param_groups": outline["param_groups"], "state": {}})
-        self._shares.owners = outline["owners"]
+        self._shares.owners, self._shares.whole = outline["owners"], outline["whole"]
         self._shares.outlines = dict(outline["outlines"])
 
     def held(self) -> dict[int, dict[str, Tensor]]:
@@ -350,6 +379,15 @@ def _unhooked(base: type[Optimizer]) -> Callable[[Optimizer], object]:
     return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
+def _new(base: type[Optimizer]) -> Optimizer:
+    """Return an optimizer that gets its attributes from a copy."""
+    return base.__new__(base)
+
+
+def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
 def _is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
@@ -363,9 +401,11 @@ def _outline(state: Mapping[str, Any], parameter: Tensor, index: int) -> Outline
     }
 
 
-def _outline_of_placeholder(state: Mapping[str, Any], index: int, options: Mapping[str, Any]) -> Outline:
+def _outline_of_placeholder(
+    state: Mapping[str, Any], index: int, options: Mapping[str, Any], parameter: Tensor
+) -> Outline:
     """Return the outline of a state that ``load_state_dict`` of torch would load with these options of its group."""
-    steps_on_cpu = not (options.get("capturable") or options.get("fused"))
+    steps_on_cpu = parameter.device.type != "cpu" and not (options.get("capturable") or options.get("fused"))
     return {
         key: _part(value, not (key == "step" and steps_on_cpu), f"state[{index}][{key!r}]")
         for key, value in state.items()
@@ -376,7 +416,7 @@ def _part(value: object, is_beside: bool, path: str) -> tuple[Any, ...]:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return ("tensor", kind, tuple(value.shape), value.stride(), is_beside)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if is_plain(value):
         return ("value", value)
     raise UsageError(
         f"{path} of an optimizer is a {type(value).__qualname__}; unisono.shard can share out states of tensors and "

@@ -439,7 +439,10 @@ class Evaluations:
             point("evaluation.asked")
             if handover is None:
                 secret = key_for(member.spec.token, SECRET)
-                handover = Handover(member.info.address, secret, member.spec.run.timeout_s)
+                try:
+                    handover = Handover(member.info.address, secret, member.spec.run.timeout_s)
+                except OSError:
+                    return b""  # no port can be had here
             question = msgspec.structs.replace(wanted, address=member.info.address, port=handover.port)
             with rounds.members.waiting():
                 return b"taken" if member.evaluations.ask(question) else b""
@@ -483,9 +486,8 @@ class Evaluations:
         known = round_.known
         for number in numbers:
             self._conclude(number, known.get(number) or self._compute(rounds, number))
-        if (member := members.current()) is not None and len(known) < len(numbers):
-            unsettled = self._register.unsettled
-            member.evaluations_open(unsettled, below=self._register.count)
+        if (member := members.current()) is not None:
+            member.evaluations_open(self._register.unsettled, below=self._register.count)
 
     def _compute(self, rounds: Rounds, number: int) -> bytes:
         """Compute an evaluation that no evaluator does. Collective.
