@@ -183,11 +183,13 @@ def teams(what: Comparison, lab: Lab, sides: Sequence[str], exchange: str) -> It
 
 
 def _commands(side: str, what: Comparison, lab: Lab, exchange: str, folder: Path) -> list[list[str]]:
+    delay = side.removeprefix("delay") if side.startswith("delay") else "0"
+    kind = "unisono" if delay != "0" else side
     options = [
-        *(side, SIZES[what.size], "--microbatches", str(what.microbatches), "--workers", str(what.workers)),
+        *(kind, SIZES[what.size], "--microbatches", str(what.microbatches), "--workers", str(what.workers)),
         *("--control", str(folder / f"{side}.socket")),
     ]
-    if side != "unisono":
+    if kind != "unisono":
         meeting = ["--meeting", str(folder / "meeting")] if side == "ddp" else []
         return [
             [
@@ -196,12 +198,13 @@ def _commands(side: str, what: Comparison, lab: Lab, exchange: str, folder: Path
             ]
             for rank in range(what.workers)
         ]
-    run, members = folder / "run", str(what.members)
+    options += ["--delay", delay]
+    run, members, port = folder / f"run-{side}", str(what.members), PORT + int(delay)
     this = [sys.executable, "-m", "unisono"]
     head = ["run", "-m", "benchmarks.sides", "--workers", members, "--run-dir", str(run), "--exchange", exchange]
-    network = ["--bind", lab.address(1), "--port", str(PORT), "--aside-s", "600", "--hang-s", "600"]
+    network = ["--bind", lab.address(1), "--port", str(port), "--aside-s", "600", "--hang-s", "600"]
     patient = ["sh", "-c", 'until test -s "$0"; do sleep 0.1; done; exec "$@"', str(run / "head.json")]
-    join = ["join", f"ws://{lab.address(1)}:{PORT}", "--token-file", str(run / "token"), "--workers", members]
+    join = ["join", f"ws://{lab.address(1)}:{port}", "--token-file", str(run / "token"), "--workers", members]
     return [
         [*lab.inside(1), *this, *head, *network, "--", *options, "--unbalanced"],
         *([*lab.inside(host), *patient, *this, *join] for host in range(2, what.num_hosts + 1)),
@@ -265,6 +268,11 @@ def figures_of(what: Comparison, result: dict[str, Any]) -> tuple[dict[str, floa
         ratio = median_interval([each / bound for each in step["unisono"]])
         figures[f"ratio_to_bound.{what.name}"] = ratio.median
         row[3], row[4], row[6] = f"{1000 * compute_s:.1f}", f"{bound:.1f}", str(ratio)
+    for side in step:
+        if side.startswith("delay"):
+            ratio = median_interval([a / b for a, b in zip(step[side], step["unisono"], strict=True)])
+            figures[f"ratio_to_no_delay.{side}.{what.name}"] = ratio.median
+            row[0] += f" ({side}: {ratio} of no delay)"
     return figures, row
 
 
@@ -281,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--microbatches", type=int, default=0, help="default: two a worker, so that bytes are a ring's")
     parser.add_argument("--exchange", default="auto")
     parser.add_argument("--congestion", default="", metavar="NAME", help="TCP's control; default: this machine's")
-    parser.add_argument("--sides", default="unisono,ddp,plain", metavar="A,B")
+    parser.add_argument("--sides", default="unisono,ddp,plain", metavar="A,B", help="also delay1, delay2 ...")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, default=0, help="of a turn; default: as many as take a while")
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and all turns")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import resource
 import signal
 import time
@@ -68,13 +69,39 @@ class Control:
         return True
 
 
+class Stalls:
+    """Stops this worker for a while now and then, each worker at times of its own; the same in every run.
+
+    Args:
+        chance: of a stall in a step.
+    """
+
+    def __init__(self, seed: int, chance: float, seconds: float) -> None:
+        self._draw = random.Random(seed)
+        self._chance, self._seconds = chance, seconds
+
+    def wait(self) -> None:
+        """Once in every step."""
+        if self._draw.random() < self._chance:
+            time.sleep(self._seconds)
+
+
 def with_unisono(
-    case: Case, microbatches: int, control: Control, *, directory: str, balance: bool, workers: int = 1
+    case: Case,
+    microbatches: int,
+    control: Control,
+    *,
+    directory: str,
+    balance: bool,
+    workers: int = 1,
+    delay: int = 0,
+    stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """The library as its users use it: alone, or one of the workers of ``unisono run``.
 
     Args:
         workers: are waited for before the first step that counts; some of them may join the run.
+        stalls: chance of a stall in a step of a worker, and its seconds.
     """
     with unisono.Run(directory or None, seed=1, balance=balance) as run:
         model = case.model()
@@ -83,24 +110,36 @@ def with_unisono(
         batch_size = case.microbatch_size * microbatches
         dataset = case.data(batch_size * BATCHES)
         is_waited_for = True
-        for step in run.steps(dataset, batch_size=batch_size, microbatches=microbatches, epochs=1 << 20):
+        stalled = Stalls(run.rank, *stalls)
+        options = {"batch_size": batch_size, "microbatches": microbatches, "epochs": 1 << 20}
+        for step in run.steps(dataset, **options, delay=delay):
             if is_waited_for and run.num_workers >= workers:
                 control.hello(run.rank)
                 is_waited_for = False
             if not is_waited_for and not control.go_on():
                 break
+            stalled.wait()
             for inputs, labels in step:
                 step.backward(case.loss(model, inputs, labels), weight=len(labels))
             optimizer.step()
 
 
-def with_ddp(case: Case, microbatches: int, control: Control, *, rank: int, size: int, meeting: str) -> None:
+def with_ddp(
+    case: Case,
+    microbatches: int,
+    control: Control,
+    *,
+    rank: int,
+    size: int,
+    meeting: str,
+    stalls: tuple[float, float] = (0.0, 0.0),
+) -> None:
     """DistributedDataParallel, one replica."""
     _prepare()
     dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size)
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
     control.hello(rank)
-    _loop(model, case, microbatches, control, rank=rank, size=size)
+    _loop(model, case, microbatches, control, rank=rank, size=size, stalls=stalls)
     dist.destroy_process_group()
 
 
@@ -123,11 +162,22 @@ def _prepare() -> None:
     torch.manual_seed(1)
 
 
-def _loop(model: nn.Module, case: Case, microbatches: int, control: Control, *, rank: int, size: int) -> None:
+def _loop(
+    model: nn.Module,
+    case: Case,
+    microbatches: int,
+    control: Control,
+    *,
+    rank: int,
+    size: int,
+    stalls: tuple[float, float] = (0.0, 0.0),
+) -> None:
+    stalled = Stalls(rank, *stalls)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     own = microbatches // size
     batches = _batches(case.data(case.microbatch_size * microbatches * BATCHES), case.microbatch_size)
     while control.go_on():
+        stalled.wait()
         optimizer.zero_grad()
         everyones = [next(batches) for _ in range(microbatches)]
         for place, fetch in enumerate(everyones[rank * own : (rank + 1) * own]):
@@ -171,7 +221,10 @@ def main() -> None:
     parser.add_argument("--directory", default="", help="run directory")
     parser.add_argument("--keep-freed-memory", action="store_true", help="as the library does it, also on other sides")
     parser.add_argument("--unbalanced", action="store_true", help="every worker computes as many micro-batches")
+    parser.add_argument("--delay", type=int, default=0, help="of run.steps")
+    parser.add_argument("--stalls", type=float, nargs=2, default=(0.0, 0.0), metavar=("CHANCE", "SECONDS"))
     arguments = parser.parse_args()
+    stalls = (arguments.stalls[0], arguments.stalls[1])
     bind_to_parent(signal.SIGKILL)
     if arguments.keep_freed_memory:
         keep_freed_memory(os.environ)
@@ -187,9 +240,12 @@ def main() -> None:
             directory=arguments.directory,
             balance=not arguments.unbalanced,
             workers=arguments.workers,
+            delay=arguments.delay,
+            stalls=stalls,
         )
     elif arguments.side == "ddp":
-        with_ddp(case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting)
+        rank, size, meeting = arguments.rank, arguments.workers, arguments.meeting
+        with_ddp(case, microbatches, control, rank=rank, size=size, meeting=meeting, stalls=stalls)
     else:
         with_plain_loop(case, microbatches, control, rank=arguments.rank, size=arguments.workers)
 
