@@ -457,6 +457,15 @@ def test_the_last_worker_computes_all_replicas(calm: Outcome, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("nursery")
+def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
+    """A micro-batch of a replica that raises on one worker only makes that worker the suspect, and costs no bit."""
+    hurt = run(tmp_path / "run", 3, Faults().fail("w1", step=ROUND, at="before_backward"))
+    assert_same_bits(hurt, calm)
+    assert "is suspect: micro-batch" in hurt.output
+    assert "another worker tries it" in hurt.output
+
+
+@pytest.mark.usefixtures("nursery")
 def test_a_state_that_is_lost_with_its_only_worker_ends_the_run(tmp_path: Path) -> None:
     """With one copy the momentum of a replica is gone with its worker. The error says from where the run can go on."""
     faults = Faults().kill("w1", step=ROUND, at="local.inner_step")
