@@ -212,8 +212,9 @@ def run_of(seat: Seat, place: Place, directory: str, reaching: Collection[int], 
     """The run of a process that sees the directory, or does not."""
     running.uuid.uuid4 = lambda: uuid.UUID(int=7)  # type: ignore[assignment]  # one run, in processes without a head
     snapshot.LATE_BYTES = 1  # whatever can be, is copied while the next step computes
+    if seat.rank > 0:
+        RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]  # the first member claims it
     if seat.rank not in reaching:
-        RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]
         directory = f"{directory}-of-another-machine"
     return StaticRun(place.exchange(), directory, seed=3, checkpoint=POLICY, **options)
 
