@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.nn import functional as F
 
 from tests.waiting import PATIENT
@@ -20,6 +21,7 @@ from tests.workers.gates import Gates
 from tests.workers.models import Cnn, Images, bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
+from unisono import cli
 from unisono.checkpoint import files
 from unisono.journal import compare
 from unisono.testing import Faults, Outcome, run_workers
@@ -74,6 +76,19 @@ def test_without_an_evaluator_the_members_compute_it_at_once(size: int) -> None:
     assert {each["totals"] for each in by_rank} == {first["totals"]}
     assert {each["model"] for each in by_rank} == {first["model"]}
     assert len({each["drawn"] for each in by_rank}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("run", SCRIPT, "--evaluators", "-1"), "a run has 0 or more evaluators, got --evaluators -1"),
+        (("run", SCRIPT, "--plain", "--evaluators", "1"), "--evaluators is for scripts that use Unisono"),
+        (("join", "wss://t@h:1", "--evaluate", "--when-idle"), "--when-idle is for workers that train"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: tuple[object, ...], why: str) -> None:
+    outcome = CliRunner().invoke(cli._group, [*map(str, words)], standalone_mode=False)
+    assert why in f"{outcome.exception} {outcome.output}"
 
 
 # -- with evaluators ---------------------------------------------------------------------------------
