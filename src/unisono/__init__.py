@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from unisono.microbatch.loaders import BucketSampler as BucketSampler
     from unisono.state.carried import Carried as Carried
     from unisono.state.sharding import shard as shard
+    from unisono.training.localround import LocalRound as LocalRound
     from unisono.training.run import Run as Run
     from unisono.training.step import Step as Step
 
@@ -46,6 +47,7 @@ __all__ = [
     "DeadlineExceeded",
     "DivergenceError",
     "LaunchError",
+    "LocalRound",
     "LossError",
     "PeerLost",
     "ProtocolError",
@@ -68,6 +70,7 @@ _LATER = {
     "Carried": "unisono.state.carried",
     "BucketSampler": "unisono.microbatch.loaders",
     "Checkpoints": "unisono.decisions.cadence",
+    "LocalRound": "unisono.training.localround",
     "Run": "unisono.training.run",
     "Step": "unisono.training.step",
     "launch": "unisono.launcher",

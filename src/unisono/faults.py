@@ -46,6 +46,10 @@ POINTS: Final[dict[str, str]] = {
     "evaluation.giving": "it is giving the models to an evaluator (in a thread)",
     "evaluation.fetching": "it is an evaluator that receives the models",
     "evaluation.batch": "it is an evaluator, and about to evaluate a batch",
+    "delay.under_way": "it has given its part of a step's sum to the thread that exchanges it, and goes on",
+    "delay.waiting": "it waits for the sum of a step of some steps ago",
+    "delay.applied": "the gradient of an earlier step is in force, and those of later ones are under way",
+    "delay.again": "after a loss it computes what is missing of a step that was under way",
     "in_recovery": "it has entered the generation after a loss, and has not exchanged anything with the others",
     "deliver.staged": "others of its host can read what it passes on of tensors, and may not have read it",
     "deliver.sent": "it has begun to send tensors to other hosts",
@@ -55,6 +59,7 @@ POINTS: Final[dict[str, str]] = {
     "local.inner_step": "it begins a step of a replica (``microbatch`` is the replica)",
     "local.replica_done": "a replica's change was added to its partial sums (``microbatch`` is the replica)",
     "local.delivering": "the state of a replica goes from a worker to others",
+    "local.coded": "it has the compressed changes of its chunk, and has not averaged them",
     "local.copied": "the other workers have copies of its replicas' new states, and the round is not committed",
 }
 """Every fault point, and where the worker is then."""

@@ -20,6 +20,7 @@ PUBLIC = [
     "DeadlineExceeded",
     "DivergenceError",
     "LaunchError",
+    "LocalRound",
     "LossError",
     "PeerLost",
     "ProtocolError",

@@ -29,6 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inner-state", default="kept")
+    parser.add_argument("--copies", type=int, default=2)
+    parser.add_argument("--delta", default="fp32")
     parser.add_argument("--average", action="store_true")
     parser.add_argument("--every", type=int, default=0)
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
@@ -57,6 +59,8 @@ def main() -> None:
             inner_steps=INNER_STEPS,
             outer=None if arguments.average else outer,
             inner_state=arguments.inner_state,
+            copies=arguments.copies,
+            delta=arguments.delta,
             epochs=1000,
             max_steps=arguments.rounds * INNER_STEPS - 1,
         )

@@ -6,25 +6,27 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.losses import ended_workers
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import RecipeError, StepError, UsageError
+from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare
 from unisono.state.packing import digest_of_tensor
+from unisono.state.replicas import Replicas
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(__file__).with_name("local_training.py")
@@ -33,13 +35,27 @@ ROUND = 2
 """The round in which something happens."""
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 AT = [
-    *(at for at in POINTS if at.startswith("local.") and at != "local.delivering"),
+    *(at for at in POINTS if at.startswith("local.") and at not in ("local.delivering", "local.coded")),
     *("before_backward", "after_backward", "published", "reduced", "committed", "after_step", "step_head"),
 ]
 
 
-def run(directory: Path, workers: int | str, faults: Faults | None = None, options: Sequence[str] = PATIENT) -> Outcome:
-    return run_workers(SCRIPT, workers, directory=directory, options=options, faults=faults, timeout_s=WAIT_S)
+def run(
+    directory: Path,
+    workers: int | str,
+    faults: Faults | None = None,
+    options: Sequence[str] = PATIENT,
+    arguments: Sequence[object] = (),
+) -> Outcome:
+    return run_workers(
+        SCRIPT,
+        workers,
+        directory=directory,
+        arguments=list(map(str, arguments)),
+        options=options,
+        faults=faults,
+        timeout_s=WAIT_S,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +154,27 @@ def test_the_bits_are_those_of_diloco_written_in_plain_torch(has_outer: bool) ->
     assert sorted(index for one in order for index in one) == sorted(list(range(32)) * 4), "each sample once per epoch"
 
 
+def test_replicas_keep_their_states_from_one_loop_to_the_next() -> None:
+    """A loop over epochs with a call for each gives the bits of one call: momentum goes on."""
+
+    def train(calls: int) -> dict[str, int]:
+        with AloneRun(seed=5) as run:
+            model = mlp()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            run.track(model=model, optimizer=optimizer)
+            for _ in range(calls):
+                for round_ in run.local_steps(
+                    vectors(), batch_size=16, microbatches=4, replicas=2, inner_steps=2, epochs=4 // calls
+                ):
+                    for step in round_:
+                        for x, y in step:
+                            F.cross_entropy(model(x), y).backward()
+                        optimizer.step()
+            return bits(model)
+
+    assert train(1) == train(2)
+
+
 Body = Callable[[Any], dict[str, Any]]
 
 
@@ -211,7 +248,31 @@ def train_fresh(run: unisono.Run) -> dict[str, Any]:
     return {"losses": losses, "model": bits(model)}
 
 
-TRAININGS: dict[str, Body] = {"cnn": train_cnn, "phases": train_phases, "fresh": train_fresh}
+def train_int8(run: unisono.Run, inner_state: Any = "kept") -> dict[str, Any]:
+    """Changes in 8 bits: blocks that parameters do not fill, and a parameter without gradient."""
+    model = mlp()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    run.track(model=model, optimizer=optimizer, outer=outer)
+    losses = []
+    for round_ in run.local_steps(vectors(48), batch_size=24, microbatches=3, replicas=3, inner_steps=2, epochs=4,
+                                  outer=outer, delta="int8", inner_state=inner_state):  # fmt: skip
+        for step in round_:
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        losses.append(round_.loss)
+    return {"losses": losses, "model": bits(model)}
+
+
+TRAININGS: dict[str, Body] = {
+    "cnn": train_cnn,
+    "phases": train_phases,
+    "fresh": train_fresh,
+    "int8": train_int8,
+    "int8 fresh": partial(train_int8, inner_state="fresh"),
+}
 TEAMS = {"shared": (1, 2, 3, 5), "gloo": (3,), "two-level": (4,)}
 
 
@@ -253,6 +314,72 @@ def test_a_team_gives_the_bits_of_one_worker(
         assert compare(folder / name, tmp_path / name).startswith("identical: ")
 
 
+class Parents(Dataset[tuple[Tensor, Tensor, int]]):
+    """Samples that know which process has loaded them."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return torch.randn(12), torch.tensor(index % 4), os.getpid()
+
+
+def test_loader_processes_fetch_what_the_replicas_need() -> None:
+    """In the order in which a worker computes its replicas, one after the other, round after round."""
+
+    def train(loader_workers: int) -> tuple[dict[str, int], set[int]]:
+        found = set()
+        with AloneRun(seed=5) as run:
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for round_ in run.local_steps(
+                Parents(),
+                batch_size=8,
+                microbatches=4,
+                replicas=2,
+                inner_steps=2,
+                epochs=2,
+                loader_workers=loader_workers,
+            ):
+                for step in round_:
+                    for x, y, parent in step:
+                        found |= set(parent.tolist())
+                        F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            return bits(model), found
+
+    expected, own = train(0)
+    loaded, others = train(1)
+    assert loaded == expected
+    assert own == {os.getpid()}
+    assert os.getpid() not in others, "a batch was fetched by the worker itself: the forecast was wrong"
+
+
+def _train_with_memory(seat: Seat, place: Place) -> str:
+    num_seen = 0
+    try:
+        with place.run(seed=3) as run:
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for round_ in run.local_steps(vectors(), batch_size=16, microbatches=4, replicas=4, inner_steps=2):
+                for step in round_:
+                    for x, y in step:
+                        num_seen += 1
+                        F.cross_entropy(model(x) * (1.0 + 0.1 * num_seen), y).backward()
+                    optimizer.step()
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_script_that_remembers_other_micro_batches_is_found() -> None:
+    """Each worker computes the first step of a replica of another one as well, and the two must be equal."""
+    said = train_on("shared", 2, _train_with_memory)
+    assert all("the first micro-batch of replica" in one and "computed by two workers" in one for one in said), said
+
+
 # -- losses ------------------------------------------------------------------------------------------
 
 
@@ -266,9 +393,8 @@ def cases() -> list[tuple[str, int, str, int]]:
     ]
     if os.environ.get("UNISONO_TEST_ALL"):
         return every
-    chosen = [case for case in every if case[:2] == ("shared", 2)]
-    others = [case for case in every if case[:2] != ("shared", 2)]
-    return chosen + others[:: max(1, len(others) // 10)]
+    names = list(EXCHANGES)
+    return [(names[number % 3], 2 + number // 3 % 2, at, number % 2) for number, at in enumerate(AT)]
 
 
 @pytest.mark.usefixtures("nursery")
@@ -280,6 +406,36 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
     if rank < workers:
         assert len(ended_workers(hurt.output)) >= 1, f"nobody was killed there:\n{hurt.output}"
     assert_same_bits(hurt, calm)
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One worker whose changes are in 8 bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run(tmp_path_factory.mktemp("coded") / "run", 1, arguments=["--delta", "int8"])
+    assert outcome.exit_code == 0, outcome.output
+    return outcome
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize(
+    ("exchange", "workers", "at", "rank"),
+    [
+        ("shared", 2, "local.delivering", 0),
+        ("gloo", 3, "local.coded", 0),
+        ("two-level", 3, "committed", 2),
+    ],
+)
+def test_a_kill_changes_no_bit_of_compressed_changes(
+    exchange: str, workers: int, at: str, rank: int, coded: Outcome, tmp_path: Path
+) -> None:
+    """Nor of the errors of the replicas, which their next changes are made of."""
+    faults = Faults().kill(f"w{rank}", step=ROUND, at=at)
+    options = [*PATIENT, "--exchange", *EXCHANGES[exchange]]
+    hurt = run(tmp_path / "run", workers, faults, options, ["--delta", "int8"])
+    assert len(ended_workers(hurt.output)) >= 1, f"nobody was killed there:\n{hurt.output}"
+    assert_same_bits(hurt, coded)
 
 
 @pytest.mark.usefixtures("nursery")
@@ -300,6 +456,55 @@ def test_the_last_worker_computes_all_replicas(calm: Outcome, tmp_path: Path) ->
     assert list(hurt.times[ROUNDS - 1]) == ["w1"]
 
 
+@pytest.mark.usefixtures("nursery")
+def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
+    """A micro-batch of a replica that raises on one worker only makes that worker the suspect, and costs no bit."""
+    hurt = run(tmp_path / "run", 3, Faults().fail("w1", step=ROUND, at="before_backward"))
+    assert_same_bits(hurt, calm)
+    assert "is suspect: micro-batch" in hurt.output
+    assert "another worker tries it" in hurt.output
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_state_that_is_lost_with_its_only_worker_ends_the_run(tmp_path: Path) -> None:
+    """With one copy the momentum of a replica is gone with its worker. The error says from where the run can go on."""
+    faults = Faults().kill("w1", step=ROUND, at="local.inner_step")
+    hurt = run_workers(
+        SCRIPT,
+        3,
+        arguments=["--copies", "1"],
+        directory=tmp_path / "run",
+        options=PATIENT,
+        faults=faults,
+        timeout_s=WAIT_S,
+    )
+    assert hurt.exit_code == 1, hurt.output
+    assert "the state of replica 1 was held by w1, and all of them are lost" in hurt.output
+    assert "resume" in hurt.output
+
+
+def _hold(seat: Seat, place: Place) -> list[int]:
+    with place.run(seed=3) as run:
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        for round_ in run.local_steps(vectors(), batch_size=16, microbatches=4, replicas=4, inner_steps=2):
+            for step in round_:
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        own = run._tracked._own["replicas"]
+        assert isinstance(own, Replicas)
+        return sorted(own.now.held)
+
+
+def test_a_worker_holds_the_states_of_its_replicas_and_a_few_copies() -> None:
+    """Not all states lie on all workers: that would be as much memory as all replicas have."""
+    held = train_on("shared", 4, _hold)
+    assert [len(one) for one in held] == [2, 2, 2, 2]
+    assert all(sum(replica in one for one in held) == 2 for replica in range(4))
+
+
 # -- joining, and going on ---------------------------------------------------------------------------
 
 
@@ -314,10 +519,10 @@ def test_a_worker_that_comes_later_takes_replicas_over(calm: Outcome, tmp_path: 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("inner_state", ["kept", "fresh"])
-def test_a_checkpoint_goes_on_with_another_number_of_workers(inner_state: str, tmp_path: Path) -> None:
-    """Momentum of the replicas and of the outer optimizer are in it: the bits are those of a run that never ended."""
-    arguments = ["--rounds", ROUNDS, "--inner-state", inner_state]
+@pytest.mark.parametrize(("inner_state", "delta"), [("kept", "fp32"), ("fresh", "int8")])
+def test_a_checkpoint_goes_on_with_another_number_of_workers(inner_state: str, delta: str, tmp_path: Path) -> None:
+    """Momentum of replicas and outer optimizer, and errors, are in it: the bits are those of a run that never ended."""
+    arguments = ["--rounds", ROUNDS, "--inner-state", inner_state, "--delta", delta]
 
     def go(directory: Path, workers: int, *more: object) -> Outcome:
         return run_workers(

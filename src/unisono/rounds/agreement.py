@@ -78,6 +78,8 @@ class Agreement:
     """
 
     def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, last_step: int | None) -> None:
+        self.unit = "micro-batch"
+        """Of a rehearsal, for errors."""
         self._members = members
         self._tracked = tracked
         self._rehearses = rehearses
@@ -130,6 +132,11 @@ class Agreement:
         if not rehearses or not is_rehearsed(total, alone=not is_team, is_last=is_last):
             return None
         return rehearsal(plan, self._members.rank, total).other
+
+    @property
+    def own(self) -> Fingerprint | None:
+        """The micro-batch of this step that this member has computed and another one computes as well."""
+        return self._own
 
     def note_own(self, fingerprint: Fingerprint) -> None:
         """Keep the fingerprint of this member's micro-batch that another one computes as well."""
@@ -245,7 +252,7 @@ class Agreement:
             if mine is not None and theirs is not None:
                 what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
         raise DivergenceError(
-            f"micro-batch {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
+            f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 

@@ -18,29 +18,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
+from unisono.decisions.checks import Rehearsal
+from unisono.decisions.copies import Move, copies, deliveries, holders_after
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node, leaf, parent, sibling
-from unisono.errors import CheckpointError, DivergenceError, StepError
+from unisono.errors import DivergenceError, StateLost, StepError
 from unisono.events import Seconds
 from unisono.exchange import Parcel, Share
 from unisono.exchange.flat import FlatLayout, Rows, Slot, fold_rows
 from unisono.faults import point
-from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.folding import Fingerprint, GradientFolder
+from unisono.rounds.changes import ERROR, Changes
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.members import Members, Summed
-from unisono.state.packing import Packed, from_bytes, pack, unpack
-from unisono.state.replicas import Replicas, ReplicaState, check_alike
+from unisono.state.packing import from_bytes, pack, unpack
+from unisono.state.replicas import Header, Replicas, ReplicaState, Shelf, check_alike
 from unisono.telemetry import StepTelemetry
+from unisono.words import listed
 
-__all__ = ["Ended", "ReplicaRound", "Trained"]
+__all__ = ["Ended", "ReplicaRound", "Trained", "Trainer"]
 
 GROUP_BYTES: Final = 16 << 20
 """States travel in pieces of at most this size, or of one tensor."""
@@ -57,6 +61,10 @@ class Ended(msgspec.Struct, frozen=True):
     """Of everything that all replicas have alike, by name."""
     sums: bytes
     """The sums of ``step.add`` over its steps, as `to_bytes` gives them."""
+    header: Header
+    """Of its state."""
+    weight: float
+    """The sum of the weights of its steps, scaled."""
     common: bytes = b""
     """What all replicas have alike; only of the first one."""
 
@@ -65,23 +73,29 @@ class Ended(msgspec.Struct, frozen=True):
 class Trained:
     """A replica whose steps are done, with its parameters and buffers in the model."""
 
-    weight: float
-    """The sum of the weights of its steps, scaled."""
     weighted_loss: float
     state: ReplicaState
     ended: Ended
+    first: Fingerprint | None = None
+    """Of the first micro-batch of its first step, if it was asked for."""
 
 
-Train = Callable[[int], Generator[object, None, Trained]]
-"""Trains a replica from the round's boundary: yields its steps to the script, and returns what came out."""
+class Trainer(Protocol):
+    """Trains replicas from the round's boundary; yields their steps to the script."""
 
+    def train(self, replica: int, *, compares: bool) -> Generator[object, None, Trained]:
+        """Train a replica for its steps, and return what came out.
 
-class _Header(msgspec.Struct, frozen=True):
-    """Everything of a replica's state but the content of its tensors."""
+        Args:
+            compares: take the fingerprint of its first micro-batch, which another member computes as well.
+        """
 
-    skeleton: bytes
-    kinds: list[tuple[str, list[int]]]
-    """(dtype, shape) of each tensor."""
+    def rehearse(self, replica: int) -> Generator[object, None, Fingerprint | None]:
+        """Compute the first step of a replica of another member, and forget it.
+
+        Returns:
+            The fingerprint of its first micro-batch; None: its batch does not come from where others come.
+        """
 
 
 @dataclass(frozen=True)
@@ -94,20 +108,23 @@ class CommittedRound:
     layout: FlatLayout
     digest: int
     ended: Mapping[int, Ended]
-    keep: bool
+    copies: int
+    changes: Changes
 
     def stand_by(self, plan: Plan) -> None:
-        if self.keep:
+        if self.copies:
             _place(self.members, self.replicas.before, plan)
         _tell(self.members, self.ended)
-        if self.keep:
-            _copy(self.members, self.replicas.held)
+        if self.copies:
+            _copy(self.members, self.replicas.now, self.copies)
+        self.changes.average(self.members, plan, _weights(self.ended))
         summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
         self.members.release(summed.slot)
-        if summed.digest != self.digest:
+        digest = self.changes.digest(summed.digest)
+        if digest != self.digest:
             raise DivergenceError(
                 f"round {self.step} was computed again after a loss, and the mean of its replicas has digest "
-                f"{summed.digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
+                f"{digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
                 "on every worker (see docs/guarantees.md for what a step may depend on), or the hardware of a worker "
                 "is broken"
             )
@@ -118,13 +135,15 @@ class ReplicaRound:
 
     Args:
         number: of this round within the loop.
-        train: trains one replica.
+        trainer: trains the replicas.
         start: the parameters at the boundary, in the order of the folder's.
+        copies: how many members keep the new state of each replica; 0: replicas keep no state.
 
     Attributes:
         news: why the plan differs from that of the round before; "" where it does not.
         result: the means, once the round is over.
         ended: what the replicas ended with, by number, once the round is over.
+        digest: of the means, once the round is over.
     """
 
     kind: Final = "local"
@@ -135,11 +154,12 @@ class ReplicaRound:
         number: int,
         replicas: Replicas,
         num_replicas: int,
-        train: Train,
+        trainer: Trainer,
+        changes: Changes,
         folder: GradientFolder,
         start: Sequence[Tensor],
         *,
-        keep: bool,
+        copies: int,
     ) -> None:
         self.num_leaves = num_replicas
         self.title = f"a round of {num_replicas} replicas"
@@ -147,15 +167,18 @@ class ReplicaRound:
         self.result: Summed | None = None
         self.ended: dict[int, Ended] = {}
         self.num_computed = 0
+        self.digest = 0
         self._context = context
         self._number = number
         self._replicas = replicas
-        self._train = train
+        self._trainer = trainer
+        self._rehearsal: Rehearsal | None = None
+        self._changes = changes
         self._folder = folder
         self._start = start
-        self._keep = keep
+        self._copies = copies
         self._members = context.rounds.members
-        self._states: dict[int, ReplicaState] = {}  # after the round
+        self._after = Shelf()
         self._seconds = 0.0
         self._clock = context.clock
         folder.buffers.start_step()
@@ -172,18 +195,25 @@ class ReplicaRound:
         return plan
 
     def begin(self, plan: Plan) -> None:
-        self._context.agreement.start_step(self._number, self.number)
+        agreement = self._context.agreement
+        agreement.start_step(self._number, self.number)
+        self._rehearsal = agreement.rehearsal(plan) if self._members.size > 1 else None
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
-        if self._keep:
-            arrived = _place(self._members, self._replicas.held, plan)
-            self._replicas.before = {}  # whoever has come to this round has finished the one before
-            self._replicas.held.update(arrived)
+        if self._copies:
+            arrived = _place(self._members, self._replicas.now, plan)
+            self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
+            self._replicas.now.held.update(arrived)
         point("local.placed")
         for replica in plan.ranges[self._members.rank]:
             self._context.rounds.team.check()
             yield from self._compute(replica)
+        rehearsal = self._rehearsal
+        if rehearsal is not None and rehearsal.other is not None:
+            found = yield from self._trainer.rehearse(rehearsal.other)
+            if found is not None:
+                self._context.agreement.note_other(msgspec.structs.replace(found, leaf=rehearsal.other))
         self._clock.switch("exchange")
 
     def combine(self, plan: Plan) -> CommittedRound:
@@ -193,19 +223,30 @@ class ReplicaRound:
         with members.waiting():
             self.ended = _tell(members, self.ended)
             check_alike({replica: each.digests for replica, each in self.ended.items()})
-            if self._keep:
-                self._states.update(_copy(members, self._states))
-        point("local.copied")
+            if self._copies:
+                self._after.headers = {replica: each.header for replica, each in self.ended.items()}
+                _copy(members, self._after, self._copies)
+            point("local.copied")
+            self._changes.average(members, plan, _weights(self.ended))
         telemetry = self._context.agreement.add_to(self._telemetry())
         self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
         members.slots.results.append(summed.slot)
-        self._replicas.before, self._replicas.held = self._replicas.held, self._states
+        self.digest = self._changes.digest(summed.digest)
+        self._replicas.before, self._replicas.now = self._replicas.now, self._after
         return CommittedRound(
-            members, self._replicas, self._number, self._folder.layout, summed.digest, dict(self.ended), self._keep
+            members,
+            self._replicas,
+            self._number,
+            self._changes.layout,
+            self.digest,
+            self.ended,
+            self._copies,
+            self._changes,
         )
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
+        self._rehearsal = None
         return list(self._members.slots.nodes)
 
     def finish(self) -> None:
@@ -222,33 +263,36 @@ class ReplicaRound:
 
     def _compute(self, replica: int) -> Iterator[object]:
         began = time.perf_counter()
-        trained = yield from self._train(replica)
+        compares = self._rehearsal is not None and self._rehearsal.own == replica
+        trained = yield from self._trainer.train(replica, compares=compares)
+        if trained.first is not None:
+            self._context.agreement.note_own(msgspec.structs.replace(trained.first, leaf=replica))
         node, slot = leaf(replica, self.num_leaves), self._members.new_slot()
-        self._write(slot, trained)
+        self._write(replica, slot, trained)
         self._merge(node, slot)
         self.ended[replica] = trained.ended
-        if self._keep:
-            self._states[replica] = trained.state
+        if self._copies:
+            self._after.held[replica] = trained.state
         self.num_computed += 1
         self._seconds += time.perf_counter() - began
         point("local.replica_done", replica)
 
-    def _write(self, slot: Slot, trained: Trained) -> None:
+    def _write(self, replica: int, slot: Slot, trained: Trained) -> None:
         """Write a replica's change to a slot, and put parameters and buffers back to the boundary."""
+        weight = trained.ended.weight
+        error = trained.state.get(ERROR, {}).get(0)
         with torch.no_grad():
             for part in slot.tail:
                 part.zero_()
-            for (_, parameter), start, change in zip(self._folder.trained, self._start, slot.gradients, strict=True):
-                torch.sub(start.to(change.dtype), parameter.detach().to(change.dtype), out=change)
-                change.mul_(trained.weight)
+            self._changes.write(replica, slot, self._start, weight, error)
+            for (_, parameter), start in zip(self._folder.trained, self._start, strict=True):
                 parameter.copy_(start)
-            slot.used.fill_(1)
-            slot.scalars.copy_(torch.tensor([trained.weight, trained.weighted_loss], dtype=torch.float64))
-            self._folder.buffers.take_changes(slot.buffers, trained.weight)
+            slot.scalars.copy_(torch.tensor([weight, trained.weighted_loss], dtype=torch.float64))
+            self._folder.buffers.take_changes(slot.buffers, weight)
 
     def _merge(self, node: Node, slot: Slot) -> None:
         """Add a leaf to the nodes of this member, as far up the tree as it goes."""
-        nodes, layout, num_leaves = self._members.slots.nodes, self._folder.layout, self.num_leaves
+        nodes, layout, num_leaves = self._members.slots.nodes, self._changes.layout, self.num_leaves
         while (other := sibling(node, num_leaves)) is not None and other in nodes:
             held = nodes.pop(other)
             out = Rows(slot.memory, 0)
@@ -293,98 +337,81 @@ def _tell(members: Members, ended: Mapping[int, Ended]) -> dict[int, Ended]:
     return dict(sorted(found.items()))
 
 
-def _place(members: Members, held: Mapping[int, ReplicaState], plan: Plan) -> dict[int, ReplicaState]:
+def _weights(ended: Mapping[int, Ended]) -> dict[int, float]:
+    return {replica: each.weight for replica, each in ended.items()}
+
+
+def _place(members: Members, shelf: Shelf, plan: Plan) -> dict[int, ReplicaState]:
     """Give each member the states of the replicas that it is to compute. Collective.
 
     Returns:
         What this member has got.
 
     Raises:
-        CheckpointError: no member has a state.
+        StateLost: no member has a state.
     """
-    holders = _holders(members, held)
-    moves = []
-    for rank, replicas in enumerate(plan.ranges):
+    holders = _holders(members, shelf)
+    for replicas in plan.ranges:
         for replica in replicas:
-            having = holders.get(replica, [])
-            if not having:
-                raise CheckpointError(
-                    f"the state of replica {replica} is lost: all workers that had it were lost within one round. "
-                    "Go on from the newest checkpoint: unisono run --resume RUN_DIRECTORY"
+            if replica not in holders:
+                raise StateLost(
+                    f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of "
+                    'them are lost: the run cannot go on from here. Go on from the newest checkpoint (resume="auto", '
+                    "or unisono resume); with more copies= it survives more losses within one round"
                 )
-            if rank not in having:
-                moves.append((replica, having[0], (rank,)))
-    return _deliver(members, held, moves)
+    return _deliver(members, shelf, deliveries(holders, plan.ranges))
 
 
-def _copy(members: Members, states: Mapping[int, ReplicaState]) -> dict[int, ReplicaState]:
-    """Give each member the states that it lacks. Collective.
-
-    Returns:
-        What this member has got.
-    """
-    everybody = range(members.size)
-    holders = _holders(members, states)
-    moves = []
-    for replica, having in sorted(holders.items()):
-        if lacking := tuple(rank for rank in everybody if rank not in having):
-            moves.append((replica, having[0], lacking))
-    return _deliver(members, states, moves)
+def _copy(members: Members, shelf: Shelf, num_copies: int) -> None:
+    """Bring each state to as many members as are to hold it, and note who does. Collective."""
+    holders = _holders(members, shelf)
+    moves = copies(holders, members.team.hosts, num_copies)
+    shelf.held.update(_deliver(members, shelf, moves))
+    ids = members.worker_ids
+    shelf.holders = {
+        replica: tuple(ids[rank] for rank in ranks) for replica, ranks in holders_after(holders, moves).items()
+    }
 
 
-def _holders(members: Members, held: Mapping[int, ReplicaState]) -> dict[int, list[int]]:
-    """Return by replica the ranks that have a state of it. Collective."""
+def _holders(members: Members, shelf: Shelf) -> dict[int, list[int]]:
+    """Return by replica the ranks that have its state. Collective."""
     holders: dict[int, list[int]] = {}
-    for rank, payload in enumerate(members.gather(msgspec.msgpack.encode(sorted(held)))):
+    for rank, payload in enumerate(members.gather(msgspec.msgpack.encode(sorted(shelf.held)))):
         for replica in msgspec.msgpack.decode(payload, type=list[int]):
             holders.setdefault(replica, []).append(rank)
     return holders
 
 
-def _deliver(
-    members: Members, held: Mapping[int, ReplicaState], moves: Sequence[tuple[int, int, tuple[int, ...]]]
-) -> dict[int, ReplicaState]:
+def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> dict[int, ReplicaState]:
     """Bring states from one rank to others. Collective.
-
-    Args:
-        moves: (replica, source, targets), equal on all members.
 
     Returns:
         What this member has got.
     """
-    if not moves:
-        return {}
-    packed = {replica: pack(held[replica], "replica") for replica, source, _ in moves if source == members.rank}
-    headers: dict[int, _Header] = {}
-    own = {replica: _Header(one.skeleton, _kinds(one)) for replica, one in packed.items()}
-    for payload in members.gather(msgspec.msgpack.encode(own)):
-        headers.update(msgspec.msgpack.decode(payload, type=dict[int, _Header]))
     arrived: dict[int, ReplicaState] = {}
-    for replica, source, targets in moves:
+    for move in moves:
         point("local.delivering")
+        header = shelf.headers[move.replica]
+        takes = members.rank in move.targets
+        own = pack(shelf.held[move.replica], "replica").tensors if move.source == members.rank else []
         tensors: list[Tensor] = []
         first = 0
-        for group in _groups(headers[replica].kinds):
+        for group in _groups(header.kinds):
             sizes = [_padded(dtype, shape) for dtype, shape in group]
-            if source == members.rank:
-                piece = _joined(packed[replica].tensors[first : first + len(group)], sizes)
+            if move.source == members.rank:
+                piece = _joined(own[first : first + len(group)], sizes)
             else:
-                device = "cpu" if members.rank in targets else "meta"
-                piece = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            members.deliver([Parcel(source, targets, piece)])
-            if members.rank in targets:
+                piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu" if takes else "meta")
+            members.deliver([Parcel(move.source, move.targets, piece)])
+            if takes:
                 tensors += _cut(piece, group, sizes)
             first += len(group)
-        if members.rank in targets:
-            arrived[replica] = unpack(headers[replica].skeleton, tensors)
+        if takes:
+            arrived[move.replica] = unpack(header.skeleton, tensors)
     return arrived
 
 
 Kind = tuple[str, list[int]]
-
-
-def _kinds(packed: Packed) -> list[Kind]:
-    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
 
 
 def _num_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -11,16 +11,33 @@ state of the replica that is computed is in the optimizers, without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from unisono import member as members
 from unisono.errors import StepError, UsageError
-from unisono.state.packing import digest_of_state, from_bytes, to_bytes
+from unisono.state.packing import Packed, digest_of_state, from_bytes, pack, to_bytes, unpack
 
-__all__ = ["NAME", "Common", "ReplicaState", "Replicas", "check_alike", "common", "give", "restore", "take"]
+__all__ = [
+    "NAME",
+    "Common",
+    "Header",
+    "ReplicaState",
+    "Replicas",
+    "Shelf",
+    "check_alike",
+    "common",
+    "give",
+    "own_id",
+    "restore",
+    "take",
+]
 
 ReplicaState = dict[str, dict[int, Any]]
 """By optimizer, and by parameter in the order of its ``param_groups``: the state that ``optimizer.state`` has of it."""
@@ -39,44 +56,126 @@ class Common:
         """By name."""
 
 
+class Header(msgspec.Struct, frozen=True):
+    """Everything of a replica's state but the content of its tensors."""
+
+    skeleton: bytes
+    kinds: list[tuple[str, list[int]]]
+    """(dtype, shape) of each tensor."""
+
+    @classmethod
+    def of(cls, packed: Packed) -> Header:
+        return cls(
+            packed.skeleton, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in packed.tensors]
+        )
+
+    def placeholder(self) -> Any:
+        """Return the state with a meta tensor in the place of each tensor."""
+        tensors = [torch.empty(shape, dtype=getattr(torch, kind), device="meta") for kind, shape in self.kinds]
+        return unpack(self.skeleton, tensors)
+
+
+@dataclass
+class Shelf:
+    """The states of all replicas at one boundary."""
+
+    held: dict[int, ReplicaState] = field(default_factory=dict)
+    """By replica: those that this worker holds."""
+    headers: dict[int, Header] = field(default_factory=dict)
+    """Of all replicas; equal on all members."""
+    holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """By replica, the ids of the workers that hold its state; equal on all members."""
+
+    def pop(self, replica: int) -> ReplicaState:
+        """Take a state that this worker holds; whoever takes it may change its tensors."""
+        state = self.held.pop(replica)
+        return _copied(state) if any(state is other for other in self.held.values()) else state
+
+
 class Replicas:
     """The states of the replicas of a run, as far as this worker holds them. A part of the run's state.
 
     Attributes:
-        held: by replica, its state at the beginning of the next round.
-        before: by replica, those of the round before, as long as another member may have to compute that round.
+        now: the states with which the next round begins.
+        before: those of the round before, as long as another member may have to compute that round.
     """
 
     def __init__(self) -> None:
-        self.held: dict[int, ReplicaState] = {}
-        self.before: dict[int, ReplicaState] = {}
-        self._phase = -1
-        self._num_replicas = 0
+        self.now = Shelf()
+        self.before = Shelf()
+
+    def begin(
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        num_replicas: int,
+        worker_ids: Sequence[str],
+        *,
+        keep: bool,
+    ) -> None:
+        """Begin a training loop with as many replicas, or go on in one.
+
+        Replicas of an earlier loop go on with their states, unless another training has given the optimizers a state
+        since then: with that one each replica begins.
+
+        Args:
+            optimizers: those of the replicas, by name.
+            worker_ids: of all members.
+            keep: replicas have states.
+        """
+        taken = take(optimizers)
+        if len(self.now.headers) == num_replicas * keep and not any(taken.values()):
+            return
+        self.before = self.now = Shelf()
+        if keep:
+            every, header = range(num_replicas), Header.of(pack(taken, "replica"))
+            self.now = Shelf(
+                dict.fromkeys(every, taken), dict.fromkeys(every, header), dict.fromkeys(every, tuple(worker_ids))
+            )
 
     # -- a part of the run's state -------------------------------------------------------------------
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether each worker holds a part of it."""
+        return bool(self.now.headers)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"phase": self._phase, "replicas": self._num_replicas, "held": dict(sorted(self.held.items()))}
+        """Return the whole; a meta tensor stands for each that this worker does not hold."""
+        now = self.now
+        held = {
+            replica: now.held[replica] if replica in now.held else header.placeholder()
+            for replica, header in sorted(now.headers.items())
+        }
+        return {"held": held}
+
+    def outline(self) -> dict[str, Any]:
+        """Return what a newcomer gets, which holds no state yet."""
+        return {
+            "headers": msgspec.msgpack.encode(self.now.headers),
+            "holders": dict(self.now.holders),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._phase, self._num_replicas = state["phase"], state["replicas"]
-        self.held = {replica: _copied(held) for replica, held in state["held"].items()}
-        self.before = {}
+        """Load what `outline`, or in a checkpoint `state_dict`, has returned."""
+        self.before = Shelf()
+        if "held" in state:
+            held: dict[int, ReplicaState] = dict(state["held"])
+            headers = {replica: Header.of(pack(each, "replica")) for replica, each in held.items()}
+            self.now = Shelf(held, headers, dict.fromkeys(held, (own_id(),)))
+        else:
+            headers = msgspec.msgpack.decode(state["headers"], type=dict[int, Header])
+            self.now = Shelf({}, headers, {replica: tuple(ids) for replica, ids in state["holders"].items()})
 
-    def begin(
-        self, optimizers: Mapping[str, torch.optim.Optimizer], phase: int, num_replicas: int, *, keep: bool
-    ) -> None:
-        """Begin, or go on with, the rounds of a phase.
+    def holders(self, path: str) -> tuple[str, ...]:
+        """Return the ids of the workers that hold the tensor at a path of `state_dict`, e.g. ``['held'][2]...``."""
+        found = re.match(r"\['held'\]\[(\d+)\]", path)
+        return self.now.holders.get(int(found[1]), ()) if found is not None else ()
 
-        Args:
-            optimizers: those of the replicas, by name. Their state is that with which each replica begins.
-            keep: a replica keeps its state from round to round.
-        """
-        taken = take(optimizers)
-        if phase == self._phase and num_replicas == self._num_replicas:
-            return
-        self._phase, self._num_replicas, self.before = phase, num_replicas, {}
-        self.held = {replica: _copied(taken) for replica in range(num_replicas)} if keep else {}
+
+def own_id() -> str:
+    """Return the id of this worker."""
+    member = members.current()
+    return member.worker_id if member is not None else "w0"
 
 
 def take(optimizers: Mapping[str, torch.optim.Optimizer]) -> ReplicaState:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, digest_of_tensors, is_same_state
+from unisono.state.pending import Pending
 from unisono.state.sharded import Sharded, held_digests, states_in
 from unisono.state.sums import Sums
 
-__all__ = ["Calls", "OwnPart", "Tracked"]
+__all__ = ["Calls", "OwnPart", "SpreadPart", "Tracked"]
 
 
 class OwnPart(Protocol):
@@ -34,6 +35,21 @@ class OwnPart(Protocol):
         """Return plain data and tensors."""
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+@runtime_checkable
+class SpreadPart(OwnPart, Protocol):
+    """A part of which each worker may hold some tensors; meta tensors stand for the others in its ``state_dict``."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it is so now; the same on all members."""
+
+    def outline(self) -> Any:
+        """Return what ``load_state_dict`` needs on a newcomer, which holds no such tensor yet."""
+
+    def holders(self, path: str) -> tuple[str, ...]:
+        """Return the ids of the workers that hold the tensor at a path within ``state_dict``; () where all do."""
 
 
 @dataclass
@@ -76,7 +92,8 @@ class Tracked:
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
         self.sums = Sums()
-        self._own: dict[str, OwnPart] = {"sums": self.sums}
+        self.pending = Pending()
+        self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:
@@ -290,13 +307,15 @@ class Tracked:
     def state(self) -> dict[str, Any]:
         """Return everything that the next step depends on, as a newcomer gets it: it holds no sharded state yet."""
         outlines = {name: value.outline() for name, value in self.sharded.items()}
-        return {**self._state_but(outlines.keys()), "outlines": outlines}
+        spread = {name: part.outline() for name, part in self._own.items() if isinstance(part, SpreadPart)}
+        state = self._state_but(outlines.keys(), spread.keys())
+        return {**state, "own": {**state["own"], **spread}, "outlines": outlines}
 
     def whole_state(self) -> dict[str, Any]:
         """Return everything that the next step depends on, as a checkpoint has it; what it looks like is the same with
         and without sharding. A meta tensor stands for each that this worker does not hold.
         """
-        return self._state_but(())
+        return self._state_but()
 
     def holders(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
         """Return by path, as `pack` gives them for `whole_state`, the ids of the workers that hold the tensor.
@@ -308,15 +327,29 @@ class Tracked:
             known = value.holders
             for number, parameter in states_in(paths, f"tracked['objects'][{name!r}]"):
                 found[number] = known[parameter]
+        for name, part in self._own.items():
+            if isinstance(part, SpreadPart):
+                start = f"tracked['own'][{name!r}]"
+                for number, path in enumerate(paths):
+                    if path.startswith(start):
+                        found[number] = part.holders(path.removeprefix(start))
         return found
 
-    def _state_but(self, names: Collection[str]) -> dict[str, Any]:
+    @property
+    def is_spread(self) -> bool:
+        """Whether no worker holds the whole state; the same on all members."""
+        return bool(self.sharded) or any(isinstance(one, SpreadPart) and one.is_spread for one in self._own.values())
+
+    def _state_but(self, names: Collection[str] = (), parts: Collection[str] = ()) -> dict[str, Any]:
         return {
             "objects": {name: value.state_dict() for name, value in self._objects.items() if name not in names},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
-            "own": {**self._early, **{name: part.state_dict() for name, part in self._own.items()}},
+            "own": {
+                **self._early,
+                **{name: part.state_dict() for name, part in self._own.items() if name not in parts},
+            },
         }
 
     def load(self, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final, Literal
 
@@ -21,328 +22,40 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from unisono.decisions.cursor import Cursor, PartOfCursor, Recipe, seed_of
+from unisono.decisions.checks import Rehearsal
+from unisono.decisions.cursor import Recipe, seed_of
+from unisono.decisions.plan import Plan
 from unisono.errors import StepError, UsageError
-from unisono.events import StepResult
+from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.microbatch.data import Batches, Request
-from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.folding import Fingerprint, GradientFolder
 from unisono.microbatch.guards import Structure, UnusedGradients
-from unisono.microbatch.losses import Microbatch, Reduction
+from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
+from unisono.rounds.changes import ERROR, Changes, Coded, Plain
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
 from unisono.rounds.replicas import Ended, ReplicaRound, Trained
 from unisono.rounds.team import LOST, AloneTeam, Samples, Team
-from unisono.state.packing import to_bytes
-from unisono.state.replicas import Replicas, common, give, restore, take
-from unisono.state.sums import Sums, Total, as_sum, plain
+from unisono.state.packing import pack, to_bytes
+from unisono.state.replicas import Header, Replicas, ReplicaState, common, give, restore, take
+from unisono.state.sums import Sums, as_sum
 from unisono.state.tracked import Tracked
-from unisono.training.step import State, Step
+from unisono.telemetry import StepTelemetry
+from unisono.training.localround import InnerStep, LocalRound, ReplicaSamples, Replication
 from unisono.training.upcoming import Upcoming
 
-__all__ = ["InnerState", "InnerStep", "LocalRound", "LocalSteps", "ReplicaSamples", "Replication"]
+__all__ = ["Delta", "InnerState", "LocalSteps"]
 
 InnerState = Literal["kept", "fresh"]
 """Whether a replica keeps the state of its optimizers from round to round."""
+Delta = Literal["fp32", "int8"]
+"""What the changes of the replicas travel as."""
 AVERAGE: Final = "average"
-
-
-@dataclasses.dataclass(frozen=True)
-class Replication:
-    """How a training is cut into rounds and replicas."""
-
-    replicas: int
-    inner_steps: int
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise UsageError(f"replicas must be at least 1, got {self.replicas}")
-        if self.inner_steps < 1:
-            raise UsageError(f"inner_steps must be at least 1, got {self.inner_steps}")
-
-    def num_rounds(self, num_steps: int) -> int:
-        return -(-num_steps // self.inner_steps)
-
-    def steps_of(self, round_: int, num_steps: int) -> range:
-        """Return the global batches of a round; the last round may have fewer."""
-        return range(round_ * self.inner_steps, min((round_ + 1) * self.inner_steps, num_steps))
-
-    def place(self, step: int, replica: int) -> int:
-        """Return the place of a replica's step in the order in which one worker computes all of them."""
-        round_, within = divmod(step, self.inner_steps)
-        return (round_ * self.replicas + replica) * self.inner_steps + within
-
-    def at(self, place: int) -> tuple[int, int]:
-        """Return the (step, replica) at a place."""
-        block, within = divmod(place, self.inner_steps)
-        round_, replica = divmod(block, self.replicas)
-        return round_ * self.inner_steps + within, replica
-
-
-class ReplicaSamples:
-    """The samples of the replicas' micro-batches, by `Replication.place`."""
-
-    def __init__(self, cursor: Cursor, replication: Replication) -> None:
-        self._replication = replication
-        self._parts = [PartOfCursor.of(cursor, k, replication.replicas) for k in range(replication.replicas)]
-
-    def part(self, replica: int) -> PartOfCursor:
-        """Return the data of one replica."""
-        return self._parts[replica]
-
-    def indices(self, step: int, leaf: int) -> Sequence[int]:
-        number, replica = self._replication.at(step)
-        return self._parts[replica].indices(number, leaf)
-
-    def keys(self, step: int, leaf: int) -> Sequence[tuple[int, int]]:
-        number, replica = self._replication.at(step)
-        return self._parts[replica].keys(number, leaf)
-
-
-class InnerStep(Step):
-    """One step of one replica, within a round of local steps.
-
-    As a step of ``run.steps``, but its global batch is the part of the replica, and its gradient is the replica's.
-    """
-
-    def log(self, **values: float | Tensor) -> None:
-        """Refuse: the journal has one line for each round.
-
-        Raises:
-            StepError: always.
-        """
-        raise StepError(
-            "step.log was called in a step of a replica, which only one worker computes: after `for step in round` "
-            "call round.log (round.loss is the mean loss then, and step.add gives exact sums in round.totals)"
-        )
-
-
-class LocalRound:
-    """One round of local steps. Made by ``run.local_steps``.
-
-    Iterate over it once: it gives the steps of the replicas that this worker computes, replica after replica. Then the
-    model is the new global one, on all workers, and `loss` the mean loss of all replicas' steps.
-    """
-
-    def __init__(self, strategy: LocalSteps, context: StepContext, number: int, process: Process) -> None:
-        self._strategy = strategy
-        self._context = context
-        self._process = process
-        self.number = number
-        """Of this round within ``run.local_steps``, from 0; it counts on in a worker that has joined later."""
-        self.place = context.first_number + number
-        """Of this round within the run, from 0."""
-        self.steps = strategy.steps_of(number)
-        """The numbers of its steps: each replica makes one step with its part of each of these global batches."""
-        self.state = State.NEW
-        self._is_left = False
-        self._round: ReplicaRound | None = None
-        self._inner: InnerStep | None = None
-        self._logs: dict[str, float] = {}
-        self._totals: dict[str, Total] = {}
-        self._scalars = (math.nan, math.nan)
-
-    # -- what the user reads -------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """Passes over the data that were complete when the round began, from 0."""
-        return self._context.cursor.position(self.steps.start).epoch
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the round, of all replicas."""
-        return sum(self._context.cursor.position(step).num_samples for step in self.steps)
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of all steps of all replicas, weighted as their gradients are. After ``for step in round``.
-
-        With ``reduction="sum"``, the mean over the steps of the sum over their global batches.
-        """
-        self.check_not_left()
-        if not self.is_complete:
-            raise StepError(f"round.loss of round {self.number} is known after `for step in round`")
-        return self._loss
-
-    @property
-    def _loss(self) -> float:
-        weight, weighted_loss = self._scalars
-        return weighted_loss / (weight if self._context.reduction == "mean" else len(self.steps))
-
-    @property
-    def weight(self) -> float:
-        """The sum of the weights of all micro-batches. After ``for step in round``."""
-        return self._scalars[0] * self._strategy.scale
-
-    @property
-    def totals(self) -> dict[str, Any]:
-        """The sums of ``step.add`` over all steps of all replicas, by name. After ``for step in round``."""
-        if not self.is_complete:
-            raise StepError(f"round.totals of round {self.number} are known after `for step in round`")
-        return dict(self._totals)
-
-    def log(self, **values: float | Tensor) -> None:
-        """Write numbers into this round's line of the journal (those of rank 0 count).
-
-        Raises:
-            StepError: called within ``for step in round``.
-        """
-        self.check_not_left()
-        if self.state is State.INSIDE:
-            raise StepError(
-                "round.log was called inside of `for step in round`, where each worker is at another replica: call it "
-                "after that loop"
-            )
-        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
-
-    @property
-    def logs(self) -> dict[str, float]:
-        """The numbers that `log` was given."""
-        return dict(self._logs)
-
-    def __len__(self) -> int:
-        """Return the number of steps that each replica makes in this round."""
-        return len(self.steps)
-
-    def __repr__(self) -> str:
-        return f"<round {self.number}: {len(self)} steps of {self._strategy.num_replicas} replicas, {self.state.value}>"
-
-    # -- the middle loop -----------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[InnerStep]:
-        """Yield the steps of this worker's replicas; ends when the replicas are averaged. Collective."""
-        self._process.check("for step in round")
-        if self.state is not State.NEW:
-            raise StepError(
-                f"round {self.number} was iterated before, or its loop is over; `for step in round` can be run once "
-                "for each round"
-            )
-        return self._run()
-
-    def _run(self) -> Iterator[InnerStep]:
-        self.state = State.INSIDE
-        context, strategy = self._context, self._strategy
-        self._round = current = strategy.begin_round(self)
-        try:
-            for inner in context.rounds.play(current):
-                assert isinstance(inner, InnerStep)
-                yield inner
-        except GeneratorExit:
-            self._is_left = True
-            raise
-        self._scalars = current.scalars
-        strategy.apply(current)
-        known = context.tracked.sums
-        self._totals = known.learn(current.sums())
-        known.note_loss(self._loss, self._scalars[0], context.phase, self.epoch)
-        known.note(known.begin_step(context.phase, self.epoch), self._totals, context.phase)
-        self.state = State.COMPLETE
-
-    def enter(self, inner: InnerStep | None) -> None:
-        """Note the step that the script gets."""
-        self._inner = inner
-
-    # -- for the outer loop --------------------------------------------------------------------------
-
-    @property
-    def inner(self) -> InnerStep | None:
-        """The step of a replica that the script got last; None outside of ``for step in round``."""
-        return self._inner
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the script is where each worker is at another replica."""
-        return self.state is State.INSIDE
-
-    @property
-    def current(self) -> Microbatch | None:
-        return self._inner.current if self._inner is not None else None
-
-    @property
-    def microbatch(self) -> int | None:
-        return self._inner.microbatch if self._inner is not None else None
-
-    def sample_indices(self, microbatch: int) -> list[int]:
-        """Return the samples of a micro-batch of the step that the script got last."""
-        return self._inner.sample_indices(microbatch) if self._inner is not None else []
-
-    def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None:
-        """Do what ``loss.backward()`` means in the step that the script got last."""
-        assert self._inner is not None
-        self._inner.backward(loss, scaler=scaler, retain_graph=retain_graph)
-
-    @property
-    def has_begun(self) -> bool:
-        return self._round is not None
-
-    @property
-    def is_complete(self) -> bool:
-        return self.state in (State.COMPLETE, State.CLOSED)
-
-    @property
-    def has_no_microbatch(self) -> bool:
-        return self.is_complete and self.round.num_computed == 0
-
-    @property
-    def round(self) -> ReplicaRound:
-        assert self._round is not None
-        return self._round
-
-    @property
-    def sent_bytes(self) -> int:
-        result = self._round.result if self._round is not None else None
-        return result.sent_bytes if result is not None else 0
-
-    def check_not_left(self) -> None:
-        """Check that the script has not left the middle loop, or one of its inner loops, before the end.
-
-        Raises:
-            StepError: the script has.
-        """
-        if self._inner is not None:
-            self._inner.check_not_left()
-        if self._is_left:
-            raise self._left_error()
-
-    def _left_error(self) -> StepError:
-        return StepError(
-            f"the loop `for step in round` of round {self.number} was left before its end (break, return or an "
-            "exception): its replicas are not averaged"
-        )
-
-    def result(self) -> StepResult:
-        """Return what all members agree on about this round. After the middle loop."""
-        result = self.round.result
-        assert result is not None
-        return StepResult(
-            step=self.place,
-            epoch=self.epoch,
-            loss=self._loss,
-            weight=self.weight,
-            samples=self.num_samples,
-            digest=f"{result.digest:016x}",
-            totals=plain(self._totals),
-            losses=[],
-        )
-
-    def close(self) -> None:
-        """Close the round: the outer loop goes on.
-
-        Raises:
-            StepError: its replicas are not averaged.
-        """
-        state, self.state = self.state, State.CLOSED if self.state is State.COMPLETE else State.FAILED
-        if state is State.NEW:
-            raise StepError(
-                f"round {self.number} was not iterated: write `for step in round:`, and in it `for batch in step:`"
-            )
-        if state is State.INSIDE:
-            raise self._left_error()
 
 
 class LocalSteps:
@@ -367,11 +80,17 @@ class LocalSteps:
         device: torch.device,
         outer: torch.optim.Optimizer | None,
         inner_state: InnerState,
+        copies: int,
+        delta: Delta,
         reduction: Reduction,
         rehearses: bool,
     ) -> None:
         if inner_state not in ("kept", "fresh"):
             raise UsageError(f'inner_state is "kept" or "fresh", got {inner_state!r}')
+        if delta not in ("fp32", "int8"):
+            raise UsageError(f'delta is "fp32" or "int8", got {delta!r}')
+        if copies < 1:
+            raise UsageError(f"copies must be at least 1, got {copies}")
         self._replication = replication
         self._samples = samples
         self._num_steps = num_steps
@@ -380,6 +99,9 @@ class LocalSteps:
         self._outer = outer
         self._outer_name = _name_of(tracked, outer)
         self._inner_state = inner_state
+        self._keeps = inner_state == "kept"
+        self._delta = delta
+        self._num_copies = copies if self._keeps or delta == "int8" else 0
         self._reduction = reduction
         self._rehearses = rehearses
         self._tracked = tracked.apart(self._outer_name)
@@ -393,9 +115,10 @@ class LocalSteps:
         self._handles: list[RemovableHandle] = []
         self._now: LocalRound | None = None
         self._place = -1
-        self._check()
+        self._changes: Changes
+        self._check(tracked)
 
-    def _check(self) -> None:
+    def _check(self, tracked: Tracked) -> None:
         """Refuse what has no meaning in rounds.
 
         Raises:
@@ -404,6 +127,11 @@ class LocalSteps:
         if not self._optimizers:
             raise UsageError(
                 "run.local_steps trains replicas with a tracked optimizer of their own: run.track(optimizer=optimizer)"
+            )
+        if sharded := [*tracked.sharded]:
+            raise UsageError(
+                f"{sharded[0]} is sharded (unisono.shard), and within run.local_steps each replica has a state of its "
+                "own, which lies on the workers that compute it and on copies= others anyway; use the optimizer itself"
             )
         if self._tracked.carried:
             raise UsageError(
@@ -427,6 +155,7 @@ class LocalSteps:
             "replicas": self._replication.replicas,
             "inner_steps": self._replication.inner_steps,
             "inner_state": self._inner_state,
+            "delta": self._delta,
             "outer": type(self._outer).__qualname__ if self._outer is not None else AVERAGE,
         }
 
@@ -443,14 +172,30 @@ class LocalSteps:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def open(self, context: StepContext) -> None:
+    def num_done(self, number: int) -> int:
+        return number
+
+    def may_save(self, number: int) -> bool:
+        return True
+
+    def open(self, context: StepContext, first: int) -> None:
         self._context = context
+        context.agreement.unit = "the first micro-batch of replica"
+        team = context.rounds.team
+        if team.size > self.num_replicas and team.rank == 0:
+            warnings.warn(
+                f"{team.size} workers share {self.num_replicas} replicas: {team.size - self.num_replicas} of them have "
+                "nothing to compute, and only keep copies of states; use more replicas or fewer workers",
+                stacklevel=2,
+            )
         if self._outer is not None:
             self._handles.append(self._outer.register_step_pre_hook(lambda *_: self._check_outer()))
-        self._team = _InnerTeam(context.rounds.team, self._device)
+        self._team = _InnerTeam(team, self._device)
         self._inner_rounds = Rounds(self._team, self._tracked, balance=False)
         self._structure = Structure(self._tracked)
-        self._replicas.begin(self._optimizers, context.phase, self.num_replicas, keep=self._inner_state == "kept")
+        ids = context.rounds.members.worker_ids
+        has_state = self._num_copies > 0
+        self._replicas.begin(self._optimizers, self.num_replicas, ids, keep=has_state)
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> LocalRound:
         unused.leave_out(self._outer_name)
@@ -522,15 +267,17 @@ class LocalSteps:
         self._common = common(self._objects)
         self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
         self._place = -1
+        self._changes = Plain(folder) if self._delta == "fp32" else Coded(folder)
         return ReplicaRound(
             context,
             now.number,
             self._replicas,
             self.num_replicas,
-            self._train,
+            self,
+            self._changes,
             folder,
             self._start,
-            keep=self._inner_state == "kept",
+            copies=self._num_copies,
         )
 
     def apply(self, done: ReplicaRound) -> None:
@@ -539,13 +286,16 @@ class LocalSteps:
         restore(self._objects, done.ended[0].common)
         self._structure.restore_modes()
         slot = context.rounds.members.slots.results[-1]  # it may have moved since the commit
-        folder.show(slot)
+        means = self._changes.means(slot)
+        folder.buffers.apply(slot.buffers)
         seed_at(context.seed, "update", done.number)
         self._context.clock.switch("update")
         owned = _parameters(self._outer)
         with torch.no_grad():
-            for (_, parameter), mean in zip(folder.trained, slot.gradients, strict=True):
-                if id(parameter) not in owned:
+            for (_, parameter), mean in zip(folder.trained, means, strict=True):
+                if id(parameter) in owned:
+                    parameter.grad = mean.to(parameter.dtype)
+                else:
                     parameter.copy_(parameter.to(mean.dtype) - mean)
         if self._outer is not None:
             self._is_applying = True
@@ -557,43 +307,92 @@ class LocalSteps:
             parameter.grad = None
         context.rounds.members.release_results()
 
-    def _train(self, replica: int) -> Generator[InnerStep, None, Trained]:
+    def train(self, replica: int, *, compares: bool) -> Generator[InnerStep, None, Trained]:
         """Train one replica from the round's boundary."""
         now = self._now
         assert now is not None
-        context = self._inner_context(replica)
-        restore(self._objects, self._common.content)
-        self._structure.restore_modes()
-        give(self._optimizers, self._replicas.held.pop(replica, {}) if self._inner_state == "kept" else {})
+        context = self._inner_context(replica, compares=compares)
+        given = self._replicas.now.pop(replica) if self._num_copies else {}
+        self._go_to_boundary(given if self._keeps else {})
         weight = weighted_loss = 0.0
         totals: dict[str, Tensor] = {}
-        try:
-            for number in now.steps:
-                self._place = self._replication.place(number, replica)
-                seed_at(context.seed, "step", number)
-                point("local.inner_step", replica)
-                step = InnerStep(context, number, unused=self._unused, process=self._process)
-                now.enter(step)
-                yield step
-                step.close()
-                self._check_trained(replica)
-                gradient = step.round
-                share = gradient.weight / self.scale
-                weight += share
-                weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
-                for name, value in step.totals.items():
-                    totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
-        finally:
-            now.enter(None)
+        for number in now.steps:
+            step = yield from self._step(context, number, replica)
+            gradient = step.round
+            share = gradient.weight / self.scale
+            weight += share
+            weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
+            for name, value in step.totals.items():
+                totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
         state = take(self._optimizers)
+        if not self._keeps:
+            state = {}
+        if self._delta == "int8":
+            state[ERROR] = {0: self._error(given)}
         self._check_end(replica)
         found = common(self._objects)
         self._structure.restore_modes()
-        ended = Ended(found.digests, to_bytes(totals), found.content if replica == 0 else b"")
+        header = Header.of(pack(state, "replica"))
+        ended = Ended(found.digests, to_bytes(totals), header, weight, found.content if replica == 0 else b"")
         for _, parameter in self._outer_folder.trained:
             parameter.grad = None
         self._inner_rounds.members.release_results()
-        return Trained(weight, weighted_loss, state, ended)
+        first = context.agreement.own if isinstance(context.agreement, _FirstMicrobatch) else None
+        return Trained(weighted_loss, state, ended, first)
+
+    def rehearse(self, replica: int) -> Generator[InnerStep, None, Fingerprint | None]:
+        """Compute the first step of a replica of another member, and forget it."""
+        now = self._now
+        assert now is not None
+        context = self._inner_context(replica, compares=True)
+        if not context.fetcher.comes(now.steps.start, 0):
+            return None
+        self._go_to_boundary({})
+        yield from self._step(context, now.steps.start, replica)
+        take(self._optimizers)
+        self._check_end(replica)
+        restore(self._objects, self._common.content)
+        self._structure.restore_modes()
+        with torch.no_grad():
+            for (_, parameter), start in zip(self._outer_folder.trained, self._start, strict=True):
+                parameter.copy_(start)
+                parameter.grad = None
+        self._outer_folder.buffers.restore()
+        self._inner_rounds.members.release_results()
+        assert isinstance(context.agreement, _FirstMicrobatch)
+        return context.agreement.own
+
+    def _go_to_boundary(self, state: ReplicaState) -> None:
+        """Begin a replica: what all replicas have alike is that of the boundary. Parameters and buffers are already."""
+        restore(self._objects, self._common.content)
+        self._structure.restore_modes()
+        give(self._optimizers, state)
+
+    def _step(self, context: StepContext, number: int, replica: int) -> Generator[InnerStep, None, InnerStep]:
+        """Yield one step of a replica to the script."""
+        now = self._now
+        assert now is not None
+        self._place = self._replication.place(number, replica)
+        seed_at(context.seed, "step", number)
+        point("local.inner_step", replica)
+        step = InnerStep(context, number, unused=self._unused, process=self._process)
+        now.enter(step)
+        yield step  # after an error of the script, `now` still knows the step
+        now.enter(None)
+        step.close()
+        self._check_trained(replica)
+        return step
+
+    def _error(self, given: ReplicaState) -> Tensor:
+        """Return what was lost of a replica's changes so far."""
+        known: Tensor | None = given.get(ERROR, {}).get(0)
+        if known is None:
+            return torch.zeros(Coded.num_values(self._outer_folder), device=self._device)
+        return known.to(self._device)
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        """Return the layout of what the members sum."""
+        return folder.layout if self._delta == "fp32" else Coded.layout_of(folder)
 
     def _check_trained(self, replica: int) -> None:
         """Raise StepError if the script has frozen or unfrozen a parameter within a round."""
@@ -624,11 +423,16 @@ class LocalSteps:
 
     # -- what the steps of a replica need ------------------------------------------------------------
 
-    def _inner_context(self, replica: int) -> StepContext:
-        """Return the context of a replica's steps: a run with this process as its only member."""
+    def _inner_context(self, replica: int, *, compares: bool) -> StepContext:
+        """Return the context of a replica's steps: a run with this process as its only member.
+
+        Args:
+            compares: take the fingerprint of the first micro-batch of the first step.
+        """
         context = self._context
         self._tracked.sums = Sums()
-        agreement = Agreement(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
+        kind = _FirstMicrobatch if compares else Agreement
+        agreement = kind(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
         return dataclasses.replace(
             context,
             rounds=self._inner_rounds,
@@ -691,6 +495,31 @@ class _Batches:
 
     def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
         return self._whole.comes(self._replication.place(step, self._replica), leaf, turn)
+
+
+class _FirstMicrobatch(Agreement):
+    """Takes the fingerprint of the first micro-batch of a replica, to be compared with another worker's.
+
+    Attributes:
+        own: that fingerprint.
+    """
+
+    own: Fingerprint | None = None
+
+    def start_step(self, number: int, total: int) -> None:
+        pass
+
+    def rehearsal(self, plan: Plan) -> Rehearsal | None:
+        return Rehearsal(own=0, other=None) if self.own is None else None
+
+    def note_own(self, fingerprint: Fingerprint) -> None:
+        self.own = fingerprint
+
+    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
+        return telemetry
+
+    def check(self, telemetry: Sequence[StepTelemetry]) -> None:
+        pass
 
 
 class _InnerTeam(AloneTeam):

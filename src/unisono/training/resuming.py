@@ -316,7 +316,7 @@ class Resumption:
         found = differences(loaded.manifest.recipe, recipe)
         refused = [row for row in found if row[0].partition(":")[0] not in self._may_differ]
         if refused:
-            names = sorted({row[0].partition(":")[0] for row in refused} - {FIXED})
+            names = sorted({row[0].partition(":")[0] for row in refused} & RECIPE)
             help_ = f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, names))}}}" if names else ""
             if help_ and self._command:
                 help_ += f" or {' '.join(f'--resume-anyway {name}' for name in names)}"

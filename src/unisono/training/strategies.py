@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from unisono.decisions.cursor import Recipe
+from unisono.exchange.flat import FlatLayout
 from unisono.microbatch.data import Request
+from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import UnusedGradients
 from unisono.process import Process
 from unisono.rounds.gradient import StepContext
@@ -33,10 +35,20 @@ class Strategy(Protocol):
     def num_more(self) -> int:
         """Iterations after the one with the last global batch, which bring to an end what is under way."""
 
+    def num_done(self, number: int) -> int:
+        """Return how many updates of this loop are done before iteration ``number``. Local."""
+
     @property
     def overlaps(self) -> bool:
         """Whether parameters stay as they are in an iteration until the members have met, so that a checkpoint may copy
         them meanwhile.
+        """
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        """Return the layout of what the members sum. Local, equal on all members.
+
+        Args:
+            folder: of the parameters that are trained now.
         """
 
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
@@ -46,8 +58,8 @@ class Strategy(Protocol):
             upcoming: the forecast of a plain ``run.steps``.
         """
 
-    def open(self, context: StepContext) -> None:
-        """Get ready, before the first iteration. Local."""
+    def open(self, context: StepContext, first: int) -> None:
+        """Get ready, before the first iteration of this worker. Local."""
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Iteration:
         """Return what the script gets in iteration ``number`` of this loop. Local."""
@@ -55,8 +67,11 @@ class Strategy(Protocol):
     def settle(self) -> None:
         """Bring to an end what other members still need of this one, before they change and before a snapshot.
 
-        Called at every boundary, before anything else happens there. Collective where there is something to do.
+        Called at a boundary where something happens, before it does. Collective.
         """
+
+    def may_save(self, number: int) -> bool:
+        """Return whether a snapshot may be taken before iteration ``number``; the same on all members. Local."""
 
     def close(self) -> None:
         """Give back what is held; also after an error. Local."""
@@ -72,10 +87,16 @@ class Synchronous:
     def recipe(self) -> Recipe:
         return {}
 
+    def num_done(self, number: int) -> int:
+        return number
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        return folder.layout
+
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
         return upcoming()
 
-    def open(self, context: StepContext) -> None:
+    def open(self, context: StepContext, first: int) -> None:
         self._context = context
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
@@ -83,6 +104,9 @@ class Synchronous:
 
     def settle(self) -> None:
         pass
+
+    def may_save(self, number: int) -> bool:
+        return True
 
     def close(self) -> None:
         pass
