@@ -258,7 +258,7 @@ def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("what", ["--shard", "--local", "--twice"])
+@pytest.mark.parametrize("what", ["--shard", "--local", "--delay=2", "--twice"])
 def test_it_goes_with_other_strategies_and_with_several_evaluations_of_a_step(what: str, tmp_path: Path) -> None:
     given = ["--steps", "12", what]
     before = run_workers(SCRIPT, 1, directory=tmp_path / "alone", arguments=given[: 2 if what == "--shard" else 3])
