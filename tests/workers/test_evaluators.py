@@ -28,6 +28,7 @@ from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(__file__).with_name("evaluated_training.py")
 STEPS, LOOPS = 8, 2
+ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -250,7 +251,7 @@ ALWAYS = ("an evaluator is killed in a batch", "rank 0 is killed while it gives 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("what", FAULTS if os.environ.get("UNISONO_TEST_ALL") else ALWAYS)
+@pytest.mark.parametrize("what", FAULTS if ALL else ALWAYS)
 def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) -> None:
     options = [*PATIENT, "--evaluators", "1"]
     outcome = run_workers(SCRIPT, 2, directory=run_dir, arguments=arguments(), options=options, faults=FAULTS[what])
@@ -258,7 +259,7 @@ def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("what", ["--shard", "--local", "--delay=2", "--twice"])
+@pytest.mark.parametrize("what", ["--shard", "--local", "--delay=2", "--twice"] if ALL else ["--shard", "--twice"])
 def test_it_goes_with_other_strategies_and_with_several_evaluations_of_a_step(what: str, tmp_path: Path) -> None:
     given = ["--steps", "12", what]
     before = run_workers(SCRIPT, 1, directory=tmp_path / "alone", arguments=given[: 2 if what == "--shard" else 3])
