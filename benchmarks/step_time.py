@@ -42,6 +42,8 @@ BLOCK_S = 0.6
 """About how long a block takes; at least `LEAST_STEPS`."""
 LEAST_STEPS = 3
 START_S = 120.0
+ANSWER_S = 300.0
+"""A side that has not done its steps by then hangs."""
 MEMORY_S = 1.5
 LIMIT_S = {"quick": 8.0, "full": 45.0}
 """How long the sides of one comparison take turns, together."""
@@ -128,7 +130,10 @@ class Team:
 
 
 def _receive(pipe: Connection, team: Team) -> dict[str, Any]:
+    deadline = time.monotonic() + ANSWER_S
     while not pipe.poll(1.0):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{team.name}: no answer within {ANSWER_S:.0f} s")
         for process in team.processes:
             if process.poll() is not None:
                 raise RuntimeError(f"{team.name}: process {process.pid} ended with exit code {process.returncode}")

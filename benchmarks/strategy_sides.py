@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.models import CASES, Case
-from benchmarks.sides import Control
+from benchmarks.sides import Control, as_bfloat16
 from unisono.lifetime import bind_to_parent
 
 __all__ = ["SIDES", "SIZES", "missing"]
@@ -42,10 +42,12 @@ STALL_ONE_IN = 8
 
 
 def _taught(num_samples: int, *, seed: int = 1) -> TensorDataset:
-    """Vectors, and which of ten directions is nearest to each: something that can be learned."""
-    directions = torch.randn(1024, 10, generator=torch.Generator().manual_seed(0))
-    vectors = torch.randn(num_samples, 1024, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(vectors, (vectors @ directions).argmax(1))
+    """Noisy vectors, and which of ten directions is nearest to each: something that can be learned."""
+    fixed, draw = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_samples, 16, generator=draw)
+    labels = (hidden @ torch.randn(16, 10, generator=fixed)).argmax(1)
+    noise = torch.randn(num_samples, 1024, generator=draw)
+    return TensorDataset(hidden @ torch.randn(16, 1024, generator=fixed) / 4 + noise, labels)
 
 
 SIZES = {4: replace(CASES["mlp_small"], data=_taught), 100: replace(CASES["mlp"], data=_taught)}
@@ -204,9 +206,7 @@ def with_ddp(task: Task, watch: Watch, *, wire: str = "fp32", is_sharded: bool =
     _meet(task)
     model = DistributedDataParallel(task.case.model(), gradient_as_bucket_view=True)
     if wire == "bf16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-        model.register_comm_hook(None, bf16_compress_hook)
+        model.register_comm_hook(None, lambda state, bucket: as_bfloat16(bucket))  # torch looks at annotations
     optimizer: torch.optim.Optimizer
     if is_sharded:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -332,6 +332,7 @@ SIDES: dict[str, Callable[[Task, Watch], None]] = {
     "unisono bf16": _with_options(with_steps, wire="bf16"),
     "unisono delay 1": _with_options(with_steps, delay=1),
     "unisono local": _with_options(with_local_steps, momentum=0.0),
+    "unisono local fresh": _with_options(with_local_steps, momentum=0.0, inner_state="fresh"),
     "unisono diloco": _with_options(with_local_steps, momentum=0.9),
     "unisono diloco int8": _with_options(with_local_steps, momentum=0.9, delta="int8"),
     "ddp": with_ddp,

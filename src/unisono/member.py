@@ -311,7 +311,7 @@ class Member:
         self._send_repeatedly(EvaluationDone(number=number, totals=totals, error=error))
 
     def evaluations_open(self, numbers: Sequence[int], below: int) -> None:
-        """Report which evaluations that no evaluator computes any more are still to be computed by the members."""
+        """Report that all members know the totals of all evaluations below a number, but of these."""
         self._send_repeatedly(EvaluationsOpen(numbers=list(numbers), below=below))
 
     def in_loop(self, position: tuple[int, int] | None) -> None:

@@ -418,11 +418,10 @@ class EvaluationDone(Message):
 
 
 class EvaluationsOpen(Message):
-    """Of the evaluations that no evaluator computes any more, the members have not computed these yet themselves."""
+    """All members know the totals of all evaluations below a number, but of these."""
 
     numbers: list[int]
     below: int
-    """What is said holds for the evaluations below this number."""
 
 
 # -- head to worker ----------------------------------------------------------------------------------

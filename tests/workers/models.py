@@ -250,7 +250,8 @@ class Recipe:
     phases: int = 1
     wire: Literal["fp32", "bf16"] = "fp32"
 
-    def train(self, run: unisono.Run, microbatches: int) -> Outcome:
+    def train(self, run: unisono.Run, microbatches: int, **options: Any) -> Outcome:
+        """Train it; ``options`` are of ``run.steps``."""
         model = self.model().to(run.device)
         optimizer = self.optimizer(
             [parameter for parameter in model.parameters() if parameter.requires_grad or self.thaws]
@@ -268,7 +269,8 @@ class Recipe:
 
         data, losses = self.data(), []
         for _ in range(self.phases):
-            for step in run.steps(data, batch_size=BATCH_SIZE, microbatches=microbatches, epochs=2, wire=self.wire):
+            options = {"wire": self.wire, **options}
+            for step in run.steps(data, batch_size=BATCH_SIZE, microbatches=microbatches, epochs=2, **options):
                 if self.thaws and step.number == 1:
                     model.requires_grad_(True)
                 for batch in step:

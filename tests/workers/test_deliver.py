@@ -34,7 +34,7 @@ from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
 from tests.workers.processes import KILLED, Seat, Team, when_blocked_in
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange import Exchange, Parcel, delivering
-from unisono.exchange.pages import WorkerPage
+from unisono.exchange.pages import GenerationFields, WorkerPage
 from unisono.exchange.staging import STAGE_BYTES
 
 LARGE = STAGE_BYTES // 8 * 3 + 1
@@ -343,6 +343,23 @@ def test_the_counters_of_a_delivery_may_pass_their_end(pair: Pair) -> None:
         parcels = [large_parcels(rank, float(number)) for rank in range(2)]
         assert together(*(lambda r=r, p=p: pair.members[r].deliver(p) for r, p in enumerate(parcels))) == [0, 0]
         assert parcels[1][0].tensor.eq(number).all()
+
+
+def test_leaves_that_members_take_from_each_other_do_not_count_in_a_delivery(pair: Pair) -> None:
+    """What lies on one page has different places: each name is there once."""
+    names = [field[0] for field in GenerationFields._fields_]
+    assert len(set(names)) == len(names)
+    together(*(lambda member=member: member.all_gather(b"") for member in pair.members))
+    idle, late = (member._host.work for member in pair.members)
+    idle.show_work([])
+    late.show_work([30, 40, 50])
+    assert [idle.take([1.0, 1.0], elapsed_s=9.0) for _ in range(3)] == [50, 40, None]
+    parcels = [large_parcels(rank, 1.0) for rank in range(2)]
+    assert together(*(lambda r=r: pair.members[r].deliver(parcels[r]) for r in range(2))) == [0, 0]
+    assert {name: counter.value for name, counter in pair.members[0]._host.counters.own.counters.items()} == {
+        name: 4 if name in {"staged", "copied"} else int(name in {"posted", "read"})
+        for name in pair.members[0]._host.counters.own.counters
+    }
 
 
 def test_a_member_that_leaves_ends_the_deliveries_of_the_others(pair: Pair) -> None:

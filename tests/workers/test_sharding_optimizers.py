@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -91,6 +93,15 @@ class Common(Sign):
         super().step()
 
 
+class Averaging(Sign):
+    """It has other parameters for an evaluation, as the optimizers without a schedule have."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.lerp_(self.state[parameter]["mean"], 0.5)
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(4, 4))]
 
@@ -104,6 +115,7 @@ def parameters() -> list[nn.Parameter]:
         (Estimating, "Estimating: it looks across parameters"),
         (Noisy, "Noisy: it looks across parameters, or draws random numbers"),
         (Remembering, r"Remembering: state\[...\]\['past'\] is a list"),
+        (Averaging, "Averaging: its train\\(\\) and eval\\(\\) change parameters"),
         (Common, "state that belongs to no parameter"),
     ],
 )
@@ -159,6 +171,8 @@ def test_outside_of_a_run_it_is_what_it_was(make: Callable[[Any], optim.Optimize
         optimizer = wrap(make(trained))
         scheduler = StepLR(optimizer, 1)
         calls: list[str] = []
+        assert bits_of(copy.deepcopy(optimizer).state_dict()) == bits_of(optimizer.state_dict())
+        assert bits_of(pickle.loads(pickle.dumps(optimizer)).state_dict()) == bits_of(optimizer.state_dict())
         optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
         for _ in range(3):
@@ -240,9 +254,72 @@ def _outside(seat: Seat, place: Place) -> str:
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             optimizer.step()
+        with pytest.raises(unisono.UsageError, match="copied or pickled"):
+            copy.deepcopy(optimizer)
         with pytest.raises(unisono.UsageError) as raised:
             optimizer.step()
         return str(raised.value)
+
+
+def train_going_back(run: unisono.Run, wrap: Callable[[optim.Optimizer], optim.Optimizer]) -> str:
+    """In the middle, the script takes up a state that it has kept, as after a loss that has exploded."""
+    model = Mlp()
+    optimizer = wrap(optim.AdamW(model.parameters()))
+    run.track(model=model, optimizer=optimizer)
+    other = optim.AdamW(Mlp().parameters())
+    for one in other.param_groups[0]["params"]:
+        one.grad = torch.full_like(one, 0.5)
+    other.step()
+    for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+        if step.number == 2:
+            optimizer.load_state_dict(other.state_dict())
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return bits_of(model.state_dict())
+
+
+def train_two(run: unisono.Run, wrap: Callable[[optim.Optimizer], optim.Optimizer]) -> str:
+    """Two models, two optimizers and two passes over each batch; the second one leaves out some updates."""
+    torch.manual_seed(0)
+    left, right = Mlp(), Mlp()
+    first, second = wrap(optim.AdamW(left.parameters())), wrap(optim.SGD(right.parameters(), lr=0.1, momentum=0.9))
+    run.track(left=left, right=right, first=first, second=second)
+    for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
+        for x, y in step:
+            F.cross_entropy(left(x), y).backward()
+        first.step()
+        for x, y in step.again():
+            F.cross_entropy(right(x) + left(x), y).backward()
+        if step.number % 2:
+            second.step()
+        else:
+            second.zero_grad()
+    return bits_of([left.state_dict(), right.state_dict()])
+
+
+def _two(seat: Seat, place: Place) -> str:
+    with place.run(seed=3) as run:
+        return train_two(run, partial(unisono.shard, copies=1))
+
+
+def test_two_models_with_an_optimizer_each() -> None:
+    torch.set_num_threads(1)
+    with AloneRun(seed=3) as run:
+        expected = train_two(run, lambda one: one)
+    assert train_on("shared", 3, _two) == [expected] * 3
+
+
+def _going_back(seat: Seat, place: Place) -> str:
+    with place.run(seed=3) as run:
+        return train_going_back(run, partial(unisono.shard, copies=1))
+
+
+def test_a_script_may_load_a_state_in_the_middle() -> None:
+    torch.set_num_threads(1)
+    with AloneRun(seed=3) as run:
+        expected = train_going_back(run, lambda one: one)
+    assert train_on("shared", 3, _going_back) == [expected] * 3
 
 
 def test_a_step_outside_of_the_loop_is_refused_where_a_part_is_elsewhere() -> None:

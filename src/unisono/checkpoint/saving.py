@@ -2,8 +2,9 @@
 
 `Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps.
 `unisono.decisions.cadence` decides what the reports mean for all members; all work that waits for a disk is done by the
-`Writer`. All members hold the same bits, so any of them can write any part, and at the end of a training one member
-writes everything.
+`Writer`. Where all members hold the same bits, any of them can write any part, and at the end of a training one member
+writes everything. Where states are shared out, a part is written by one that holds it, and at the end of a training
+all write together (`unisono.training.sharing`).
 """
 
 from __future__ import annotations
@@ -260,6 +261,8 @@ class Saver:
             self._retake_unless_published(under_way)
 
     def _publish(self, under_way: _UnderWay) -> None:
+        if under_way.publication is not None:
+            return  # these reports were on their way already: with a delay, those of several steps are
         assert under_way.snapshot is not None
         assert under_way.written is not None
         under_way.publication = self._writer.publish(under_way.snapshot, under_way.written)
@@ -308,6 +311,13 @@ class Saver:
             self._writer.remove(under_way.snapshot)
 
     # -- between two steps ---------------------------------------------------------------------------
+
+    def begins(self, moment: Moment) -> bool:
+        """Return whether `boundary` would take a snapshot; the same on all members. Local."""
+        reports = self._reports
+        if self._directory.path is None or not reports or self._generation != moment.generation:
+            return False
+        return is_due(self._policy, moment.position.total, reports) and self._under_way is None and may_begin(reports)
 
     def boundary(self, moment: Moment, *, is_held: bool = False) -> Snapshot | None:
         """Take a snapshot if the newest reports ask for one. Local.

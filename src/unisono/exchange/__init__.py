@@ -306,13 +306,14 @@ class Exchange(Protocol):
         """Leave, and free everything but the slots that are in use. Local; never waits for a peer."""
 
 
-def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:
+def combine(exchange: Exchange, share: Share, telemetry: bytes, out: Slot | None = None) -> Combined:
     """Sum the nodes of all members in tree order, and divide by the total weight. Collective.
 
     The share's slots belong to the exchange afterwards: the result lies in one of them or in another, the rest is free.
 
     Args:
         telemetry: `TELEMETRY_BYTES` bytes for all members.
+        out: a slot of the caller's own for the result; then the share's slots stay the caller's, too.
 
     Raises:
         PeerLost, DeadlineExceeded, Exception: see `Handle.wait`.
@@ -323,9 +324,10 @@ def combine(exchange: Exchange, share: Share, telemetry: bytes) -> Combined:
     current.reduce(0).wait()
     point("reduced")
     committed = current.commit(telemetry).wait()
-    slot = current.result()
+    slot = out if out is not None else current.result()
     current.collect(0, slot).wait()
-    for other in share.slots.values():
-        if other is not slot:
-            exchange.release(other)
+    if out is None:
+        for other in share.slots.values():
+            if other is not slot:
+                exchange.release(other)
     return Combined(slot, committed.digest, committed.telemetry, committed.spent, committed.sent_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
@@ -12,7 +13,7 @@ __all__ = ["Pool"]
 
 
 class Pool:
-    """Makes slots, and reuses free ones.
+    """Makes slots, and reuses free ones. `slot` and `release` may be called in several threads.
 
     Args:
         allocate: returns zeroed memory for a slot of a layout.
@@ -23,6 +24,7 @@ class Pool:
         self._layout: FlatLayout | None = None
         self._slots: dict[int, Slot] = {}
         self._free: dict[int, Slot] = {}
+        self._lock = threading.Lock()
 
     def keep(self, layout: FlatLayout, slots: Iterable[Slot]) -> None:
         """Mark these slots as used and all others as free; forget the slots of another layout."""
@@ -39,18 +41,20 @@ class Pool:
         self._free = {key: slot for key, slot in self._slots.items() if key not in held}
 
     def slot(self) -> Slot:
-        if self._free:
-            return self._free.popitem()[1]
-        if self._layout is None:
-            raise ValueError("an exchange has no slots before `prepare`")
-        slot = Slot(self._layout, self._allocate(self._layout))
-        self._slots[slot.key] = slot
-        return slot
+        with self._lock:
+            if self._free:
+                return self._free.popitem()[1]
+            if self._layout is None:
+                raise ValueError("an exchange has no slots before `prepare`")
+            slot = Slot(self._layout, self._allocate(self._layout))
+            self._slots[slot.key] = slot
+            return slot
 
     def release(self, slot: Slot) -> None:
         """Free a slot. A slot that was freed or forgotten before is left alone: it may be in use again."""
-        if self._slots.get(slot.key) is slot:
-            self._free[slot.key] = slot
+        with self._lock:
+            if self._slots.get(slot.key) is slot:
+                self._free[slot.key] = slot
 
     def __contains__(self, slot: Slot) -> bool:
         return self._slots.get(slot.key) is slot

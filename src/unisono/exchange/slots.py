@@ -9,7 +9,7 @@ from unisono.decisions.tree import Node
 from unisono.exchange import Exchange
 from unisono.exchange.flat import FlatLayout, Slot
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "is_held"]
 
 REFERENCES: Final = 3
 """To a gradient that nobody holds, while it is looked at: the slot's list, the loop's variable, the argument."""
@@ -21,12 +21,14 @@ class Slots:
     Attributes:
         layout: of the current sums; None before the first sum.
         nodes: the complete nodes of the step under way.
+        ahead: by number of the step, the nodes of steps whose sums are under way (`unisono.rounds.delayed`).
         results: the sums of which the script may still hold gradients, oldest first; ``.grad`` is a view of the last.
     """
 
     def __init__(self) -> None:
         self.layout: FlatLayout | None = None
         self.nodes: dict[Node, Slot] = {}
+        self.ahead: dict[int, dict[Node, Slot]] = {}
         self.results: list[Slot] = []
 
     def bring(self, exchange: Exchange, layout: FlatLayout | None) -> None:
@@ -39,20 +41,25 @@ class Slots:
             return
         nodes = {node: slot for node, slot in self.nodes.items() if slot.layout == layout}
         results = [slot for slot in self.results if slot.layout == layout]
-        brought = exchange.prepare(layout, [*nodes.values(), *results])
-        self.nodes = {**self.nodes, **dict(zip(nodes, brought, strict=False))}
-        now = {before.key: after for before, after in zip(results, brought[len(nodes) :], strict=True)}
+        ahead = [slot for held in self.ahead.values() for slot in held.values() if slot.layout == layout]
+        kept = [*nodes.values(), *results, *ahead]
+        now = {before.key: after for before, after in zip(kept, exchange.prepare(layout, kept), strict=True)}
+        self.nodes = {node: now.get(slot.key, slot) for node, slot in self.nodes.items()}
         self.results = [now.get(slot.key, slot) for slot in self.results]
+        self.ahead = {
+            number: {node: now.get(slot.key, slot) for node, slot in held.items()}
+            for number, held in self.ahead.items()
+        }
 
     def release_results(self, exchange: Exchange) -> None:
         """Free the results that nobody reads any more: but for ``.grad``, the script holds no gradient of them."""
-        kept = [slot for slot in self.results if _is_held(slot)]
+        kept = [slot for slot in self.results if is_held(slot)]
         for slot in self.results:
             if slot not in kept:
                 exchange.release(slot)
         self.results = kept
 
 
-def _is_held(slot: Slot) -> bool:
+def is_held(slot: Slot) -> bool:
     """Return whether a gradient of the slot, or a view of it, has references besides the slot's own."""
     return slot.is_shared() or any(sys.getrefcount(gradient) > REFERENCES for gradient in slot.gradients)

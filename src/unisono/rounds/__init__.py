@@ -16,7 +16,7 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
 from unisono.exchange.flat import FlatLayout
 
-__all__ = ["Finished", "Nothing", "Reporter", "Round"]
+__all__ = ["Ahead", "Finished", "Nothing", "Reporter", "Round"]
 
 
 class Finished(Protocol):
@@ -75,6 +75,43 @@ class Round(Protocol):
 
     def finish(self) -> None:
         """Apply the result, after the commit."""
+
+
+class Ahead(Protocol):
+    """Steps whose sums are under way while the script goes on (`unisono.rounds.delayed`). All methods are local, but
+    for `drain` and `give`.
+    """
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether, after a loss, sums are missing that are computed later: until then members do not change."""
+
+    def drain(self) -> None:
+        """Wait until no sum is under way, so that the caller may use the exchange.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost.
+        """
+
+    def interrupt(self) -> None:
+        """Stop what is under way, because a member was lost."""
+
+    def sends(self) -> bool:
+        """Return whether this member can send the result of the newest commit to members that have not seen it."""
+
+    def give(self, source: int, *, behind: bool) -> None:
+        """Send the result of the newest commit from rank ``source`` to those that are ``behind``. Collective."""
+
+    def report(self) -> tuple[int, int, list[tuple[int, list[Node]]]]:
+        """Return the step of the script in which the first sum under way is completed after a loss, its number of
+        leaves, and by number of the step the nodes of all that are under way.
+        """
+
+    def abandon(self) -> None:
+        """Stop what is under way, because the run ends in this process."""
+
+    def met(self, held: Sequence[Sequence[tuple[int, Sequence[tuple[int, int]]]]]) -> None:
+        """Note, after a loss, what each member has reported, by rank."""
 
 
 class Reporter(Protocol):

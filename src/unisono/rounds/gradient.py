@@ -17,7 +17,7 @@ from unisono.decisions.tree import Node
 from unisono.errors import DivergenceError, StepError
 from unisono.events import Seconds
 from unisono.exchange import Share
-from unisono.exchange.flat import FlatLayout
+from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.spent import Spent
 from unisono.faults import point
 from unisono.microbatch.data import Batches
@@ -146,6 +146,11 @@ class GradientRound:
         context.guards.start_step()
 
     @property
+    def slot(self) -> Slot:
+        """The sums. After the round."""
+        return self._members.slots.results[-1]  # it may have moved since the commit
+
+    @property
     def num_computed(self) -> int:
         """Micro-batches that this member has computed."""
         return len(self._computed)
@@ -196,7 +201,7 @@ class GradientRound:
         finiteness = self._context.finiteness
         if self._is_scaled or not self._computed:
             return
-        if not finiteness.is_broken(self._members.slots.results[-1], self.number):
+        if not finiteness.is_broken(self.slot, self.number):
             return
         found = NotFinite(step=self.number, microbatch=-1)
         try:
@@ -223,7 +228,7 @@ class GradientRound:
         Args:
             totals: of the step's sums, if their round has given them.
         """
-        slot = self._members.slots.results[-1]  # it may have moved since the commit
+        slot = self.slot
         self.totals = dict(totals) if totals is not None else self._sums.read(slot.extras[: self._num_sums])
         self._folder.show(slot)
         for carried, views in self._with_views(slot.extras):
@@ -254,7 +259,7 @@ class GradientRound:
         other = rehearsal.other if rehearsal is not None else None
         self._context.note_plan(self._position.number, plan, other, self.turn.number)
         todo = plan.ranges[self._members.rank]
-        helping = self._members.balancing.helping(plan)
+        helping = self._helping(plan)
         for index, leaf in enumerate(todo):
             if helping is not None and not helping.start(index, leaf):
                 continue
@@ -358,6 +363,9 @@ class GradientRound:
         """Yield a micro-batch of a member that was lost after the commit, for its sums."""
         self._clock.switch("other")
         yield from self._compute_apart(leaf)
+
+    def _helping(self, plan: Plan) -> Helping | None:
+        return self._members.balancing.helping(plan)
 
     def _help(self, helping: Helping) -> Iterator[Any]:
         """Yield micro-batches of members that are late, as long as there is room for their sums."""

@@ -31,6 +31,8 @@ LENGTH: Final = struct.Struct("!Q")
 PROOF_S: Final = 5.0
 """Whoever connects proves itself at once."""
 PIECE_BYTES: Final = 1 << 20
+MOST_AT_ONCE: Final = 8
+"""Connections: whoever comes beyond that is sent away, so strangers use up neither threads nor open files."""
 MOST_HEADER_BYTES: Final = 1 << 28
 
 
@@ -51,6 +53,7 @@ class Handover:
         self._timeout_s = timeout_s
         self._packed: tuple[Packed, ...] = ()
         self._is_closed = False
+        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
 
     def give(self, *packed: Packed) -> None:
         """Begin to give these states to whoever comes. Local; nothing waits for it."""
@@ -71,10 +74,16 @@ class Handover:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
             threading.Thread(target=self._answer, args=(connection,), name="unisono-handover", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, PeerLost):
+        with contextlib.ExitStack() as answered:
+            answered.callback(self._room.release)
+            answered.enter_context(connection)
+            answered.enter_context(contextlib.suppress(OSError, PeerLost))
             if not _prove(connection, self._secret, b"member", b"evaluator"):
                 return
             connection.settimeout(self._timeout_s)

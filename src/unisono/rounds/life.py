@@ -25,15 +25,19 @@ from unisono.decisions.tree import Node
 from unisono.errors import StepError
 from unisono.exchange.flat import FlatLayout
 from unisono.exchange.slots import Slots
-from unisono.rounds import Finished, Nothing, Reporter, Round
+from unisono.rounds import Ahead, Finished, Nothing, Reporter, Round
 from unisono.rounds.members import Members
 from unisono.rounds.standing import Behind, Level, Met, Report, Standing, check_alike, plan_of_missing
 from unisono.rounds.team import LOST, Team
 from unisono.rounds.transfer import share_state
 from unisono.state.tracked import Tracked
 
-__all__ = ["Rounds"]
+__all__ = ["CHECKPOINT", "DELAYED", "Rounds"]
 
+MOVING = "moving"
+"""The kind of the round in which states that are shared out move between members."""
+DELAYED = "delayed"
+"""The kind of the sum of a step that is under way while the script goes on."""
 CHECKPOINT = "together"
 """The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
 
@@ -50,6 +54,8 @@ class Rounds:
         members: what a round exchanges with.
         position: of the run, between two steps.
         number: of the round that this member has not finished yet.
+        before_departure: called at a boundary at which members leave, before they do. Collective.
+        ahead: the steps whose sums are under way while the script goes on; None: there are none in this run.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class Rounds:
         self.members = Members(team, self.reporter, balance=balance, layout=layout)
         self.position = Position(phase=0, step=0, total=0, lines=0)
         self.number = 0
+        self.before_departure: Callable[[], None] | None = None
+        self.ahead: Ahead | None = None
         self._recipe: Recipe = {}
         self._round: Round | None = None
         self._finished: Finished = Nothing()
@@ -88,6 +96,7 @@ class Rounds:
         Raises:
             RunStopped: the run is over, or goes on without this worker.
         """
+        self.drain()
         plan = self._begin(round_)
         round_.begin(plan)
         while True:
@@ -124,7 +133,56 @@ class Rounds:
 
     def _plan(self, round_: Round, met: Met | Behind) -> Plan:
         self._standing = met if isinstance(met, Behind) else Level()
-        return plan_of_missing(met.reports, self.number, round_.num_leaves)
+        return plan_of_missing(met.reports, self.number, round_.num_leaves, round_.kind)
+
+    # -- sums that are under way while the script goes on ---------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until no sum is under way, so that the exchange is free. Collective where one is."""
+        if self.ahead is None:
+            return
+        try:
+            with self.team.waiting():
+                self.ahead.drain()
+        except LOST as lost:
+            self.regroup(lost)
+
+    def commit(self, finished: Finished) -> None:
+        """Note that the oldest sum under way is committed. Local."""
+        self._finished = finished
+        self.number += 1
+
+    def regroup(self, lost: Exception) -> None:
+        """Meet the survivors of a loss that was noticed between two rounds. Collective."""
+        self._standing = self._regroup(lost)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all members have finished the same rounds, and none of them holds a part of the next one."""
+        return isinstance(self._standing, Level)
+
+    def go_on(self) -> None:
+        """Note that the script goes on among members that have just moved to a planned generation. Local."""
+        self._standing = Level()
+
+    @property
+    def finished(self) -> Finished:
+        """The result of the round that was committed last."""
+        return self._finished
+
+    def reports(self) -> Sequence[Report]:
+        """Return what the members have reported when they met last; nothing if all are level."""
+        return () if isinstance(self._standing, Level) else self._standing.reports
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether others have finished the round that this member is in."""
+        return isinstance(self._standing, Behind)
+
+    def abandon(self) -> None:
+        """Stop what is under way, because the run ends in this process. Local."""
+        if self.ahead is not None:
+            self.ahead.abandon()
 
     # -- meetings ------------------------------------------------------------------------------------
 
@@ -135,6 +193,9 @@ class Rounds:
             return self._regroup(lost)
 
     def _regroup(self, lost: Exception, have: Collection[Node] = ()) -> Met | Behind:
+        if self.ahead is not None:
+            self.ahead.interrupt()
+            self.members.agreed_generation = 0
         return self._catch_up(self.team.regroup(self.report(have), lost), have)
 
     def _catch_up(self, reports: Sequence[Report], have: Collection[Node] = ()) -> Met | Behind:
@@ -148,7 +209,12 @@ class Rounds:
                     self.slots.bring(self.team.exchange, layout or self.slots.layout)
                 if rounds == {self.number}:
                     check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.step)
+                    if self.ahead is not None:
+                        self.ahead.met([report.ahead for report in reports])
                     return Met(reports)
+                if self._is_given(reports):
+                    reports = self.team.meet(self.report(have))
+                    continue
                 if min(rounds) == self.number:
                     return Behind(reports, frozenset(one.kind for one in reports if one.round > self.number) - {""})
                 self._stand_by(reports)
@@ -156,15 +222,26 @@ class Rounds:
             except LOST as lost:
                 reports = self.team.regroup(self.report(have), lost)
 
+    def _is_given(self, reports: Sequence[Report]) -> bool:
+        """Have the newest result sent to the members that have not seen its commit, where one has it. Collective."""
+        newest = max(report.round for report in reports)
+        source = next((rank for rank, one in enumerate(reports) if one.round == newest and one.sends), None)
+        if source is None or self.ahead is None:
+            return False
+        is_behind = self.number < newest
+        with self.team.waiting():
+            self.ahead.give(source, behind=is_behind)
+        return True
+
     def _stand_by(self, reports: Sequence[Report]) -> None:
         """Take part in the round that others have not finished. Collective."""
-        behind = min(reports, key=lambda report: report.round)
+        behind = min(reports, key=lambda report: (report.round, not report.kind))
         if behind.round != self.number - 1:
             raise StepError(
                 f"internal error, please report it: another member is in round {behind.round}, and this one in "
                 f"{self.number}: more than one round apart"
             )
-        self._finished.stand_by(plan_of_missing(reports, behind.round, behind.num_leaves))
+        self._finished.stand_by(plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind))
 
     def report(self, have: Collection[Node] = ()) -> Report:
         """Return the report that this member sends to the others when they meet.
@@ -173,15 +250,26 @@ class Rounds:
             have: the complete nodes of this member in the current round.
         """
         current = self._round
+        kind = current.kind if current is not None else ""
+        num_leaves = current.num_leaves if current is not None else 1
+        under_way: list[tuple[int, list[Node]]] = []
+        at = -1
+        if self.ahead is not None:
+            at, most, under_way = self.ahead.report()
+            if not kind and under_way:  # the next that this member commits
+                kind, num_leaves, have = DELAYED, most, under_way[0][1]
         return Report(
             fresh=False,
             phase=self.position.phase,
             step=self.position.step,
             round=self.number,
-            kind=current.kind if current is not None else "",
+            kind=kind,
             title=current.title if current is not None else "",
-            num_leaves=current.num_leaves if current is not None else 1,
-            have=[(node.level, node.index) for node in have],
+            num_leaves=num_leaves,
+            have=_plain(have),
+            ahead=[(number, _plain(nodes)) for number, nodes in under_way],
+            sends=self.ahead is not None and self.ahead.sends(),
+            at=at,
             lines=self.position.lines,
             total=self.position.total,
             recipe=self._recipe,
@@ -209,6 +297,7 @@ class Rounds:
 
     def use_layout(self, layout: FlatLayout) -> None:
         """Sum what this layout describes from now on. Collective."""
+        self.drain()
         self.slots.layout = layout
         if isinstance(self._standing, Behind):  # the members that are ahead wait for this member in a meeting
             self._standing = self._meet()
@@ -233,10 +322,18 @@ class Rounds:
         if begun or isinstance(self._standing, Behind):
             # After a loss, other members have begun the next round already: all members play the round of these.
             return CHECKPOINT in begun
+        if self.ahead is not None and self.ahead.holds_back:
+            return False
         if (self.position.phase, self.position.step) == self._joined_at:
             return False
         agreed = self.members.agreed_generation
         return (agreed > self.team.generation and self.team.stops_at(agreed)) or self.team.paused()
+
+    def changes(self) -> bool:
+        """Return whether members change at this boundary, or the run stops or pauses; the same on all members."""
+        if self.is_stop_planned():
+            return True
+        return self.members.agreed_generation > self.team.generation and self.is_level
 
     def boundary(self) -> None:
         """Move to the planned generation that all have agreed on, and wait while the run is paused. Collective where
@@ -245,12 +342,27 @@ class Rounds:
         Raises:
             RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
         """
+        if self.ahead is not None and self.ahead.holds_back:
+            return
+        if self.before_departure is not None and self._is_departure():
+            self.before_departure()
         agreed = self.members.agreed_generation
         if not isinstance(self._standing, Behind) and agreed > self.team.generation:
             self._enter(lambda: self.team.switch(agreed, self.report()))
         # If other members have begun the next step already, the pause comes after that step.
         while not isinstance(self._standing, Behind) and not self._standing.begun and self.team.paused():
+            if self.ahead is not None and self.ahead.holds_back:
+                return
             self._enter(lambda: self.team.wait_until_resumed(self.report()))
+
+    def _is_departure(self) -> bool:
+        """Return whether members leave at this boundary, as all have agreed; after a loss, whether others have begun to
+        get ready for it.
+        """
+        begun = self._standing.begun
+        if begun or isinstance(self._standing, Behind):
+            return MOVING in begun
+        return bool(self.members.departing())
 
     def _enter(self, meet: Callable[[], list[Report]]) -> None:
         """Go on with the members of another generation, and give newcomers the state. Collective."""
@@ -261,3 +373,7 @@ class Rounds:
             self._standing = self._catch_up(reports)
         except LOST as lost:
             self._standing = self._regroup(lost)
+
+
+def _plain(nodes: Collection[Node]) -> list[tuple[int, int]]:
+    return [(node.level, node.index) for node in nodes]

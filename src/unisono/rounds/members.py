@@ -10,7 +10,7 @@ import msgspec
 
 from unisono.decisions.layout import StateLayout
 from unisono.decisions.plan import Plan
-from unisono.exchange import Exchange, Parcel, Share, combine
+from unisono.exchange import Combined, Exchange, Parcel, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import Slots
 from unisono.exchange.spent import NOTHING, Spent
@@ -88,6 +88,11 @@ class Members:
         """Return who holds what of the state in the current generation. Local."""
         return self._layout(self.team.worker_ids)
 
+    def departing(self) -> tuple[str, ...]:
+        """Return the members that will leave at the next boundary, because all have agreed on it. Local."""
+        agreed = self.agreed_generation
+        return self.team.departing(agreed) if agreed > self.team.generation else ()
+
     def predicted(self, num_leaves: int) -> Plan:
         """Return the most likely plan of the coming steps. Local."""
         return self.balancing.predicted(num_leaves)
@@ -128,22 +133,42 @@ class Members:
             PeerLost, DeadlineExceeded: a member was lost, and as far as this member knows there was no commit.
         """
         self.team.check()
-        exchange, generation = self.team.exchange, self.team.generation
-        found = exchange.work()
         with self.team.waiting():
-            own = msgspec.structs.replace(
-                telemetry,
-                newest_generation=self.team.newest_generation(),
-                first_of_host=self.rank if found is None else found[1][0],
-                checkpoint=self._reporter.report(),  # may wait for a copy in memory
-            )
-            combined = combine(exchange, share, own.pack())
+            own = self.announce(telemetry)
+            combined = combine(self.team.exchange, share, own)
+        summed = self.summed(combined)
+        self.note(summed)
+        self.balancing.observe(list(summed.telemetry.values()), share)
+        return summed
+
+    def announce(self, telemetry: StepTelemetry) -> bytes:
+        """Return what this member says to all with its sums. Local; may wait for a copy of the state in memory."""
+        found = self.team.exchange.work()
+        own = msgspec.structs.replace(
+            telemetry,
+            newest_generation=self.team.newest_generation(),
+            first_of_host=self.rank if found is None else found[1][0],
+            checkpoint=self._reporter.report(),
+        )
+        return own.pack()
+
+    def finish_copies(self) -> None:
+        """Wait until the update may change the state, of which a copy may be under way. Local."""
+        with self.team.waiting():
+            self._reporter.report()
+
+    def summed(self, combined: Combined) -> Summed:
+        """Return the result of a combine of the current generation. Local."""
         received = [StepTelemetry.unpack(each) for each in combined.telemetry]
-        self._reporter.on_reports([each.checkpoint for each in received], generation, self.worker_ids)
-        self.agreed_generation = min(each.newest_generation for each in received)
-        self.balancing.observe(received, share)
         by_worker = dict(zip(self.worker_ids, received, strict=True))
+        generation = self.team.generation
         return Summed(combined.slot, combined.digest, by_worker, combined.spent, generation, combined.sent_bytes)
+
+    def note(self, summed: Summed) -> None:
+        """Let what all members have said with a sum count: about checkpoints, and the next generation. Local."""
+        received = summed.telemetry.values()
+        self._reporter.on_reports([each.checkpoint for each in received], summed.generation, list(summed.telemetry))
+        self.agreed_generation = min(each.newest_generation for each in received)
 
     def new_slot(self) -> Slot:
         """Return a free slot; its entries are arbitrary. Local."""

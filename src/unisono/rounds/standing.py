@@ -12,7 +12,7 @@ from unisono.decisions.plan import Plan, plan, replan
 from unisono.decisions.tree import Node
 from unisono.errors import StepError
 
-__all__ = ["Behind", "Level", "Met", "Report", "Standing", "check_alike", "check_titles", "plan_of_missing"]
+__all__ = ["Behind", "Level", "Met", "Report", "Standing", "check_alike", "check_titles", "plan_of", "plan_of_missing"]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +38,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the run that are done, of all phases."""
     recipe: Recipe = {}
     """Recipe of the phase in which the member was admitted, or asks to be."""
+    ahead: list[tuple[int, list[tuple[int, int]]]] = []
+    """By number of the step, the finished nodes of steps that are under way (`unisono.rounds.delayed`)."""
+    sends: bool = False
+    """The member can send the result of the round that it has finished last to members that have not."""
+    at: int = -1
+    """The step of the script in which the member takes part in the sum of the first one under way."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +79,30 @@ class Behind:
 Standing = Level | Met | Behind
 
 
-def plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int) -> Plan:
-    """Return the plan of the missing leaves of a round, from the nodes of the members that have not finished it."""
-    if not any(report.have for report in reports) and all(report.round == number for report in reports):
-        return plan(len(reports), num_leaves)
+def plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int, kind: str) -> Plan:
+    """Return the plan of the missing leaves of a round, from the nodes of the members that have not finished it.
+
+    Args:
+        kind: of the round; nodes of members that are at another kind are nodes of something else.
+    """
     able = [report.round == number for report in reports]
     held = [
-        [Node(level, index) for level, index in report.have] if is_able else []
-        for report, is_able in zip(reports, able, strict=True)
+        report.have if is_able and report.kind == kind else [] for report, is_able in zip(reports, able, strict=True)
     ]
-    return replan(held, able, num_leaves)
+    return plan_of(held, able, num_leaves)
+
+
+def plan_of(held: Sequence[Sequence[tuple[int, int]]], able: Sequence[bool], num_leaves: int) -> Plan:
+    """Return the plan of the leaves of a round that no member has.
+
+    Args:
+        held: by rank, the (level, index) of the nodes that each member has finished.
+        able: by rank, whether the member can compute leaves of that round.
+    """
+    if not any(held) and all(able):
+        return plan(len(held), num_leaves)
+    nodes = [[Node(level, index) for level, index in each] for each in held]
+    return replan(nodes, able, num_leaves)
 
 
 def check_alike(reports: Mapping[str, Report], step: int) -> None:
@@ -91,7 +111,7 @@ def check_alike(reports: Mapping[str, Report], step: int) -> None:
     Raises:
         StepError: members have begun rounds of different kinds, and would wait for each other for ever.
     """
-    check_titles({worker: report.title for worker, report in reports.items() if report.kind}, step)
+    check_titles({worker: report.title for worker, report in reports.items() if report.title}, step)
 
 
 def check_titles(begun: Mapping[str, str], step: int) -> None:

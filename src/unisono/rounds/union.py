@@ -20,6 +20,14 @@ from unisono.rounds.members import Gathered, Members
 __all__ = ["union"]
 
 
+class _Brought(msgspec.Struct, frozen=True):
+    """What a member brings."""
+
+    values: dict[str, bytes]
+    is_final: bool = False
+    """The member has finished the round: this is the union."""
+
+
 class _Union:
     """Work of all members, each of which brings the values that it has made.
 
@@ -61,12 +69,15 @@ class _Union:
         if self._members.team.generation == self._generation:
             with self._members.waiting():
                 self.values = {**self._trade(), **self.values}
-        payloads = self._members.gather(msgspec.msgpack.encode(self.values))
+        payloads = self._members.gather(msgspec.msgpack.encode(_Brought(self.values)))
         found: dict[str, bytes] = {}
-        for payload in payloads:
-            found |= msgspec.msgpack.decode(payload, type=dict[str, bytes])
+        for brought in (msgspec.msgpack.decode(payload, type=_Brought) for payload in payloads):
+            if brought.is_final:
+                found = brought.values
+                break
+            found |= brought.values
         self.values = dict(sorted(found.items()))
-        return Gathered(self._members, msgspec.msgpack.encode(self.values))
+        return Gathered(self._members, msgspec.msgpack.encode(_Brought(self.values, is_final=True)))
 
     def interrupt(self) -> Collection[Node]:
         return ()

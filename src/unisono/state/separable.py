@@ -37,6 +37,11 @@ def check_separable(optimizer: Optimizer) -> None:
     for kind, reason in REFUSED.items():
         if isinstance(optimizer, kind):
             raise UsageError(f"unisono.shard cannot share out the states of {name}: {reason}")
+    if any(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
+        raise UsageError(
+            f"unisono.shard cannot share out the states of {name}: its train() and eval() change parameters by their "
+            "states, and a worker does not have all of them"
+        )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.layout is not torch.strided or torch.nn.parameter.is_lazy(parameter):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,12 +35,14 @@ class Shares:
     Attributes:
         copies: workers that shall hold each state.
         owners: by parameter; None: whoever has a state holds it, nothing was shared out yet. Equal on all members.
+        whole: while there are no owners, the workers that hold all states, as far as they are members.
         outlines: by parameter, in the order in which their states were made; equal on all members.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer], object], copies: int) -> None:
         self.copies = copies
         self.owners: Owners | None = None
+        self.whole: tuple[str, ...] = ()
         self.outlines: dict[int, Outline] = {}
         self._optimizer = optimizer
         self._step = step
@@ -65,6 +67,11 @@ class Shares:
         """Note that the training loop is over."""
         self._play = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all states are here."""
+        return all(map(self.held().__contains__, self.outlines))
+
     def update(self) -> None:
         """Make one step. Collective within a training loop.
 
@@ -74,13 +81,18 @@ class Shares:
         if self._play is not None:
             self._play()
             return
-        if any(index not in self.held() for index in self.outlines):
+        if not self.is_whole:
             raise UsageError(
                 f"{type(self._optimizer).__name__}.step() was called outside of run.steps, and the states of this "
                 "optimizer are shared out over the workers (unisono.shard): call it within the loop"
             )
         self.update_own(range(len(self.parameters())))
         self.begin_whole()
+
+    def members_of(self, worker_ids: Sequence[str]) -> tuple[str, ...]:
+        """Return those of some workers that are members; all, outside of a training loop."""
+        ids = self._worker_ids()
+        return tuple(one for one in worker_ids if one in ids or not ids)
 
     @property
     def is_settled(self) -> bool:
@@ -90,12 +102,8 @@ class Shares:
     @property
     def holders(self) -> Owners:
         """By parameter: the members that hold its state; () where it has none."""
-        ids = self._worker_ids()
-        table = self.owners if self.owners is not None else (tuple(ids),) * len(self.parameters())
-        return tuple(
-            tuple(one for one in each if one in ids) if index in self.outlines else ()
-            for index, each in enumerate(table)
-        )
+        table = self.owners if self.owners is not None else (self.whole,) * len(self.parameters())
+        return tuple(self.members_of(each) if index in self.outlines else () for index, each in enumerate(table))
 
     # -- parameters and their updates ----------------------------------------------------------------
 
@@ -163,7 +171,7 @@ class Shares:
 
     def begin_whole(self) -> None:
         """Note that all members hold all states, as before the first loop. Local."""
-        self.owners = None
+        self.owners, self.whole = None, tuple(self._worker_ids())
         self._seen.clear()
         self.outlines = self.changes(range(len(self.parameters())), {})
 
@@ -277,6 +285,15 @@ class ShardedOptimizer(Optimizer):
             for index, state in states.items()
         }
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copy or pickle it as the optimizer that it was, which has no part in a run."""
+        if not self._shares.is_whole:
+            raise UsageError(
+                f"a sharded {type(self).__name__} was copied or pickled, and some of its states are on other workers: "
+                "let the run write a checkpoint (run.save), or copy the optimizer before the training"
+            )
+        return _new, (self._base,), self.__getstate__()
+
     def plan(self, members: Sequence[Place]) -> Owners:
         """Return who is to hold which state when the next training loop begins, where nobody holds any yet. Local.
 
@@ -291,13 +308,14 @@ class ShardedOptimizer(Optimizer):
         return {
             "param_groups": super().state_dict()["param_groups"],
             "owners": shares.owners,
+            "whole": shares.members_of(shares.whole) if shares.owners is None else (),
             "outlines": dict(shares.outlines),
         }
 
     def load_outline(self, outline: dict[str, Any]) -> None:
         """Take part as a member that holds no state yet."""
         super().load_state_dict({"param_groups": outline["param_groups"], "state": {}})
-        self._shares.owners = outline["owners"]
+        self._shares.owners, self._shares.whole = outline["owners"], outline["whole"]
         self._shares.outlines = dict(outline["outlines"])
 
     def held(self) -> dict[int, dict[str, Tensor]]:
@@ -359,6 +377,11 @@ def _unhooked(base: type[Optimizer]) -> Callable[[Optimizer], object]:
     """Return a class's step() without the hooks, which `ShardedOptimizer.step` calls itself."""
     step: Any = base.step
     return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def _new(base: type[Optimizer]) -> Optimizer:
+    """Return an optimizer that gets its attributes from a copy."""
+    return base.__new__(base)
 
 
 def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:

@@ -21,6 +21,7 @@ from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
 from unisono.state.packing import digest_of_state, digest_of_tensors, is_same_state
+from unisono.state.pending import Pending
 from unisono.state.sharded import Sharded, held_digests, states_in
 from unisono.state.sums import Sums
 
@@ -91,7 +92,8 @@ class Tracked:
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
         self.sums = Sums()
-        self._own: dict[str, OwnPart] = {"sums": self.sums}
+        self.pending = Pending()
+        self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:
@@ -443,9 +445,9 @@ class Tracked:
         for name, part in state["objects"].items():
             self._objects[name].load_state_dict(part)
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the parts of the state that are Unisono's own."""
-        return {"own": {name: part.state_dict() for name, part in self._own.items()}}
+    def own_state(self, names: Collection[str]) -> dict[str, Any]:
+        """Return these parts of the state that are Unisono's own."""
+        return {"own": {name: self._own[name].state_dict() for name in names}}
 
     def load_own(self, state: dict[str, Any]) -> None:
         """Load what `own_state` has returned."""

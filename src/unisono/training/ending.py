@@ -44,7 +44,7 @@ class Ending:
     """Ends a run, once.
 
     Args:
-        before_end: called before the members end the run together, where all is well. Collective.
+        before_end: called before the members end the run together, where all is well. Collective for members.
         reached: returns how far the script has got.
         begun: what is taken back at the end.
         is_alone: there are no other workers, and no head that knows how the script ends.
@@ -128,8 +128,8 @@ class Ending:
             if reached.loop is not None:
                 reached.loop.leave()
             own, held = self._own_digests(), {}
+            self._before_end()
             if reached.has_joined:
-                self._before_end()
                 held = self._end_together(own)
             digests = self._rounds.tracked.digests(held) if self._rounds.tracked.sharded else dict(own.objects)
         except UnisonoError as failure:

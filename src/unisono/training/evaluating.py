@@ -49,6 +49,9 @@ __all__ = ["SECRET", "About", "Evaluating", "Evaluation", "Evaluations", "Reques
 
 SECRET: Final = "models for an evaluator"
 """What the key of `unisono.rounds.handover` is derived for."""
+NAME: Final = "evaluations"
+TOLD: Final = ("sums", "talk", NAME)
+"""What an evaluator gets besides the models: what has happened in the loops that its script skips."""
 MOST_UNDER_WAY: Final = 4
 """Evaluations under way; the next call of ``run.evaluate`` waits for the oldest. Each costs a copy of the models."""
 
@@ -260,7 +263,7 @@ class Evaluations:
         self._apart = apart
         self._num = 0  # for rehearsals
         self._register = _Register(lambda number: self._outcome(number) or b"")
-        tracked.own("evaluations", self._register)
+        tracked.own(NAME, self._register)
         self._under_way: dict[int, _UnderWay] = {}
         self._handles: dict[int, Evaluation] = {}
         self._where: tuple[int, int | None] | None = None
@@ -439,7 +442,10 @@ class Evaluations:
             point("evaluation.asked")
             if handover is None:
                 secret = key_for(member.spec.token, SECRET)
-                handover = Handover(member.info.address, secret, member.spec.run.timeout_s)
+                try:
+                    handover = Handover(member.info.address, secret, member.spec.run.timeout_s)
+                except OSError:
+                    return b""  # no port can be had here
             question = msgspec.structs.replace(wanted, address=member.info.address, port=handover.port)
             with rounds.members.waiting():
                 return b"taken" if member.evaluations.ask(question) else b""
@@ -457,7 +463,7 @@ class Evaluations:
             return False
         kept = Kept(self._tracked)
         if handover is not None:
-            handover.give(kept.packed, pack(clone_of(self._tracked.own_state()), "state"))
+            handover.give(kept.packed, pack(clone_of(self._tracked.own_state(TOLD)), "state"))
         self._under_way[wanted.number] = _UnderWay(request, kept, handover)
         return True
 
@@ -483,9 +489,8 @@ class Evaluations:
         known = round_.known
         for number in numbers:
             self._conclude(number, known.get(number) or self._compute(rounds, number))
-        if (member := members.current()) is not None and len(known) < len(numbers):
-            unsettled = self._register.unsettled
-            member.evaluations_open(unsettled, below=self._register.count)
+        if (member := members.current()) is not None:
+            member.evaluations_open(self._register.unsettled, below=self._register.count)
 
     def _compute(self, rounds: Rounds, number: int) -> bytes:
         """Compute an evaluation that no evaluator does. Collective.

@@ -11,13 +11,14 @@ so, and the members compute the totals. So nothing that goes wrong here changes 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from unisono.decisions.cursor import Cursor
-from unisono.errors import StepError, UnisonoError, UsageError
+from unisono.errors import RunStopped, StepError, UnisonoError, UsageError
 from unisono.faults import at_step, point
 from unisono.member import Member
 from unisono.messages import EvaluationWanted
@@ -99,6 +100,7 @@ class Follower:
         self._order: EvaluationWanted | None = None
         self._seen: dict[str, Any] = {}
         self._is_ready = False
+        self._requests: dict[tuple[int, int, int], Request] = {}  # of the place where the script has been last
         self.step: VisitedStep | None = None
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -128,11 +130,27 @@ class Follower:
         """Wait for something to evaluate in this loop, and get the models; None: the next is after this loop."""
         while True:
             order = self._current()
+            if (request := self._requests.get(_key(order))) is not None:  # the script has just been there
+                self._try(order, request)
+                continue
             if (order.phases, order.step >= 0) == (phase + 1, True):
                 return order
             if order.phases > phase:
                 return None
             self._give_up("the script is past that place already")
+
+    def serve(self) -> None:
+        """At the end of the script: do what is still asked for at the place where it has been last.
+
+        Returns when the run is over.
+        """
+        with contextlib.suppress(RunStopped):
+            while True:
+                order = self._current()
+                if (request := self._requests.get(_key(order))) is not None:
+                    self._try(order, request)
+                else:
+                    self._give_up("its script is at its end")
 
     def _current(self) -> EvaluationWanted:
         """Return what is to be evaluated next, and have its models. Blocks until there is something."""
@@ -190,16 +208,24 @@ class Follower:
         Args:
             call: number of the call at its place.
         """
+        where = (place.phases, -1 if place.step is None else place.step)
+        self._requests = {key: known for key, known in self._requests.items() if key[:2] == where}
+        self._requests[*where, call] = request
         order = self._order
-        step = -1 if place.step is None else place.step
-        if order is None or (order.phases, order.step, order.call) != (place.phases, step, call):
+        if order is None or _key(order) != (*where, call):
             return None
-        try:
-            totals = self._compute(order, request)
-        except UnisonoError as error:
-            self._give_up(in_one_line(error))
+        totals = self._try(order, request)
+        if totals is None:
             return self.unknown(num_steps)
         return Evaluation(num_steps, lambda: totals, lambda: True)
+
+    def _try(self, order: EvaluationWanted, request: Request) -> Totals | None:
+        """Compute the totals, and report them; None: that they could not be computed."""
+        try:
+            return self._compute(order, request)
+        except UnisonoError as error:
+            self._give_up(in_one_line(error))
+            return None
 
     def unknown(self, num_steps: int) -> Evaluation:
         """Return a handle whose totals an evaluator does not know."""
@@ -247,3 +273,8 @@ class Follower:
 
     def _at(self, order: EvaluationWanted, batch: int) -> None:
         self._member.at(phase=order.phases - 1, step=order.number_in_loop, microbatch=batch, evaluates=True)
+
+
+def _key(order: EvaluationWanted) -> tuple[int, int, int]:
+    """Return the call that an order is for: loops that had begun, step of the run or -1, number at that place."""
+    return order.phases, order.step, order.call

@@ -112,6 +112,7 @@ class Keeper:
         self._run_id, self._worker_id, self._is_alone = "", "", True
         self._metrics: dict[str, float] = {}
         self._leaving = False
+        self._leaves = False  # at this boundary: the signal may come at any time
         self._signal_before: Any = None
         self._writes = False
         """This member writes for all members, by the newest reports."""
@@ -285,22 +286,31 @@ class Keeper:
 
     # -- between two steps ---------------------------------------------------------------------------
 
-    def boundary(self, rounds: Rounds) -> None:
+    def acts(self, rounds: Rounds, *, may_save: bool = True) -> bool:
+        """Return whether the next `boundary` does something; the same on all members. Local."""
+        self._leaves = self._leaving
+        return self._leaves or rounds.changes() or (may_save and self._saver.begins(self._moment(rounds)))
+
+    def boundary(self, rounds: Rounds, *, may_save: bool = True) -> None:
         """Leave the run after SIGTERM, let the members change, and take a snapshot if one is due. Collective.
+
+        Args:
+            may_save: a snapshot may be taken here.
 
         Raises:
             SystemExit: after SIGTERM, with the exit code of the policy.
         """
-        if rounds.is_stop_planned() or self._leaving:
+        if rounds.is_stop_planned() or self._leaves:
             self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
-        if self._leaving:
+        if self._leaves:
             assert self.policy is not None
             raise SystemExit(self.policy.on_signal)
         rounds.boundary()
-        moment = self._moment(rounds)
-        snapshot = self._saver.boundary(moment, is_held=self._awaited is not None and self._awaited.has_begun)
-        if snapshot is not None or LENDING in rounds.begun:
-            lend(rounds, self._saver, snapshot, moment.generation)
+        if may_save:
+            moment = self._moment(rounds)
+            snapshot = self._saver.boundary(moment, is_held=self._awaited is not None and self._awaited.has_begun)
+            if snapshot is not None or LENDING in rounds.begun:
+                lend(rounds, self._saver, snapshot, moment.generation)
 
     def end_loop(self, rounds: Rounds) -> None:
         """Have the whole state written at the end of a loop. Collective where something is under way."""

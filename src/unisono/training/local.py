@@ -172,7 +172,13 @@ class LocalSteps:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def open(self, context: StepContext) -> None:
+    def num_done(self, number: int) -> int:
+        return number
+
+    def may_save(self, number: int) -> bool:
+        return True
+
+    def open(self, context: StepContext, first: int) -> None:
         self._context = context
         context.agreement.unit = "the first micro-batch of replica"
         team = context.rounds.team

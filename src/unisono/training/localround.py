@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from unisono.process import Process
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.replicas import ReplicaRound
 from unisono.state.sums import Total, plain
+from unisono.telemetry import StepTelemetry
 from unisono.training.step import State, Step
 
 __all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "Replicating", "Replication"]
@@ -283,6 +284,22 @@ class LocalRound:
     def round(self) -> ReplicaRound:
         assert self._round is not None
         return self._round
+
+    @property
+    def has_result(self) -> bool:
+        """Whether all members agree on something about this round."""
+        return True
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]:
+        """What the members have said with the sum of the replicas, by worker id. After the middle loop."""
+        assert self.round.result is not None
+        return self.round.result.telemetry
+
+    @property
+    def news(self) -> str:
+        """Why replicas are computed by other workers than in the round before; "" where they are not."""
+        return self.round.news
 
     @property
     def sent_bytes(self) -> int:

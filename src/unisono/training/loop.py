@@ -12,8 +12,8 @@ from torch import Tensor
 from unisono.decisions.cadence import Position
 from unisono.decisions.checks import is_last_checked
 from unisono.decisions.cursor import Cursor, Recipe
-from unisono.errors import StepError
-from unisono.exchange.flat import Extra
+from unisono.errors import StepError, UsageError
+from unisono.exchange.flat import SUM_DTYPE, Extra
 from unisono.faults import at_step, point
 from unisono.journal import Journal
 from unisono.microbatch.folding import GradientFolder
@@ -34,14 +34,28 @@ from unisono.training.schedule import MakeFetcher
 from unisono.training.step import Iteration, State
 from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming
+from unisono.words import listed
 
-__all__ = ["TrainingLoop", "Wire"]
+__all__ = ["TrainingLoop", "Wire", "check_wire"]
 
 OnStep = Callable[[Iteration, dict[str, float], range], None]
 """Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
 
 Wire = Literal["fp32", "bf16"]
 """As what the sums of gradients in float32 travel between hosts."""
+
+
+def check_wire(wire: str, tracked: Tracked) -> None:
+    """Raise UsageError unless it is a `Wire` that does something for what is tracked."""
+    if wire not in ("fp32", "bf16"):
+        raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+    dtypes = {parameter.dtype for _, parameter in tracked.parameters()}
+    if wire == "bf16" and dtypes and not any(SUM_DTYPE.get(dtype, dtype) == torch.float32 for dtype in dtypes):
+        names = listed(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f'wire="bf16" rounds sums of gradients in float32, and the parameters of this model are {names}, whose '
+            "sums are wider: it would change nothing. Leave it out, or train in float32"
+        )
 
 
 class TrainingLoop:
@@ -121,7 +135,7 @@ class TrainingLoop:
             make_fetcher: makes what fetches the data; gets what will probably be needed next.
         """
         rounds, team = self._rounds, self._rounds.team
-        self._phase, self._base = phase, self._num_done() - first
+        self._phase, self._base = phase, self._num_done() - self._strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
         agreement = Agreement(rounds.members, self._tracked, rehearses=self._rehearses, last_step=last_step)
         upcoming = Upcoming(
@@ -151,7 +165,7 @@ class TrainingLoop:
             finiteness=self._finiteness,
             reduction=self._reduction,
         )
-        self._strategy.open(context)
+        self._strategy.open(context, first)
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
         try:
@@ -168,16 +182,17 @@ class TrainingLoop:
                     team.in_loop((phase, number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
                     self._current_folder()
-                    self._strategy.settle()
-                    self._keeper.boundary(rounds)
-                    seed_at(self._seed, "step", self._base + number)
+                    if self._keeper.acts(rounds, may_save=self._strategy.may_save(number)):
+                        self._strategy.settle()
+                    self._keeper.boundary(rounds, may_save=self._strategy.may_save(number))
+                    seed_at(self._seed, "step", *self._place_of(number))
                     self._on_head(self._base + number, self._clock)
                     self.step = self._strategy.make_step(number, self._unused, self._process)
                     point("step_head")
                     yield self.step
                     self._process.check("run.steps")
                     self._end_step(self.step)
-            self._move_to(max(first, self.num_steps))
+            self._move_to(max(first, self.num_steps + self._strategy.num_more))
             self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)
@@ -245,6 +260,12 @@ class TrainingLoop:
         seconds = self._clock.reset()
         self._clock.switch("other")
         self._on_step(step, seconds, range(self._base, self._base + self.num_steps))
+
+    def _place_of(self, number: int) -> tuple[int, ...]:
+        """Return what the random numbers of an iteration are derived from: no two of a run have the same."""
+        if number < self.num_steps:
+            return (self._base + number,)
+        return (self._base + self.num_steps - 1, number)
 
     def _move_to(self, number: int) -> None:
         position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)

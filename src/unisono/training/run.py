@@ -46,13 +46,14 @@ from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.calls import Calls
+from unisono.training.delayed import Delayed, check_delay
 from unisono.training.ending import Ending, Reached
 from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
 from unisono.training.local import Delta, InnerState, LocalSteps
 from unisono.training.localround import LocalRound, ReplicaSamples, Replication
-from unisono.training.loop import TrainingLoop, Wire
+from unisono.training.loop import TrainingLoop, Wire, check_wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
@@ -214,6 +215,7 @@ class Run(Calls, Evaluating):
                 begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
             self._admission = Admission(self._rounds, self._keeper.checkpoint)
+            begun.callback(self._rounds.abandon)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
             self._ending = Ending(
@@ -383,6 +385,7 @@ class Run(Calls, Evaluating):
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
         wire: Wire = "fp32",
+        delay: int = 0,
     ) -> Steps[Step]:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -410,6 +413,11 @@ class Run(Calls, Evaluating):
                 the sums of a fixed level of the tree (the lowest one with 8 nodes at most), and all above it, are
                 rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
                 bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
+            delay: D; the gradient of step s is applied after the inner loop of step s + D, so that sending it, summing
+                it and waiting for slow workers cost no time. Part of the recipe: the gradient is that of parameters
+                which are D updates old. There are D more steps: after the inner loop of the first D there is no
+                gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no micro-batches. Read
+                docs/delay.md before you use it.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -432,9 +440,10 @@ class Run(Calls, Evaluating):
             collate=collate,
             loader_workers=loader_workers,
         )
-        if wire not in ("fp32", "bf16"):
-            raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
-        return self._begin_loop(planned, Synchronous(), reduction, wire=wire)
+        check_wire(wire, self._tracked)
+        check_delay(delay, self._tracked)
+        strategy = Delayed(delay, planned.num_steps) if delay else Synchronous()
+        return self._begin_loop(planned, strategy, reduction, wire=wire)
 
     def local_steps(
         self,
@@ -584,7 +593,7 @@ class Run(Calls, Evaluating):
             wire=wire,
         )
         # The loop's checks come here, and not with its first step.
-        steps = Steps(self._train(loop, planned.fetcher(self.device, samples)), num_steps)
+        steps = Steps(self._train(loop, planned.fetcher(self.device, samples)), num_steps + strategy.num_more)
         self._training = weakref.ref(steps)
         return steps
 
@@ -738,6 +747,10 @@ class Run(Calls, Evaluating):
             self._profiling.step_begins(step, clock)
 
     def _before_end(self) -> None:
+        if self._follower is not None:
+            self._follower.serve()
+        if not self._joined:
+            return
         self._evaluations.end(self._in_rounds()[0])
         if self._profiling is not None:
             self._profiling.run_ends(self._num_steps, self._in_rounds()[0], sees=self._keeper.reaches)
@@ -756,10 +769,17 @@ class Run(Calls, Evaluating):
 
     def _finish(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""
+        if step.has_result:
+            self._record(step, seconds, steps)
+        if self._rounds is not None and self._loop is not None:
+            self._troubles.tell_memory(self._rounds, self._loop)
+        if self._profiling is not None:
+            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
+
+    def _record(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
         rounds, team = self._in_rounds()
         self._num_steps += 1
-        result, gradient = step.result(), step.round
-        assert gradient.result is not None
+        result = step.result()
         self._keeper.note({"loss": result.loss, **step.logs})
         self._recorder.step_finished(
             result,
@@ -767,17 +787,13 @@ class Run(Calls, Evaluating):
             num_steps=steps.stop,
             first_step=steps.start,
             seconds=seconds,
-            telemetry=gradient.result.telemetry,
+            telemetry=step.telemetry,
             logs=step.logs,
             checkpoint=self._keeper.news(),
-            balance=gradient.news,
+            balance=step.news,
             warnings=team.take_warnings(),
             sent_bytes=step.sent_bytes + rounds.members.take_delivered_bytes(),
         )
-        if self._rounds is not None and self._loop is not None:
-            self._troubles.tell_memory(self._rounds, self._loop)
-        if self._profiling is not None:
-            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
 
     def _role(self) -> Role:
         team, is_alone = self._team, members.current() is None

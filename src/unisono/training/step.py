@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +16,8 @@ from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, Pass, StepContext
-from unisono.rounds.members import Summed
 from unisono.state.sums import Total, plain
+from unisono.telemetry import StepTelemetry
 
 __all__ = ["Iteration", "State", "Step"]
 
@@ -30,15 +30,6 @@ class State(enum.Enum):
     COMPLETE = "it has its gradient"
     CLOSED = "the outer loop has gone on"
     FAILED = "it was left without a gradient"
-
-
-class CommonRound(Protocol):
-    """What the journal says of the round of an iteration."""
-
-    result: Summed | None
-    """None before the commit."""
-    news: str
-    """Why the plan differs from the one before; "" where it does not."""
 
 
 class Iteration(Protocol):
@@ -73,7 +64,13 @@ class Iteration(Protocol):
     def has_no_microbatch(self) -> bool: ...
 
     @property
-    def round(self) -> CommonRound: ...
+    def has_result(self) -> bool: ...
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]: ...
+
+    @property
+    def news(self) -> str: ...
 
     @property
     def loss(self) -> float: ...
@@ -169,6 +166,13 @@ class Step:
         if not self.is_complete:
             raise StepError(f"step.totals of step {self.number} are known after the inner loop `for ... in step`")
         return dict(self._totals)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether ``.grad`` has a gradient to apply. After the inner loop; False in the first D steps of
+        ``run.steps(delay=D)``, in which ``optimizer.step()`` finds none and changes nothing.
+        """
+        return self.is_complete
 
     @property
     def microbatch(self) -> int | None:
@@ -391,6 +395,22 @@ class Step:
             f"the step has no gradient. "
             "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
         )
+
+    @property
+    def has_result(self) -> bool:
+        """Whether all members agree on something about this step. After the inner loop."""
+        return True
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]:
+        """What the members have said with the sums, by worker id. After the inner loop."""
+        assert self.round.result is not None
+        return self.round.result.telemetry
+
+    @property
+    def news(self) -> str:
+        """Why the plan differs from that of the step before; "" where it does not. After the inner loop."""
+        return self.round.news
 
     @property
     def sent_bytes(self) -> int:

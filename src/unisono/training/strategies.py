@@ -35,6 +35,9 @@ class Strategy(Protocol):
     def num_more(self) -> int:
         """Iterations after the one with the last global batch, which bring to an end what is under way."""
 
+    def num_done(self, number: int) -> int:
+        """Return how many updates of this loop are done before iteration ``number``. Local."""
+
     @property
     def overlaps(self) -> bool:
         """Whether parameters stay as they are in an iteration until the members have met, so that a checkpoint may copy
@@ -55,8 +58,8 @@ class Strategy(Protocol):
             upcoming: the forecast of a plain ``run.steps``.
         """
 
-    def open(self, context: StepContext) -> None:
-        """Get ready, before the first iteration. Local."""
+    def open(self, context: StepContext, first: int) -> None:
+        """Get ready, before the first iteration of this worker. Local."""
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Iteration:
         """Return what the script gets in iteration ``number`` of this loop. Local."""
@@ -64,8 +67,11 @@ class Strategy(Protocol):
     def settle(self) -> None:
         """Bring to an end what other members still need of this one, before they change and before a snapshot.
 
-        Called at every boundary, before anything else happens there. Collective where there is something to do.
+        Called at a boundary where something happens, before it does. Collective.
         """
+
+    def may_save(self, number: int) -> bool:
+        """Return whether a snapshot may be taken before iteration ``number``; the same on all members. Local."""
 
     def close(self) -> None:
         """Give back what is held; also after an error. Local."""
@@ -81,13 +87,16 @@ class Synchronous:
     def recipe(self) -> Recipe:
         return {}
 
+    def num_done(self, number: int) -> int:
+        return number
+
     def layout(self, folder: GradientFolder) -> FlatLayout:
         return folder.layout
 
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
         return upcoming()
 
-    def open(self, context: StepContext) -> None:
+    def open(self, context: StepContext, first: int) -> None:
         self._context = context
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
@@ -95,6 +104,9 @@ class Synchronous:
 
     def settle(self) -> None:
         pass
+
+    def may_save(self, number: int) -> bool:
+        return True
 
     def close(self) -> None:
         pass

@@ -8,13 +8,14 @@ no exchange. So they stand beside the workers in the state, with rules of their 
 * where none is left, or the evaluator could not do it, it is **open**: the members compute it when they come to it.
 
 While an evaluation is under way or open, no newcomer is admitted: it would lack the models of that step. And while a
-newcomer waits, no evaluation is taken, so it does not wait for long.
+newcomer waits, no evaluation is taken, so it does not wait for long. Totals are kept until the members say that all of
+them have them (`EvaluationsOpen`): a connection may break while they are told.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from unisono.decisions.membership.draft import Draft
@@ -53,11 +54,13 @@ from unisono.messages import (
 from unisono.words import exit_words
 
 __all__ = [
+    "forget_evaluations",
     "holds_joins",
     "is_slow",
     "lose_evaluators_of",
     "lose_silent_evaluators",
     "order_evaluators",
+    "repeat_news",
     "settle_evaluations",
     "take_evaluator_exit",
     "take_from_evaluator",
@@ -123,6 +126,7 @@ def take_from_evaluator(draft: Draft, worker_id: str, message: Message) -> None:
             _lose(draft, worker_id, f"evaluator {worker_id} failed: {message.error}", message.traceback)
         case Finished() | Left():
             _put(draft, worker_id, stage=_S.FINISHED)
+            _take_back(draft, worker_id)
         case _:
             pass  # what a member would say of itself, and nobody waits for from an evaluator
 
@@ -184,11 +188,16 @@ def _lose(draft: Draft, worker_id: str, why: str, output: str = "", *, is_replac
     if evaluator.agent in draft.state.agents:
         draft.send(evaluator.agent, Evict(worker_id=worker_id, reason=why))
     draft.hang_up(worker_id, why)
+    _take_back(draft, worker_id)
+    if is_replaced:
+        _replace(draft, evaluator)
+
+
+def _take_back(draft: Draft, worker_id: str) -> None:
+    """Let another evaluator do what one of them had to do."""
     for number, each in draft.state.evaluations.items():
         if each.evaluator == worker_id:
             _put_evaluation(draft, number, evaluator="", tries=each.tries + 1)
-    if is_replaced:
-        _replace(draft, evaluator)
 
 
 def _replace(draft: Draft, evaluator: Evaluator) -> None:
@@ -229,7 +238,7 @@ def _may_take(draft: Draft) -> bool:
 
 def _take_done(draft: Draft, evaluator: Evaluator, message: EvaluationDone) -> None:
     known = draft.state.evaluations.get(message.number)
-    if known is None or known.evaluator != evaluator.worker_id or known.is_open:
+    if known is None or known.evaluator != evaluator.worker_id:
         return
     if message.error:
         draft.reasons.append(
@@ -238,17 +247,16 @@ def _take_done(draft: Draft, evaluator: Evaluator, message: EvaluationDone) -> N
         )
         _leave_to_members(draft, message.number)
         return
-    draft.put(evaluations={n: each for n, each in draft.state.evaluations.items() if n != message.number})
-    draft.reasons.append(f"evaluator {evaluator.worker_id} has done the evaluation of {_place(known)}")
-    _tell_members(draft, EvaluationEnded(number=message.number, totals=message.totals))
+    _put_evaluation(draft, message.number, evaluator="", totals=message.totals)
+    _tell_members(draft, message.number)
 
 
 def take_open(draft: Draft, message: EvaluationsOpen) -> None:
-    """Forget the open evaluations that the members have computed."""
+    """Forget the evaluations whose totals all members know."""
     kept = {
         number: each
         for number, each in draft.state.evaluations.items()
-        if not each.is_open or number in message.numbers or number >= message.below
+        if number in message.numbers or number >= message.below
     }
     if len(kept) < len(draft.state.evaluations):
         draft.put(evaluations=kept)
@@ -262,7 +270,7 @@ def settle_evaluations(draft: Draft) -> None:
     for evaluator in _alive(draft):
         _answer_call(draft, evaluator)
     for number, each in state.evaluations.items():
-        if each.is_open or each.evaluator:
+        if each.is_over or each.evaluator:
             continue
         asker = draft.state.workers.get(each.asker)
         is_there = asker is not None and asker.state is WorkerState.HOLDING
@@ -275,9 +283,14 @@ def settle_evaluations(draft: Draft) -> None:
             draft.send(free.worker_id, each.wanted)
 
 
+def forget_evaluations(draft: Draft) -> None:
+    """Forget all evaluations: the run begins again, and counts them anew."""
+    draft.put(evaluations={}, last_evaluation=-1)
+
+
 def holds_joins(state: State) -> bool:
     """Return whether newcomers wait for evaluations whose totals the members do not know."""
-    return bool(state.evaluations)
+    return any(not each.totals for each in state.evaluations.values())
 
 
 def _answer_call(draft: Draft, evaluator: Evaluator) -> None:
@@ -296,14 +309,26 @@ def _answer_call(draft: Draft, evaluator: Evaluator) -> None:
     _put(draft, evaluator.worker_id, call=None)
 
 
+def repeat_news(draft: Draft, worker_id: str) -> None:
+    """Tell a worker whose connection is new which evaluations are over: it may have missed that."""
+    for number in draft.state.evaluations:
+        _tell(draft, [worker_id], number)
+
+
 def _leave_to_members(draft: Draft, number: int) -> None:
     _put_evaluation(draft, number, evaluator="", is_open=True)
-    _tell_members(draft, EvaluationEnded(number=number))
+    _tell_members(draft, number)
 
 
-def _tell_members(draft: Draft, message: EvaluationEnded) -> None:
-    for worker in draft.workers(WorkerState.ADMITTED, WorkerState.HOLDING):
-        draft.send(worker.worker_id, message)
+def _tell_members(draft: Draft, number: int) -> None:
+    _tell(draft, [worker.worker_id for worker in draft.workers(WorkerState.ADMITTED, WorkerState.HOLDING)], number)
+
+
+def _tell(draft: Draft, worker_ids: Iterable[str], number: int) -> None:
+    evaluation = draft.state.evaluations[number]
+    if evaluation.is_over:
+        for worker_id in worker_ids:
+            draft.send(worker_id, EvaluationEnded(number=number, totals=evaluation.totals))
 
 
 def _alive(draft: Draft) -> Iterator[Evaluator]:

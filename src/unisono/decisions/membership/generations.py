@@ -10,7 +10,7 @@ from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
 from unisono.decisions.membership.agents import drain_withdrawn
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
-from unisono.decisions.membership.evaluators import holds_joins, settle_evaluations
+from unisono.decisions.membership.evaluators import forget_evaluations, holds_joins, settle_evaluations
 from unisono.decisions.membership.heirs import is_cut_off
 from unisono.decisions.membership.machines import free_machines, tell_wanted
 from unisono.decisions.membership.restarts import turn_agents_away
@@ -56,6 +56,7 @@ def _go_on_without_the_lost(draft: Draft) -> None:
         _go_on_without_state(draft, why)
         return
     if not survivors:
+        forget_evaluations(draft)
         _announce(draft, [newcomer.worker_id for newcomer in fresh], why, immediate=True)
         return
     for newcomer in fresh:
@@ -90,6 +91,7 @@ def _go_on_without_state(draft: Draft, why: str) -> None:
         return
     if state.committed < 0 and any(not w.draining for w in draft.workers(_S.ORDERED, _S.STARTING, _S.READY)):
         draft.put(held=False)
+        forget_evaluations(draft)
         _announce(draft, [], f"{why}; no step was done, so the run begins again", immediate=True)
         return
     draft.end(False, f"{why}; no worker that holds the run's state is left")

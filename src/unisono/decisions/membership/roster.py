@@ -258,7 +258,7 @@ class Evaluator:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """An evaluation that was taken, and whose totals the members do not know yet."""
+    """An evaluation that was taken, and whose totals not all members have yet."""
 
     wanted: EvaluationWanted
     asker: str
@@ -267,8 +267,15 @@ class Evaluation:
     """Who does it; "": nobody yet."""
     tries: int = 0
     """Evaluators that were lost while they did it."""
+    totals: bytes = b""
+    """What the evaluator has sent; empty: nothing yet."""
     is_open: bool = False
     """No evaluator does it any more: the members compute it when they come to it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether evaluators have nothing more to do with it."""
+        return self.is_open or bool(self.totals)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,238 @@
+"""Delay: the gradient of step s is applied after step s + D, with the same bits on any number of workers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+from tests.workers.models import RECIPES, Outcome
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.errors import DivergenceError, StepError, UsageError
+from unisono.journal import compare
+
+SEED = 3
+REFUSED = {"scaler", "thawing"}
+"""What a delay cannot have: a GradScaler, and parameters that are trained from some step on."""
+SAMPLED = ("rare", "fused", "two phases")
+NAMES = [name for name in RECIPES if name not in REFUSED] if os.environ.get("UNISONO_TEST_ALL") else SAMPLED
+JOBS = [(name, delay) for name in NAMES for delay in (1, 2)]
+TEAMS = [("shared", 2), ("shared", 3), ("gloo", 3), ("two-level", 3)]
+if os.environ.get("UNISONO_TEST_ALL"):
+    TEAMS += [("shared", 4), ("shared", 5), ("shared", 8), ("gloo", 2), ("two-level", 4)]
+Outcomes = dict[tuple[str, int], Outcome]
+
+
+def place_of(folder: Path, job: tuple[str, int]) -> Path:
+    return folder / f"{job[0]} {job[1]}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
+    """Every recipe as one process trains it, and where its journals are."""
+    folder, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    outcomes = {}
+    for name, delay in JOBS:
+        with AloneRun(place_of(folder, (name, delay)), seed=SEED) as run:
+            outcomes[name, delay] = RECIPES[name].train(run, 6, delay=delay)
+    yield folder, outcomes
+    torch.set_num_threads(before)
+
+
+def _train_all(seat: Seat, place: Place, folder: Path) -> Outcomes:
+    outcomes = {}
+    for name, delay in JOBS:
+        with place.run(place_of(folder, (name, delay)), seed=SEED) as run:
+            outcomes[name, delay] = RECIPES[name].train(run, 6, delay=delay)
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore:.* workers share .* micro-batches")
+@pytest.mark.parametrize(("kind", "size"), TEAMS)
+def test_a_team_gives_the_bits_of_one_worker(
+    kind: str, size: int, alone: tuple[Path, Outcomes], tmp_path: Path
+) -> None:
+    """Digests of all steps, losses, evaluation, and the final state of all that is tracked, on every member."""
+    folder, expected = alone
+    for rank, outcomes in enumerate(train_on(kind, size, _train_all, tmp_path)):
+        for job in JOBS:
+            assert outcomes[job] == expected[job], f"{job} on rank {rank}"
+    for job in JOBS:
+        assert compare(place_of(folder, job), place_of(tmp_path, job)).startswith("identical: ")
+
+
+def test_each_delay_is_a_training_of_its_own(alone: tuple[Path, Outcomes]) -> None:
+    """What is compared would differ if anything did."""
+    _, outcomes = alone
+    for name in NAMES:
+        assert len({outcomes[name, delay].final["model"] for delay in (1, 2)}) == 2, name
+
+
+# -- the definition ----------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 4))
+
+
+def vectors(num_samples: int = 64) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(num_samples, 12, generator=draw), torch.randint(0, 4, (num_samples,), generator=draw)
+    )
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_it_is_what_a_plain_loop_with_a_queue_of_gradients_does(delay: int) -> None:
+    """To the bit, against torch alone: each gradient waits D updates, and the last ones are applied at the end."""
+    with AloneRun(seed=SEED) as run:
+        model, plain = net(), net()
+        plain.load_state_dict(model.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        other = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        waiting: list[tuple[float, list[Tensor]]] = []
+        steps = run.steps(vectors(), batch_size=16, microbatches=1, epochs=2, delay=delay)
+        assert len(steps) == 8 + delay
+        for step in steps:
+            inner = 0
+            for inputs, labels in step:
+                inner += 1
+                F.cross_entropy(model(inputs), labels).backward()
+                other.zero_grad()
+                loss = F.cross_entropy(plain(inputs), labels)
+                loss.backward()
+                waiting.append((loss.item(), [parameter.grad.clone() for parameter in plain.parameters()]))
+            optimizer.step()
+            assert inner == (1 if step.number < 8 else 0)
+            assert step.has_gradient == (step.number >= delay)
+            if step.number < delay:
+                assert math.isnan(step.loss)
+                assert all(parameter.grad is None for parameter in model.parameters())
+                continue
+            value, gradients = waiting.pop(0)
+            assert step.loss == value
+            for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            other.step()
+            assert all(map(torch.equal, model.parameters(), plain.parameters())), step.number
+        assert not waiting
+
+
+def test_no_delay_is_the_plain_training(tmp_path: Path) -> None:
+    """``delay=0`` is not in the recipe, and changes no bit."""
+    outcomes = []
+    for options in ({}, {"delay": 0}):
+        with AloneRun(tmp_path / str(len(options)), seed=SEED) as run:
+            outcomes.append(RECIPES["mlp"].train(run, 4, **options))
+    assert outcomes[0] == outcomes[1]
+    assert compare(tmp_path / "0", tmp_path / "1").startswith("identical: ")
+
+
+def test_the_journal_has_one_line_for_each_step(tmp_path: Path) -> None:
+    """A line is about the step whose gradient is applied, so a training of N steps has N of them."""
+    from unisono.journal import read
+
+    with AloneRun(tmp_path, seed=SEED) as run:
+        RECIPES["mlp"].train(run, 4, delay=2)
+    lines = [line for line in read(tmp_path) if line["kind"] == "step"]
+    assert [line["step"] for line in lines] == list(range(6))
+    assert [line["epoch"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    assert [line["samples"] for line in lines] == [24, 24, 8] * 2
+    assert all(math.isfinite(line["loss"]) for line in lines)
+
+
+# -- what the inner loop may depend on ----------------------------------------------------------------
+
+
+def _train_with(seat: Seat, place: Place, inside: bool) -> str:
+    """A factor that changes from step to step, computed within the inner loop or outside of it."""
+    try:
+        with place.run(None, seed=SEED) as run:
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(vectors(), batch_size=16, microbatches=4, delay=2):
+                outside = 1.0 + 0.1 * step.number
+                for inputs, labels in step:
+                    factor = 1.0 + 0.1 * step.number if inside else outside
+                    (factor * F.cross_entropy(model(inputs), labels)).backward()
+                optimizer.step()
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_what_changes_outside_of_the_inner_loop_is_found_before_a_loss_makes_it_count() -> None:
+    for said in train_on("shared", 2, _train_with, False):
+        assert "was computed again one step later" in said
+        assert "compute it there from step.number" in said
+    assert train_on("shared", 2, _train_with, True) == ["", ""]
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [-1, 1.5, True, 65, "1"])
+def test_a_delay_is_a_small_number_of_steps(delay: Any) -> None:
+    with AloneRun(seed=SEED) as run:
+        run.track(model=net())
+        with pytest.raises(UsageError, match="delay is a number of steps"):
+            run.steps(vectors(), batch_size=16, microbatches=4, delay=delay)
+
+
+def test_what_needs_the_update_at_once_is_refused_before_training() -> None:
+    with AloneRun(seed=SEED) as run:
+        model = net()
+        run.track(model=model, scaler=torch.amp.GradScaler("cpu"))
+        with pytest.raises(UsageError, match="'scaler' is a GradScaler"):
+            run.steps(vectors(), batch_size=16, microbatches=4, delay=1)
+    with AloneRun(seed=SEED) as run:
+        model = net()
+        run.track(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
+        with pytest.raises(UsageError, match="'optimizer' is an LBFGS"):
+            run.steps(vectors(), batch_size=16, microbatches=4, delay=1)
+    with AloneRun(seed=SEED) as run:
+        run.track(model=net(), memory=unisono.Carried(torch.zeros(64, 4)))
+        with pytest.raises(UsageError, match=r"'memory' is a unisono.Carried"):
+            run.steps(vectors(), batch_size=16, microbatches=4, delay=1)
+
+
+def test_another_pass_over_the_batch_is_refused() -> None:
+    with AloneRun(seed=SEED) as run:
+        model = net()
+        run.track(model=model)
+        for step in run.steps(vectors(), batch_size=16, microbatches=4, delay=1):
+            for inputs, labels in step:
+                F.cross_entropy(model(inputs), labels).backward()
+            with pytest.raises(StepError, match="belong to no update"):
+                step.again()
+            break
+
+
+def test_parameters_that_change_while_gradients_are_under_way_are_refused() -> None:
+
+    def train(run: unisono.Run) -> None:
+        model = nn.Sequential(nn.Linear(12, 33), nn.Linear(33, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(vectors(), batch_size=16, microbatches=4, delay=1):
+            model[0].requires_grad_(step.number != 2)
+            for inputs, labels in step:
+                F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+    run = AloneRun(seed=SEED)
+    with pytest.raises(StepError, match="have changed within run"), run:
+        train(run)
