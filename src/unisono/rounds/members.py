@@ -88,6 +88,11 @@ class Members:
         """Return who holds what of the state in the current generation. Local."""
         return self._layout(self.team.worker_ids)
 
+    def departing(self) -> tuple[str, ...]:
+        """Return the members that will leave at the next boundary, because all have agreed on it. Local."""
+        agreed = self.agreed_generation
+        return self.team.departing(agreed) if agreed > self.team.generation else ()
+
     def predicted(self, num_leaves: int) -> Plan:
         """Return the most likely plan of the coming steps. Local."""
         return self.balancing.predicted(num_leaves)

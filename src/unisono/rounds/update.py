@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -31,7 +32,7 @@ from unisono.exchange import Parcel
 from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.rounds.clock import Clock
-from unisono.rounds.life import Rounds
+from unisono.rounds.life import MOVING, Rounds
 from unisono.rounds.members import Members
 from unisono.state.packing import from_bytes, quick_digest, to_bytes
 from unisono.state.sharding import Outline, ShardedOptimizer, Shares
@@ -48,6 +49,8 @@ class _Having(msgspec.Struct, frozen=True):
 
     have: list[int] = []
     """The parameters of which it has the new values, or the states that it holds."""
+    departs: bool = False
+    """It leaves at the next boundary."""
     said: bytes | None = None
     """Of a member that has finished the round: what all have said at its end."""
 
@@ -81,6 +84,7 @@ class _Round:
         self._shares = shares
         self._name = name
         self._newest = newest
+        self._departing: set[str] = set()
         self._is_first = False
 
     def first_plan(self) -> Plan:
@@ -101,8 +105,10 @@ class _Round:
 
     def _hear(self, have: Collection[int]) -> tuple[list[set[int]], bytes | None]:
         """Return what each member has, by rank, and what all have said if some have finished the round. Collective."""
-        payloads = self._members.gather(msgspec.msgpack.encode(_Having(sorted(have))))
+        departs = self._members.worker_ids[self._members.rank] in self._members.departing()
+        payloads = self._members.gather(msgspec.msgpack.encode(_Having(sorted(have), departs)))
         heard = [msgspec.msgpack.decode(payload, type=_Having) for payload in payloads]
+        self._departing = {one for one, said in zip(self._members.worker_ids, heard, strict=True) if said.departs}
         return [set(one.have) for one in heard], next((one.said for one in heard if one.said is not None), None)
 
     def _lost(self, index: int, what: str) -> StateLost:
@@ -222,7 +228,7 @@ class UpdateRound(_Round):
 class MovingRound(_Round):
     """States move to those that are to own them from now on."""
 
-    kind: Final = "moving"
+    kind: Final = MOVING
 
     def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
         super().__init__(members, shares, name, newest, clock)
@@ -267,7 +273,8 @@ class MovingRound(_Round):
         for index in self._shares.outlines:
             if not held[index] and any(part[0] == "tensor" for part in self._shares.outlines[index].values()):
                 raise self._lost(index, "the state")
-        return owners(self._shares.sizes(), self._places(), self._shares.copies, held)
+        staying = [one for one in self._places() if one.worker_id not in self._departing]
+        return owners(self._shares.sizes(), staying or self._places(), self._shares.copies, held)
 
     def _move(self, having: Sequence[set[int]], wanted: Owners) -> None:
         ids, rank, sent = self._members.worker_ids, self._members.rank, [0] * len(having)
@@ -316,16 +323,26 @@ def shared_updates(rounds: Rounds, tracked: Tracked, newest: Callable[[], str], 
         newest: returns what a run can go on from, for an error.
         clock: of the loop.
     """
+    updates: list[_Update] = []
     sharded = {name: one for name, one in tracked.optimizers.items() if isinstance(one, ShardedOptimizer)}
     try:
         for name, optimizer in sharded.items():
             update = _Update(rounds, optimizer._shares, name, newest, clock)
             optimizer._shares.bind(update, lambda: rounds.team.worker_ids)
             update.settle()
+            updates.append(update)
+        if updates:
+            rounds.before_departure = partial(_move_all, updates)
         yield
     finally:
+        rounds.before_departure = None
         for optimizer in sharded.values():
             optimizer._shares.unbind()
+
+
+def _move_all(updates: Sequence[_Update]) -> None:
+    for update in updates:
+        update.move()
 
 
 class _Update:
@@ -349,14 +366,18 @@ class _Update:
         now = (shares.sizes(), round_.members_then, shares.owners)
         if now != self._good:
             if owners(shares.sizes(), round_.members_then, shares.copies, shares.owners) != shares.owners:
-                self._play(MovingRound(*self._what))
+                self.move()
             else:
                 self._good = now
 
     def settle(self) -> None:
         """Give each parameter its owners, where some have none. Collective if so."""
         if not self._shares.is_settled:
-            self._play(MovingRound(*self._what))
+            self.move()
+
+    def move(self) -> None:
+        """Move states to where they are to be, with the members that there are and those that leave. Collective."""
+        self._play(MovingRound(*self._what))
 
     def _play(self, round_: UpdateRound | MovingRound) -> None:
         with torch.no_grad():
