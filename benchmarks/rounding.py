@@ -104,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and the single runs")
     options = parser.parse_args(arguments)
+    if options.seeds < 1 or options.turns < 1:
+        parser.error("at least one seed and one turn")
     torch.set_num_threads(1)
     figures, runs, rows = dict[str, float](), list[dict[str, Any]](), []
     for microbatches in options.microbatches:
