@@ -15,8 +15,8 @@ In each setting the sides that may help there take part.
 
 Each side is started together with DDP, and they take turns, a whole number of averaging rounds each; a time is the mean
 over a turn, because what a strategy saves in one step it may spend in another. Bytes are those that leave the first
-host's network device, whoever sent them. The loss is that of samples that nobody trained on, after as many steps of 4 MB
-on one host for all sides, with one learning rate for all, which is tuned for none.
+host's network device, whoever sent them. The loss is that of samples that nobody trained on, after as many steps of
+4 MB on one host for all sides, with one learning rate for all, which is tuned for none.
 """
 
 from __future__ import annotations
