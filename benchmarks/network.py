@@ -2,6 +2,7 @@
 
 python -m benchmarks.network                                          # everything: about an hour
 python -m benchmarks.network --links 1g,100m --hosts 2 --sizes 4      # minutes
+python -m benchmarks.network --sides unisono,unisono-bf16,ddp,ddp-bf16,plain     # with gradients in half the bytes
 python -m benchmarks.network --links 100m_20ms --hosts 3 --sizes 4 --members 2 --json network.json
 
 The hosts are network namespaces of this machine (root, and the commands of Debian's iproute2 and util-linux). Each has
@@ -10,7 +11,8 @@ long cable goes through the relay of the tests, which hands each packet on after
 namespaces have no names: they end with the processes in them, and these with the benchmark, also after ``kill -9``.
 
 The sides take turns, a few steps each: Unisono as its users use it (``unisono run`` and ``unisono join``), DDP over
-gloo, and DDP's computation without any exchange, on all hosts at the same time. **The bound** is
+gloo, and DDP's computation without any exchange, on all hosts at the same time. A side whose name ends with ``-bf16``
+sends gradients as bfloat16: ``wire="bf16"``, and what torch's hook for DDP does. **The bound** is
 
     max(computation, bytes / bandwidth) + round trips
 
@@ -182,15 +184,16 @@ def teams(what: Comparison, lab: Lab, sides: Sequence[str], exchange: str) -> It
         yield ready
 
 
-def _commands(side: str, what: Comparison, lab: Lab, exchange: str, folder: Path) -> list[list[str]]:
+def _commands(name: str, what: Comparison, lab: Lab, exchange: str, folder: Path) -> list[list[str]]:
+    side, _, wire = name.partition("-")
     delay = side.removeprefix("delay") if side.startswith("delay") else "0"
     kind = "unisono" if delay != "0" else side
     options = [
         *(kind, SIZES[what.size], "--microbatches", str(what.microbatches), "--workers", str(what.workers)),
-        *("--control", str(folder / f"{side}.socket")),
+        *("--control", str(folder / f"{name}.socket"), "--wire", wire or "fp32"),
     ]
     if kind != "unisono":
-        meeting = ["--meeting", str(folder / "meeting")] if side == "ddp" else []
+        meeting = ["--meeting", str(folder / f"meeting-{name}")] if side == "ddp" else []
         return [
             [
                 *(*lab.inside(1 + rank // what.members), "env", f"GLOO_SOCKET_IFNAME={DEVICE}"),
@@ -199,12 +202,12 @@ def _commands(side: str, what: Comparison, lab: Lab, exchange: str, folder: Path
             for rank in range(what.workers)
         ]
     options += ["--delay", delay]
-    run, members, port = folder / f"run-{side}", str(what.members), PORT + int(delay)
+    run, members, port = folder / f"run-{name}", str(what.members), PORT + bool(wire) + 2 * int(delay)
     this = [sys.executable, "-m", "unisono"]
     head = ["run", "-m", "benchmarks.sides", "--workers", members, "--run-dir", str(run), "--exchange", exchange]
     network = ["--bind", lab.address(1), "--port", str(port), "--aside-s", "600", "--hang-s", "600"]
     patient = ["sh", "-c", 'until test -s "$0"; do sleep 0.1; done; exec "$@"', str(run / "head.json")]
-    join = ["join", f"ws://{lab.address(1)}:{port}", "--token-file", str(run / "token"), "--workers", members]
+    join = ["join", f"wss://{lab.address(1)}:{port}", "--token-file", str(run / "token"), "--workers", members]
     return [
         [*lab.inside(1), *this, *head, *network, "--", *options, "--unbalanced"],
         *([*lab.inside(host), *patient, *this, *join] for host in range(2, what.num_hosts + 1)),
@@ -250,14 +253,22 @@ def bound_s(link: Link, num_hosts: int, gradient_bytes: int, compute_s: float) -
     return max(compute_s, sent / link.bytes_per_s) + 3 * link.delay_s
 
 
-HEADER = ("link.hosts.size", "step ms", "DDP", "computation", "bound", "ratio to DDP (95%)", "ratio to bound (95%)")
+HEADER = (
+    *("link.hosts.size", "step ms", "DDP", "computation", "bound", "ratio to DDP (95%)", "ratio to bound (95%)"),
+    *("bf16 to fp32", "DDP's bf16 to fp32"),
+)
 
 
 def figures_of(what: Comparison, result: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
     """The named figures of one comparison, and its row for the table."""
     step = result["step_ms"]
     own = statistics.median(step["unisono"])
-    figures, row = {f"step_ms.{what.name}": own}, [what.name, f"{own:.1f}", "", "", "", "", ""]
+    figures, row = {f"step_ms.{what.name}": own}, [what.name, f"{own:.1f}", "", "", "", "", "", "", ""]
+    for place, (narrow, wide) in enumerate((("unisono-bf16", "unisono"), ("ddp-bf16", "ddp")), 7):
+        if narrow in step and wide in step:
+            ratio = median_interval([a / b for a, b in zip(step[narrow], step[wide], strict=True)])
+            figures[f"{narrow.replace('-', '_')}_ratio.{what.name}"] = ratio.median
+            row[place] = str(ratio)
     if "ddp" in step:
         ratio = median_interval([a / b for a, b in zip(step["unisono"], step["ddp"], strict=True)])
         figures[f"ratio_to_ddp.{what.name}"] = ratio.median

@@ -12,10 +12,11 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Client
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from benchmarks.models import CASES, Case
 from unisono.lifetime import bind_to_parent
 from unisono.training.settings import keep_freed_memory
 
-__all__ = ["SIDES"]
+__all__ = ["SIDES", "as_bfloat16"]
 
 BATCHES = 16  # of the data set; then it begins again in another order
 
@@ -94,6 +95,7 @@ def with_unisono(
     directory: str,
     balance: bool,
     workers: int = 1,
+    wire: Literal["fp32", "bf16"] = "fp32",
     delay: int = 0,
     stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
@@ -112,7 +114,7 @@ def with_unisono(
         is_waited_for = True
         stalled = Stalls(run.rank, *stalls)
         options = {"batch_size": batch_size, "microbatches": microbatches, "epochs": 1 << 20}
-        for step in run.steps(dataset, **options, delay=delay):
+        for step in run.steps(dataset, **options, wire=wire, delay=delay):
             if is_waited_for and run.num_workers >= workers:
                 control.hello(run.rank)
                 is_waited_for = False
@@ -132,26 +134,50 @@ def with_ddp(
     rank: int,
     size: int,
     meeting: str,
+    wire: str = "fp32",
     stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """DistributedDataParallel, one replica."""
+    """DistributedDataParallel, one replica; "bf16": gradients are sent, and added up, as bfloat16."""
     _prepare()
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size)
+    _meet(rank, size, meeting)
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
+    if wire == "bf16":
+        model.register_comm_hook(None, lambda state, bucket: as_bfloat16(bucket))  # torch looks at annotations
     control.hello(rank)
     _loop(model, case, microbatches, control, rank=rank, size=size, stalls=stalls)
     dist.destroy_process_group()
 
 
-def with_plain_loop(case: Case, microbatches: int, control: Control, *, rank: int, size: int = 1) -> None:
-    """One process, accumulating gradients as PyTorch does. It knows no other, whatever its rank.
+def as_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What torch's ``bf16_compress_hook`` does, which it refuses on gloo."""
+    gradients = bucket.buffer()
+    sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda _: gradients.copy_(sent))
+
+
+def with_plain_loop(
+    case: Case, microbatches: int, control: Control, *, rank: int, size: int = 1, meeting: str = ""
+) -> None:
+    """One process, accumulating gradients as PyTorch does. It exchanges nothing, whatever its rank.
 
     Args:
-        size: the micro-batches are divided by so many processes; each computes its part and exchanges nothing.
+        size: the micro-batches are divided by so many processes; each computes its part.
+        meeting: file at which the processes meet, to wait for each other before each update; "": nobody waits.
     """
     _prepare()
+    if meeting:
+        _meet(rank, size, meeting)
     control.hello(rank)
-    _loop(case.model(), case, microbatches, control, rank=rank if size > 1 else 0, size=size)
+    wait = dist.barrier if meeting else None
+    _loop(case.model(), case, microbatches, control, rank=rank if size > 1 else 0, size=size, before_update=wait)
+    if meeting:
+        dist.destroy_process_group()
+
+
+def _meet(rank: int, size: int, meeting: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size)
 
 
 def _prepare() -> None:
@@ -170,6 +196,7 @@ def _loop(
     *,
     rank: int,
     size: int,
+    before_update: Callable[[], object] | None = None,
     stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     stalled = Stalls(rank, *stalls)
@@ -185,6 +212,8 @@ def _loop(
             is_last = place == own - 1
             with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
                 (case.loss(model, inputs, labels) / own).backward()
+        if before_update is not None:
+            before_update()
         optimizer.step()
 
 
@@ -217,10 +246,11 @@ def main() -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--meeting", default="", help="file at which the DDP processes meet")
+    parser.add_argument("--meeting", default="", help="file at which processes that wait for each other meet")
     parser.add_argument("--directory", default="", help="run directory")
     parser.add_argument("--keep-freed-memory", action="store_true", help="as the library does it, also on other sides")
     parser.add_argument("--unbalanced", action="store_true", help="every worker computes as many micro-batches")
+    parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="as what gradients travel")
     parser.add_argument("--delay", type=int, default=0, help="of run.steps")
     parser.add_argument("--stalls", type=float, nargs=2, default=(0.0, 0.0), metavar=("CHANCE", "SECONDS"))
     arguments = parser.parse_args()
@@ -240,14 +270,25 @@ def main() -> None:
             directory=arguments.directory,
             balance=not arguments.unbalanced,
             workers=arguments.workers,
+            wire=arguments.wire,
             delay=arguments.delay,
             stalls=stalls,
         )
     elif arguments.side == "ddp":
-        rank, size, meeting = arguments.rank, arguments.workers, arguments.meeting
-        with_ddp(case, microbatches, control, rank=rank, size=size, meeting=meeting, stalls=stalls)
+        with_ddp(
+            case,
+            microbatches,
+            control,
+            rank=arguments.rank,
+            size=arguments.workers,
+            meeting=arguments.meeting,
+            wire=arguments.wire,
+            stalls=stalls,
+        )
     else:
-        with_plain_loop(case, microbatches, control, rank=arguments.rank, size=arguments.workers)
+        with_plain_loop(
+            case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting
+        )
 
 
 if __name__ == "__main__":

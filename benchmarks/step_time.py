@@ -1,8 +1,13 @@
-"""The time of a step, the memory of a worker and its CPU seconds, against DistributedDataParallel and a plain loop.
+"""The time of a step, the memory of a worker and its CPU seconds, against DistributedDataParallel and plain loops.
 
 python -m benchmarks.step_time                                  # everything
 python -m benchmarks.step_time --quick --json step_time.json    # under five minutes
 python -m benchmarks.step_time --cases mlp --workers 2 --microbatches 2
+
+With several workers there are two more sides. ``compute`` is that many plain loops at once: each computes its share of
+the micro-batches and the whole update, and exchanges nothing. ``in_step`` is the same with a barrier before each
+update, and nothing else: what it takes longer than ``compute`` is waiting for the slowest, and that all update at the
+same time, when what limits them is the memory they share. What Unisono takes longer than ``in_step`` are the sums.
 
 All sides train the same model on the same data with the same optimizer, one thread a worker. They are started together
 and take turns, a block of steps each; who is not on turn waits without using the processor. So what else happens on the
@@ -37,6 +42,8 @@ BLOCK_S = 0.6
 """About how long a block takes; at least `LEAST_STEPS`."""
 LEAST_STEPS = 3
 START_S = 120.0
+ANSWER_S = 300.0
+"""A side that has not done its steps by then hangs."""
 MEMORY_S = 1.5
 LIMIT_S = {"quick": 8.0, "full": 45.0}
 """How long the sides of one comparison take turns, together."""
@@ -75,9 +82,9 @@ class Team:
         return times
 
     def measure(self, number: int) -> None:
-        before = self._cpu_s()
+        before = self.cpu_s()
         times = self.steps(number + 1)[1:]  # the first finds cold caches: the others' turn is over
-        self.blocks.append(Block(statistics.median(times), (self._cpu_s() - before) / (number + 1)))
+        self.blocks.append(Block(statistics.median(times), (self.cpu_s() - before) / (number + 1)))
 
     def measure_memory(self, seconds: float) -> None:
         """The largest proportional set sizes, looked at again and again while it trains."""
@@ -117,12 +124,16 @@ class Team:
         for pipe in self.pipes:
             pipe.close()
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that all processes of the side have used."""
         return sum(_cpu_s(pid) for process in self.processes for pid in _tree(process.pid))
 
 
 def _receive(pipe: Connection, team: Team) -> dict[str, Any]:
+    deadline = time.monotonic() + ANSWER_S
     while not pipe.poll(1.0):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{team.name}: no answer within {ANSWER_S:.0f} s")
         for process in team.processes:
             if process.poll() is not None:
                 raise RuntimeError(f"{team.name}: process {process.pid} ended with exit code {process.returncode}")
@@ -166,7 +177,7 @@ def _pss(pid: int) -> float:
 def teams(case: str, microbatches: int, workers: int, *, same_allocator: bool) -> Iterator[list[Team]]:
     """All sides of one comparison, started and ready for their first step."""
     options = [case, "--microbatches", str(microbatches), *(["--keep-freed-memory"] if same_allocator else [])]
-    names = ["unisono", "ddp"] if workers > 1 else ["unisono", "plain", "ddp"]
+    names = ["unisono", *(["compute", "in_step"] if workers > 1 else ["plain"]), "ddp"]
     with started({name: partial(_commands, name, options, workers) for name in names}, workers) as sides:
         yield sides
 
@@ -217,16 +228,17 @@ def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int
 
 def _commands(side: str, options: list[str], workers: int, folder: Path) -> list[list[str]]:
     shared = [*options, "--control", str(folder / f"{side}.socket")]
-    this = [sys.executable, "-m", "benchmarks.sides", side, *shared]
+    program = "plain" if side in ("compute", "in_step") else side
+    this = [sys.executable, "-m", "benchmarks.sides", program, *shared]
     if side == "unisono" and workers > 1:
         head = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.sides", "--workers", str(workers)]
         return [[*head, "--run-dir", str(folder / "run"), "--", side, *shared]]
     if side == "unisono":
         return [[*this, "--directory", str(folder / "run")]]
-    if side == "ddp":
-        meeting = ["--workers", str(workers), "--meeting", str(folder / "meeting")]
-        return [[*this, *meeting, "--rank", str(rank)] for rank in range(workers)]
-    return [this]
+    if side == "plain":
+        return [this]
+    meeting = [] if side == "compute" else ["--meeting", str(folder / f"{side}.meeting")]
+    return [[*this, "--workers", str(workers), *meeting, "--rank", str(rank)] for rank in range(workers)]
 
 
 def _connect(team: Team, listener: Listener, workers: int) -> None:
@@ -295,7 +307,7 @@ def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]
             continue
         ratio = median_interval([a / b for a, b in zip(step["unisono"], step[other], strict=True)])
         cpu_ratio = statistics.median(a / b for a, b in zip(cpu["unisono"], cpu[other], strict=True))
-        place = f"{name}.{workers}" if other == "ddp" else name
+        place = name if other == "plain" else f"{name}.{workers}"
         figures[f"ratio_to_{other}.{place}"] = ratio.median
         figures[f"ratio_to_{other}_low.{place}"] = ratio.low
         figures[f"ratio_to_{other}_high.{place}"] = ratio.high

@@ -20,6 +20,7 @@ from unisono.errors import (
     RecipeError,
     RunDirectoryError,
     RunStopped,
+    StateLost,
     StepError,
     UnisonoError,
     UsageError,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from unisono.launcher import launch as launch
     from unisono.microbatch.loaders import BucketSampler as BucketSampler
     from unisono.state.carried import Carried as Carried
+    from unisono.state.sharding import shard as shard
+    from unisono.training.localround import LocalRound as LocalRound
     from unisono.training.run import Run as Run
     from unisono.training.step import Step as Step
 
@@ -44,6 +47,7 @@ __all__ = [
     "DeadlineExceeded",
     "DivergenceError",
     "LaunchError",
+    "LocalRound",
     "LossError",
     "PeerLost",
     "ProtocolError",
@@ -51,12 +55,14 @@ __all__ = [
     "Run",
     "RunDirectoryError",
     "RunStopped",
+    "StateLost",
     "Step",
     "StepError",
     "UnisonoError",
     "UsageError",
     "launch",
     "load_model",
+    "shard",
 ]
 
 # The command line and the head import this package too, and have no use for torch.
@@ -64,10 +70,12 @@ _LATER = {
     "Carried": "unisono.state.carried",
     "BucketSampler": "unisono.microbatch.loaders",
     "Checkpoints": "unisono.decisions.cadence",
+    "LocalRound": "unisono.training.localround",
     "Run": "unisono.training.run",
     "Step": "unisono.training.step",
     "launch": "unisono.launcher",
     "load_model": "unisono.checkpoint.loading",
+    "shard": "unisono.state.sharding",
 }
 
 

@@ -10,6 +10,7 @@
     +-- PeerLost              a member is lost; nothing was applied; call again in the next generation
     +-- RunStopped            the run was ended from outside; leave the script, there is nothing to repair
     +-- CheckpointError       a checkpoint is broken, missing, or could not be written
+    +-- StateLost             all workers that held a part of a sharded state are lost; go on from a checkpoint
     +-- LaunchError           the workers of `unisono.launch` failed; the message has the worker's traceback
     +-- ProtocolError         a message over a connection was not allowed; all machines need one version of unisono
     +-- DeadlineExceeded      a wait took longer than its deadline
@@ -32,6 +33,7 @@ __all__ = [
     "RecipeError",
     "RunDirectoryError",
     "RunStopped",
+    "StateLost",
     "StepError",
     "UnisonoError",
     "UsageError",
@@ -100,6 +102,12 @@ class RunStopped(UnisonoError):
 
 class CheckpointError(UnisonoError):
     """A checkpoint is broken or missing, or could not be written. The message names it, and says what is wrong."""
+
+
+class StateLost(UnisonoError):
+    """All workers that held a part of the state of a sharded optimizer are lost. The message names the checkpoint from
+    which the run can go on.
+    """
 
 
 class LaunchError(UnisonoError):

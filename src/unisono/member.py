@@ -24,12 +24,18 @@ import msgspec
 
 from unisono.decisions.following import learn_term
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
+from unisono.evaluationcalls import EvaluationCalls
 from unisono.events import StepFinished
 from unisono.invitation import shown
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
     Announcement,
     Ended,
+    EvaluationAnswer,
+    EvaluationDone,
+    EvaluationEnded,
+    EvaluationsOpen,
+    EvaluationWanted,
     Failed,
     Finished,
     Happened,
@@ -60,7 +66,7 @@ from unisono.problems.evidence import shown_environment
 from unisono.problems.kinds import kind_of
 from unisono.problems.witness import about_process, main_place, own_stacks
 from unisono.progress import Progress
-from unisono.spec import WorkerSpec
+from unisono.spec import WorkerSpec, is_evaluator
 from unisono.stacks import in_one_line, show_stacks, trimmed_traceback
 from unisono.storecalls import StoreCalls
 from unisono.words import position_words
@@ -149,6 +155,7 @@ class Member:
         self._steps_lock = threading.Lock()
         self._repeated: dict[str, Message] = {}  # the last one of each kind that a new connection repeats
         self._store_calls = StoreCalls(self.send)
+        self.evaluations = EvaluationCalls(self._send_repeatedly)
         self._talk_answer: TalkAnswer | None = None
         self._num_received = 0
         self._generation = 0
@@ -192,6 +199,11 @@ class Member:
         _current = self
         os.register_at_fork(after_in_child=self._forget)
         return self
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether it follows the run to evaluate, and never trains."""
+        return is_evaluator(self.worker_id)
 
     @property
     def arithmetic(self) -> int:
@@ -293,6 +305,14 @@ class Member:
             peers: ids of the workers that this one waited for, if it knows them.
         """
         self._send_repeatedly(Suspect(generation=generation, reason=reason, peers=list(peers)))
+
+    def evaluated(self, number: int, totals: bytes = b"", error: str = "") -> None:
+        """Report, as an evaluator, the totals of an evaluation, or why there are none."""
+        self._send_repeatedly(EvaluationDone(number=number, totals=totals, error=error))
+
+    def evaluations_open(self, numbers: Sequence[int], below: int) -> None:
+        """Report that all members know the totals of all evaluations below a number, but of these."""
+        self._send_repeatedly(EvaluationsOpen(numbers=list(numbers), below=below))
 
     def in_loop(self, position: tuple[int, int] | None) -> None:
         """Note the training loop's phase and step, for `finished`. None: the loop has come to its end. Cheap."""
@@ -612,6 +632,8 @@ class Member:
                 self._store_calls.take_answer(message)
             case TalkAnswer():
                 self._take_talk_answer(message)
+            case EvaluationAnswer() | EvaluationEnded() | EvaluationWanted():
+                self._take_evaluation(message)
             case Welcome():
                 self._term, self._branch = learn_term(self._term, message.term), message.branch
                 self.may_write = message.may_write
@@ -667,6 +689,11 @@ class Member:
             self._talk_answer = answer
             self._changed.notify_all()
 
+    def _take_evaluation(self, message: EvaluationAnswer | EvaluationEnded | EvaluationWanted) -> None:
+        if isinstance(message, EvaluationAnswer):
+            self._repeated.pop(EvaluationWanted.__name__, None)
+        self.evaluations.take(message)
+
     def _stop(self, error: RunStopped) -> None:
         with self._changed:
             if self._stopped is not None:
@@ -674,6 +701,7 @@ class Member:
             self._stopped = error
             self._changed.notify_all()
         self._store_calls.close(error)
+        self.evaluations.close(error)
         for callback in list(self._callbacks):
             callback(None)
 

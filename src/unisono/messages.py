@@ -19,6 +19,9 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
       Happened, Steps (rank 0) -->  Happened, Steps ------------>  terminal and other sinks
                                     Told  -------------------->  who came, who has gone, what was decided, and why
                                           <-------------------  Used: what the machine uses
+      EvaluationWanted ---------->  "may an evaluator compute this?"
+              <-------------------  EvaluationAnswer
+      EvaluationDone ------------>  an evaluator's totals; to all members: EvaluationEnded
       Failed / Finished --------->          <-------------------  WorkerExit
               <-------------------  Inquire  ------------------>  something has gone wrong
       Statement ----------------->          <-------------------  Statement
@@ -47,6 +50,11 @@ __all__ = [
     "Beats",
     "Drain",
     "Ended",
+    "EvaluationAnswer",
+    "EvaluationDone",
+    "EvaluationEnded",
+    "EvaluationWanted",
+    "EvaluationsOpen",
     "Evict",
     "Evidence",
     "Failed",
@@ -373,7 +381,66 @@ class TalkDone(Message):
     """False: the block has raised an error, so another worker has to run it."""
 
 
+class EvaluationWanted(Message):
+    """Rank 0 asks whether an evaluator computes the totals of a ``run.evaluate(..., wait=False)``.
+
+    The head sends the same message to the evaluator: it is the order.
+    """
+
+    number: int
+    """Of the evaluation, counted over the run."""
+    phases: int
+    """Calls of ``run.steps`` that had begun at the call."""
+    step: int
+    """Of the run, in which the call stands; -1: it stands between two training loops."""
+    samples: int
+    """Of the dataset that are evaluated."""
+    batch_size: int
+    number_in_loop: int = 0
+    """Of that step within its ``run.steps``."""
+    call: int = 0
+    """Of the calls of ``run.evaluate`` with ``wait=False`` at this place, from 0."""
+    loss: float = 0.0
+    """Of that step."""
+    totals: bytes = b""
+    """`Step.totals` of that step."""
+    address: str = ""
+    """Where the worker that asks gives the models to an evaluator."""
+    port: int = 0
+
+
+class EvaluationDone(Message):
+    """Evaluator to head: the totals of an evaluation, or why there are none."""
+
+    number: int
+    totals: bytes = b""
+    error: str = ""
+
+
+class EvaluationsOpen(Message):
+    """All members know the totals of all evaluations below a number, but of these."""
+
+    numbers: list[int]
+    below: int
+
+
 # -- head to worker ----------------------------------------------------------------------------------
+
+
+class EvaluationAnswer(Message):
+    """The answer to an `EvaluationWanted`."""
+
+    number: int
+    is_taken: bool
+    """False: the members compute it now."""
+
+
+class EvaluationEnded(Message):
+    """An evaluation that was taken is over."""
+
+    number: int
+    totals: bytes = b""
+    """Empty: no evaluator computes it, so the members do."""
 
 
 class Welcome(Message):
@@ -478,6 +545,7 @@ class AgentHello(Message):
     host: str
     pid: int
     num_workers: int
+    num_evaluators: int = 0
     primary: bool = False
     """The command that has started the run: its `Ended` ends the run for all."""
     launched: bool = False
@@ -710,6 +778,7 @@ _ALL = (
     | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
+    | EvaluationWanted | EvaluationAnswer | EvaluationDone | EvaluationEnded | EvaluationsOpen
     | Ailing | Holds | Inquire | Statement | Evidence | Steps | Told | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,17 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-__all__ = ["WORKER", "MachineSpec", "Partition", "RunSpec", "StartMethod", "WhenIdle", "WorkerSpec"]
+__all__ = [
+    "EVALUATOR",
+    "WORKER",
+    "MachineSpec",
+    "Partition",
+    "RunSpec",
+    "StartMethod",
+    "WhenIdle",
+    "WorkerSpec",
+    "is_evaluator",
+]
 
 WORKER: Final = "UNISONO_WORKER"
 """Name of the environment variable with a worker's `WorkerSpec` (JSON, without the token)."""
@@ -23,6 +33,15 @@ they are more than half of the machines; go on in any case."""
 
 StartMethod = Literal["fork", "spawn"]
 """fork: from a process that has imported torch; spawn: each worker imports torch by itself."""
+
+
+EVALUATOR: Final = "e"
+"""The ids of evaluators begin with it: e0, e1 ... Those of workers begin with w."""
+
+
+def is_evaluator(worker_id: str) -> bool:
+    """Return whether a worker with this id is an evaluator: it follows the run to evaluate, and never trains."""
+    return worker_id.startswith(EVALUATOR)
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +104,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     run: RunSpec
     num_workers: int
     """Number of workers that the agent offers to start."""
+    num_evaluators: int = 0
+    """Number of evaluators that it offers to start besides (`unisono.training.evaluator`)."""
     start: StartMethod = "fork"
     simulate_hosts: int = 1
     """For tests: workers get this many different host labels."""

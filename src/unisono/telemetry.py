@@ -65,6 +65,10 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     compared_step: int = NOT_COMPARED
     """The number of the step, of the whole run, before which the member has taken the digest of its state."""
     state_digest: int = 0
+    copies_generation: int = NOT_COMPARED
+    """The generation in which the member has taken the digest of its copies of shared states, if it is still that."""
+    copies_digest: int = 0
+    """This member's part of a sum that is 0 where all copies are equal."""
     own_leaf: int = NOT_COMPARED
     """A micro-batch that this member has computed and another member has computed as well."""
     own_digest: int = 0
@@ -96,7 +100,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _TIMES: Final = StepTimes.__struct_fields__
-_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}dqdqdqdq3qqQqQqQ??qb?q")
+_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}dqdqdqdq3qqQqQqQqQ??qb?q")
 """The fields in their order: counts and seconds, times, generations, comparisons, the checkpoint report."""
 
 TELEMETRY_BYTES: Final = _FORMAT.size

@@ -20,6 +20,7 @@ PUBLIC = [
     "DeadlineExceeded",
     "DivergenceError",
     "LaunchError",
+    "LocalRound",
     "LossError",
     "PeerLost",
     "ProtocolError",
@@ -27,12 +28,14 @@ PUBLIC = [
     "Run",
     "RunDirectoryError",
     "RunStopped",
+    "StateLost",
     "Step",
     "StepError",
     "UnisonoError",
     "UsageError",
     "launch",
     "load_model",
+    "shard",
 ]
 
 

@@ -120,10 +120,22 @@ def test_a_full_link_is_named_with_its_rate() -> None:
         )
         for rank in range(2)
     ]
-    found = first(advise(loads, Setting(microbatches=8, batch_size=64)))
+    found = first(advise(loads, Setting(microbatches=8, batch_size=64, wire="bf16")))
     assert "The link w0 on host0 -> w1 on host1 is busy for 800 ms of it, at 10 Mbit/s" in found.text
     assert found.change == "batch_size=128"
     assert found.gain == pytest.approx(1 - 1.2 / 2)
+
+
+def test_half_the_bytes_are_advised_where_they_take_long() -> None:
+    def loads(network: float) -> list[Load]:
+        seconds = Seconds(compute=1 - network, network=network)
+        return [Load(worker_id=f"w{rank}", host=f"h{rank}", seconds=seconds, leaves=4) for rank in range(2)]
+
+    found = {each.change: each for each in advise(loads(0.6), Setting(microbatches=8))}['wire="bf16"']
+    assert found.gain == pytest.approx(0.3)
+    assert "take 60 % of each step" in found.text
+    assert not [each for each in advise(loads(0.6), Setting(microbatches=8, wire="bf16")) if "wire" in each.change]
+    assert not [each for each in advise(loads(0.02), Setting(microbatches=8)) if "wire" in each.change]
 
 
 def test_nodes_that_need_not_travel_are_advised_away() -> None:
@@ -132,7 +144,7 @@ def test_nodes_that_need_not_travel_are_advised_away() -> None:
         Load(worker_id=f"w{rank}", host=f"h{rank}", seconds=Seconds(compute=0.1, network=0.9), leaves=3)
         for rank in range(2)
     ]
-    found = first(advise(loads, Setting(microbatches=6, batch_size=48)))
+    found = first(advise(loads, Setting(microbatches=6, batch_size=48, wire="bf16")))
     assert found.change == "microbatches=8"
     assert found.gain == pytest.approx(0.9 * (1 - 2 / 3), abs=0.01)
 

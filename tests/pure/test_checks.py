@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
+from unisono.decisions.checks import Rehearsal, balance_of_copies, is_compared, is_rehearsed, minority, rehearsal
 from unisono.decisions.plan import Plan, plan
 
 
@@ -65,3 +65,21 @@ def test_one_member_computes_its_own_first_micro_batch_again_in_the_first_steps(
 )
 def test_the_minority_is_who_has_not_the_most_frequent_value(values: str, odd: list[int]) -> None:
     assert minority(list(values)) == odd
+
+
+@given(
+    holders=st.lists(st.lists(st.sampled_from("abcde"), min_size=1, unique=True), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_one_number_tells_whether_all_copies_are_equal(holders: list[list[str]], data: st.DataObject) -> None:
+    digests = {number: data.draw(st.integers(0, 2**64 - 1)) for number in range(len(holders))}
+    held = {worker: {n: d for n, d in digests.items() if worker in holders[n]} for worker in "abcde"}
+
+    def total() -> int:
+        return sum(balance_of_copies(held[worker], holders, worker) for worker in held) % 2**64
+
+    assert total() == 0
+    number = data.draw(st.sampled_from(range(len(holders))))
+    if len(holders[number]) > 1:
+        held[data.draw(st.sampled_from(holders[number]))][number] ^= 0x1234567
+        assert total() != 0

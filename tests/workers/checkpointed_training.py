@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+from unisono import member
+from unisono.rundir import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.workers.gates import wait_at
@@ -44,10 +46,15 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--width", type=int, default=33)
     parser.add_argument("--phases", type=int, default=1)
+    parser.add_argument("--copies", type=int, default=0, help="of a sharded optimizer; 0: it is replicated")
+    parser.add_argument("--blind", nargs="*", default=[], help="workers that do not see the run's directory")
     parser.add_argument("--anyway", nargs="*", default=[])
     parser.add_argument("--must-succeed", action="store_true")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
+    own = member.current()
+    if own is not None and own.worker_id in arguments.blind:
+        RunDirectory.enter = lambda *_: None  # type: ignore[method-assign]
     policy = unisono.Checkpoints(
         every_steps=arguments.every or None, keep=arguments.keep, on_signal=75, must_succeed=arguments.must_succeed
     )
@@ -67,6 +74,8 @@ def main() -> None:
             nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4)
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if arguments.copies:
+            optimizer = unisono.shard(optimizer, copies=arguments.copies)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         best = Best()

@@ -25,7 +25,7 @@ from tests.workers.processes import (
     num_threads,
 )
 from unisono.decisions.plan import plan
-from unisono.decisions.tree import Node, fold, leaf, schedule
+from unisono.decisions.tree import Node, leaf, root, schedule
 from unisono.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire
 from unisono.exchange.alone import Alone
 from unisono.exchange.context import Builder, Context
@@ -86,7 +86,7 @@ def collected() -> Iterator[None]:
 
 
 def layouts() -> list[FlatLayout]:
-    """Several dtypes and buffers; another; one of several buckets and blocks."""
+    """Several dtypes and buffers; another; one of several buckets and blocks; one that rounds, of several pieces."""
     parameters = [
         ("a", torch.empty(90, 701)),
         ("b", torch.empty(13, dtype=torch.float64)),
@@ -103,10 +103,14 @@ def layouts() -> list[FlatLayout]:
         FlatLayout(parameters, buffers),
         FlatLayout([("w", torch.empty(130))], []),
         FlatLayout([("w", torch.empty(2_500_000)), ("x", torch.empty(77))], buffers),
+        FlatLayout([("w", torch.empty(400_000)), *parameters], buffers, rounds=True),
     ]
 
 
-STEPS = [(0, 8), (0, 8), (0, 5), (0, 1), (1, 6), (1, 2), (2, 3), (0, 13)]
+ROUNDING = 3
+"""The layout that rounds."""
+
+STEPS = [(0, 8), (0, 8), (0, 5), (0, 1), (1, 6), (1, 2), (2, 3), (0, 13), (3, 1), (3, 5), (3, 8), (3, 13), (3, 17)]
 """Which layout, and how many leaves: also fewer than members."""
 
 
@@ -125,14 +129,27 @@ def plus(left: Slot, right: Slot) -> None:
         left.typed(piece.dtype)[piece.start : piece.stop] += right.typed(piece.dtype)[piece.start : piece.stop]
 
 
+def formed(slot: Slot, node: Node, num_leaves: int) -> None:
+    """Do to a node what whoever forms it does at once: nothing, or round its float32 sums to bfloat16."""
+    level, nodes = 0, num_leaves
+    while nodes > 8:
+        level, nodes = level + 1, (nodes + 1) // 2
+    if slot.layout.rounded_rows and node.level >= level:
+        for view in slot.gradients:
+            if view.dtype == torch.float32:
+                view.copy_(view.bfloat16().float())
+
+
 def compute(exchange: Exchange, step: int, todo: Sequence[int], num_leaves: int, nodes: dict[Node, Slot]) -> None:
     """Add these leaves to this member's nodes, as a step does."""
     for index in todo:
         nodes[leaf(index, num_leaves)] = exchange.slot()
         fill(nodes[leaf(index, num_leaves)], step, index)
+        formed(nodes[leaf(index, num_leaves)], leaf(index, num_leaves), num_leaves)
     for left, right, parent in schedule(nodes, num_leaves)[0]:
         nodes[parent], spare = nodes.pop(left), nodes.pop(right)
         plus(nodes[parent], spare)
+        formed(nodes[parent], parent, num_leaves)
         exchange.release(spare)
 
 
@@ -176,12 +193,12 @@ def expected(layout: int, step: int, num_leaves: int) -> Outcome:
         for index in range(num_leaves):
             slots[leaf(index, num_leaves)] = Slot(shape, torch.zeros(shape.slot_bytes, dtype=torch.uint8))
             fill(slots[leaf(index, num_leaves)], step, index)
-
-        def add(left: Slot, right: Slot) -> Slot:
-            plus(left, right)
-            return left
-
-        total = fold(slots, num_leaves, add)
+            formed(slots[leaf(index, num_leaves)], leaf(index, num_leaves), num_leaves)
+        for left, right, parent in schedule(slots, num_leaves)[0]:
+            slots[parent], spare = slots.pop(left), slots.pop(right)
+            plus(slots[parent], spare)
+            formed(slots[parent], parent, num_leaves)
+        total = slots[root(num_leaves)]
         words = total.rows(0, shape.num_rows).view(torch.int64).view(shape.num_rows, -1).sum(dim=1)
         digest = sum(a * b for a, b in zip(words.tolist(), shape.multipliers.tolist(), strict=True)) % 2**64
         floats = [buffer for buffer in total.buffers if buffer.is_floating_point()]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -248,6 +248,7 @@ class Recipe:
     thaws: bool = False
     """Everything is trained from the second step on, also what was frozen."""
     phases: int = 1
+    wire: Literal["fp32", "bf16"] = "fp32"
 
     def train(self, run: unisono.Run, microbatches: int, **options: Any) -> Outcome:
         """Train it; ``options`` are of ``run.steps``."""
@@ -268,6 +269,7 @@ class Recipe:
 
         data, losses = self.data(), []
         for _ in range(self.phases):
+            options = {"wire": self.wire, **options}
             for step in run.steps(data, batch_size=BATCH_SIZE, microbatches=microbatches, epochs=2, **options):
                 if self.thaws and step.number == 1:
                     model.requires_grad_(True)
@@ -314,6 +316,8 @@ def bits_of(value: Any) -> str:
 def _parts(value: Any, path: str) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield f"{path} {value.dtype} {tuple(value.shape)} ".encode()
+        if value.is_meta:  # a state that another worker has
+            return
         yield bytes(value.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
     elif isinstance(value, Mapping):
         for key, item in value.items():

@@ -29,6 +29,8 @@ NEW_SUM = 3
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     with unisono.Run(seed=3) as run:
@@ -46,7 +48,14 @@ def main() -> None:
             loss = F.cross_entropy(scores, labels, reduction="sum")
             return {"right": (scores.argmax(1) == labels).sum(), "loss": loss}
 
-        for step in run.steps(data, batch_size=BATCH_SIZE, microbatches=8, epochs=1000, max_steps=arguments.steps):
+        for step in run.steps(
+            data,
+            batch_size=BATCH_SIZE,
+            microbatches=arguments.microbatches,
+            epochs=1000,
+            max_steps=arguments.steps,
+            wire=arguments.wire,
+        ):
             wait_at(arguments.gates / str(step.number))
             for inputs, labels in step:
                 step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))

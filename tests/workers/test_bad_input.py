@@ -205,7 +205,9 @@ def test_parameters_on_another_device(loop: Loop) -> None:
 
 def test_batch_norm_over_all_workers(loop: Loop) -> None:
     loop.model.add_module("norm", nn.SyncBatchNorm(3))
-    with pytest.raises(UsageError, match=says("model.norm is a SyncBatchNorm", "BatchNorm", "GroupNorm")):
+    with pytest.raises(
+        UsageError, match=says("model.norm is a SyncBatchNorm", "16 micro-batches", "memory", "BatchNorm", "GroupNorm")
+    ):
         loop.steps()
 
 

@@ -59,7 +59,7 @@ from unisono.exchange.context import Context
 from unisono.exchange.counters import Counters
 from unisono.exchange.host import Host
 from unisono.exchange.memory import Segment
-from unisono.exchange.pages import MAX_NODES, MAX_TEAM, WorkerPage
+from unisono.exchange.pages import MAX_NODES, MAX_TEAM, GenerationFields, WorkerPage
 from unisono.exchange.shared import SharedMemory
 from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import Wire
@@ -698,3 +698,9 @@ def test_a_page_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
     with pytest.raises(PeerLost):
         exchange.prepare(layouts()[1])
     exchange.close()
+
+
+def test_every_field_of_a_page_has_a_name_of_its_own() -> None:
+    """Of two fields of one name, ctypes gives the last one to both."""
+    names = [field[0] for field in GenerationFields._fields_]
+    assert len(set(names)) == len(names)

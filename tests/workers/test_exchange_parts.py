@@ -10,6 +10,7 @@ import pytest
 
 from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
     CPU,
+    ROUNDING,
     AlarmError,
     Member,
     Outcome,
@@ -76,6 +77,7 @@ STEPS = [
     *((0, 5, edges, order) for edges in CUTS for order in ORDERS),
     (2, 3, (9000,), the_next_published_while_one_is_reduced),
     (1, 6, (1,), all_begun_before_the_first_wait),
+    (ROUNDING, 13, (1, 2000, -3), all_begun_before_the_first_wait),
 ]
 """Layout, leaves, cuts, order."""
 

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import unisono
+from unisono.decisions.ownership import Place
 from unisono.exchange.slots import Slots
-from unisono.problems.memory import Beginning, data_bytes, held_now, kinds
+from unisono.problems.memory import Among, Beginning, data_bytes, held_now, kinds
 from unisono.state.tracked import Tracked
 
 CPU = torch.device("cpu")
@@ -48,6 +50,17 @@ def test_what_an_optimizer_will_need_from_its_first_update_on_is_known_before() 
     assert name not in plain
     momentum = kinds(tracked(torch.optim.SGD, lr=0.1, momentum=0.9), Slots(), Beginning())
     assert momentum[name] == momentum["parameters"]
+
+
+def test_of_a_sharded_optimizer_only_the_own_states_count() -> None:
+    """Also before the first update, when nobody has any."""
+    name, members = "optimizer state, from the first update on", [Place(f"w{rank}", "") for rank in range(4)]
+    objects = Tracked()
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
+    objects.add({"model": model, "optimizer": unisono.shard(torch.optim.AdamW(model.parameters()), copies=1)})
+    found = [kinds(objects, Slots(), Beginning(), Among(members, one.worker_id)) for one in members]
+    assert [one[name] for one in found] == [2 * 2 * 4 * 100 * 100] * 4
+    assert sum(one[name] for one in found) == 2 * found[0]["parameters"]
 
 
 def test_the_memory_of_a_data_set_is_that_of_its_tensors() -> None:

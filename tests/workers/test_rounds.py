@@ -81,7 +81,7 @@ class ScriptedTeam(AloneTeam):
         self.exchange.close()
         members = self.script.generations[generation].members
         self.generation, self.rank, self.size = generation, members.index(self.name), len(members)
-        self.worker_ids = tuple(members)
+        self.worker_ids, self.hosts = tuple(members), ("",) * len(members)
         addresses = [self.pages[member] for member in members]
         counters = Counters(self.page, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
         self.exchange = SharedMemory(Host(self.page, counters))
@@ -97,6 +97,8 @@ class ScriptedTeam(AloneTeam):
         return self.meet(report)
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
+        if self.name not in self.script.generations[3].members:
+            raise lost
         assert self.generation == 1, f"{self.name} was lost again: {lost}"
         self.enter(3)
         return self.meet(report)

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from tests.waiting import WAIT_S
-from tests.workers.exchanges import Member, Outcome, expected, layouts, share_of, telemetry_of
+from tests.workers.exchanges import ROUNDING, Member, Outcome, expected, layouts, share_of, telemetry_of
 from tests.workers.processes import Seat, Team
 from unisono.decisions.plan import plan
 from unisono.decisions.tree import Node, schedule
@@ -34,12 +34,26 @@ def bytes_of_lane(rows: range, plan: Sequence[Sequence[Node]], rank: int, told: 
     return ROW_BYTES * (there + back) + others * (HEADER_BYTES + told)
 
 
-def _sent(seat: Seat, kind: str, path: str, num_leaves: int) -> tuple[int, list[list[Node]]]:
+def rounded_bytes(layout: FlatLayout, plan: Sequence[Sequence[Node]], rank: int, lowest: int) -> int:
+    """The same where nodes from the level ``lowest`` on are rounded: half of them in the rows of float32 sums."""
+    others, narrow = len(plan) - 1, layout.rounded_rows
+    there = back = 0
+    for piece in cut(range(layout.num_rows)):
+        for owner, chunk in enumerate(split_rows(piece, len(plan))):
+            saved = ROW_BYTES // 2 * sum(row in narrow for row in chunk)
+            if owner == rank:
+                back = back + others * (ROW_BYTES * len(chunk) - saved)
+            else:
+                there += sum(ROW_BYTES * len(chunk) - saved * (node.level >= lowest) for node in plan[rank])
+    return there + back + others * (HEADER_BYTES + TELEMETRY_BYTES)
+
+
+def _sent(seat: Seat, kind: str, path: str, num_leaves: int, layout: int = LAYOUT) -> tuple[int, list[list[Node]]]:
     exchange = Member(kind, seat, path).enter(1, range(seat.size))
-    exchange.prepare(layouts()[LAYOUT])
+    exchange.prepare(layouts()[layout])
     share = share_of(exchange, 1, num_leaves)
     combined = combine(exchange, share, telemetry_of(seat.rank, 1))
-    assert Outcome.of(combined) == expected(LAYOUT, 1, num_leaves)
+    assert Outcome.of(combined) == expected(layout, 1, num_leaves)
     exchange.all_gather(b"")
     exchange.close()
     return combined.sent_bytes, [list(nodes) for nodes in share.plan]
@@ -58,6 +72,20 @@ def test_a_member_sends_the_bytes_of_the_formula(size: int, num_leaves: int, tmp
         assert sum(sent for sent, _ in results) / size == pytest.approx(ring, rel=0.01)
 
 
+@pytest.mark.parametrize(("size", "num_leaves", "lowest"), [(2, 4, 0), (3, 5, 0), (2, 32, 2), (3, 32, 2)])
+def test_what_is_rounded_travels_in_half_the_bytes(
+    size: int, num_leaves: int, lowest: int, tmp_path: pathlib.Path
+) -> None:
+    """Nodes below the level, and what is not a float32 sum, travel as they are."""
+    layout = layouts()[ROUNDING]
+    with Team(size, _sent, "gloo", str(tmp_path), num_leaves, ROUNDING) as team:
+        results = team.results()
+    for rank, (sent, nodes) in enumerate(results):
+        assert sent == rounded_bytes(layout, nodes, rank, lowest)
+        if size == 2:
+            assert sent == pytest.approx(bytes_of_lane(range(layout.num_rows), nodes, rank, 0) / 2, rel=0.01)
+
+
 def test_a_host_sends_a_row_once_for_all_of_its_members(tmp_path: pathlib.Path) -> None:
     """Two members on each of two hosts: together they send what one member would."""
     with Team(4, _sent, "two-level", str(tmp_path), 8) as team:
@@ -73,15 +101,15 @@ def test_a_host_sends_a_row_once_for_all_of_its_members(tmp_path: pathlib.Path) 
         assert [results[2 * host + number][0] for number in range(2)] == lanes
 
 
-def _by_collectives(seat: Seat, path: str) -> list[Outcome]:
+def _by_collectives(seat: Seat, path: str, number: int, num_leaves: int) -> list[Outcome]:
     exchange = Member("gloo", seat, path).enter(1, range(seat.size))
     assert isinstance(exchange, Network)
     exchange._kind = Reduction
-    layout = layouts()[LAYOUT]
+    layout = layouts()[number]
     exchange.prepare(layout)
     outcomes = []
     for step, rows_offered in enumerate((0, layout.num_rows // 2, layout.num_rows)):
-        share = share_of(exchange, step, 5)
+        share = share_of(exchange, step, num_leaves)
         exchange.offer(share, rows_offered)
         outcomes.append(Outcome.of(combined := combine(exchange, share, telemetry_of(seat.rank, step))))
         exchange.release(combined.slot)
@@ -90,9 +118,12 @@ def _by_collectives(seat: Seat, path: str) -> list[Outcome]:
     return outcomes
 
 
-def test_the_collectives_that_gpus_need_give_the_same_bits(tmp_path: pathlib.Path) -> None:
-    with Team(3, _by_collectives, str(tmp_path)) as team:
-        assert team.results() == [[expected(LAYOUT, step, 5) for step in range(3)]] * 3
+@pytest.mark.parametrize(("layout", "num_leaves"), [(LAYOUT, 5), (ROUNDING, 5), (ROUNDING, 20)])
+def test_the_collectives_that_gpus_need_give_the_same_bits(
+    layout: int, num_leaves: int, tmp_path: pathlib.Path
+) -> None:
+    with Team(3, _by_collectives, str(tmp_path), layout, num_leaves) as team:
+        assert team.results() == [[expected(layout, step, num_leaves) for step in range(3)]] * 3
 
 
 SCRIPT = """

@@ -48,6 +48,7 @@ __all__ = [
     "FileFacts",
     "Manifest",
     "Problem",
+    "Stream",
     "candidates",
     "complete",
     "encode_header",
@@ -61,6 +62,7 @@ __all__ = [
     "publish",
     "read_blocks",
     "read_manifest",
+    "read_some",
     "remove",
     "remove_abandoned",
     "remove_part",
@@ -250,6 +252,54 @@ def write_file(path: Path, data: memoryview, is_abandoned: Callable[[], bool] = 
     return FileFacts(len(data), checks)
 
 
+class Stream:
+    """A file that is written piece by piece. What cannot be written is said at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._checks: list[int] = []
+        self._check, self._num_bytes = 0, 0
+        self._error: OSError | None = None
+        try:
+            self._file: FileIO | None = path.open("wb", buffering=0)
+        except OSError as error:
+            self._file, self._error = None, error
+
+    def write(self, data: memoryview) -> None:
+        """Append to the file."""
+        if self._file is None or self._error is not None:
+            return
+        try:
+            rest = data
+            while rest:
+                piece = rest[: BLOCK_BYTES - self._num_bytes % BLOCK_BYTES]
+                piece = piece[: self._file.write(piece)]
+                self._check = zlib.crc32(piece, self._check)
+                self._num_bytes, rest = self._num_bytes + len(piece), rest[len(piece) :]
+                if self._num_bytes % BLOCK_BYTES == 0:
+                    self._checks.append(self._check)
+                    self._check = 0
+        except OSError as error:
+            self._error = error
+
+    def close(self) -> FileFacts:
+        """Wait until the file is on the disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        file, self._file = self._file, None
+        try:
+            if self._error is not None:
+                raise self._error
+            assert file is not None
+            os.fsync(file.fileno())
+        finally:
+            if file is not None:
+                file.close()
+        last = [self._check] if self._num_bytes % BLOCK_BYTES or not self._checks else []
+        return FileFacts(self._num_bytes, [*self._checks, *last])
+
+
 def remove_part(path: Path) -> None:
     """Remove the part that one process has written of a useless snapshot, and the directory with the last part."""
     for name in (path, path.with_suffix(".facts")):
@@ -405,11 +455,11 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     return manifest
 
 
-def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -> None:
+def read_blocks(path: Path, facts: FileFacts, into: Iterable[memoryview] | None = None) -> None:
     """Read a file into memory, and check every byte of it.
 
     Args:
-        into: memory for the whole file, in order; without it the file is only checked.
+        into: memory for the whole file, in order, taken as it is needed; without it the file is only checked.
 
     Raises:
         Problem: the file differs from ``facts``; the message says how and where.
@@ -425,7 +475,7 @@ def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -
                 raise Problem(f"{name} has {len(facts.crc32)} checksums for {num_blocks} blocks")
             # One thread reads in order, which is fastest on most disks; others compute the checksums.
             checks = []
-            for pieces in _blocks(into) if into else _scratch(size):
+            for pieces in _scratch(size) if into is None else _blocks(into):
                 for piece in pieces:
                     _read_into(file, piece, name)
                 checks.append(pool.submit(reduce, lambda check, piece: zlib.crc32(piece, check), pieces, 0))
@@ -436,6 +486,39 @@ def read_blocks(path: Path, facts: FileFacts, into: Sequence[memoryview] = ()) -
                         f"{name} is damaged in bytes {start} to {min(start + BLOCK_BYTES, size)}: CRC-32 "
                         f"{check.result():08x}, not {facts.crc32[number]:08x}"
                     )
+    except FileNotFoundError:
+        raise Problem(f"{name} is missing") from None
+    except OSError as error:
+        raise Problem(f"{name} cannot be read: {error.strerror}") from error
+
+
+def read_some(path: Path, facts: FileFacts, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """Read some pieces of a file into memory, and check the blocks in which they lie. Needs room for one block.
+
+    Args:
+        pieces: by their first byte in the file, ascending.
+
+    Raises:
+        Problem: the file differs from ``facts``.
+    """
+    name = f"{path.parent.name}/{path.name}"
+    block, number = bytearray(), -1
+    try:
+        with path.open("rb", buffering=0) as file:
+            for first, piece in pieces:
+                done = 0
+                while done < len(piece):
+                    needed, offset = divmod(first + done, BLOCK_BYTES)
+                    if needed != number:
+                        start = needed * BLOCK_BYTES
+                        block, number = bytearray(min(BLOCK_BYTES, facts.num_bytes - start)), needed
+                        file.seek(start)
+                        _read_into(file, memoryview(block), name)
+                        if zlib.crc32(block) != facts.crc32[needed]:
+                            raise Problem(f"{name} is damaged in bytes {start} to {start + len(block)}")
+                    size = min(len(piece) - done, len(block) - offset)
+                    piece[done : done + size] = block[offset : offset + size]
+                    done += size
     except FileNotFoundError:
         raise Problem(f"{name} is missing") from None
     except OSError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import files
-from unisono.checkpoint.files import Manifest, Problem
+from unisono.checkpoint.files import Entry, Manifest, Problem
 from unisono.errors import CheckpointError
-from unisono.state.packing import pack, unpack
+from unisono.state.packing import pack, pack_held, unpack
+from unisono.state.sharded import states_in
 
-__all__ = ["Loaded", "load_model", "newest", "read"]
+__all__ = ["Loaded", "load_model", "newest", "read", "read_tensors"]
 
 T = TypeVar("T")
 
@@ -28,30 +30,34 @@ class Loaded(NamedTuple):
     path: Path
     manifest: Manifest
     state: dict[str, Any]
-    """The states of the tracked objects, on the CPU."""
+    """The states of the tracked objects, on the CPU. Meta tensors stand for those that were not to be read."""
     broken: list[str]
     """By newer checkpoint, why it could not be used."""
 
 
-def read(checkpoint: Path) -> tuple[Manifest, dict[str, Any]]:
+def read(checkpoint: Path, sharded: Collection[str] = ()) -> tuple[Manifest, dict[str, Any]]:
     """Read a checkpoint and check every byte of it. Nothing in it is executed.
+
+    Args:
+        sharded: the optimizers whose states are not kept, by name: meta tensors stand for them.
 
     Raises:
         Problem: the checkpoint is broken.
     """
-    return _read(checkpoint, lambda state: state)
+    return _read(checkpoint, lambda state: state, sharded)
 
 
-def newest(location: str | os.PathLike[str]) -> Loaded | None:
+def newest(location: str | os.PathLike[str], sharded: Collection[str] = ()) -> Loaded | None:
     """Read the newest checkpoint that is not broken; None if a run has not written any.
 
     Args:
         location: a run's directory, or one checkpoint: then no other one is used.
+        sharded: the optimizers whose states are not kept, by name: meta tensors stand for them.
 
     Raises:
         CheckpointError: all checkpoints are broken, or the path holds neither a run nor a checkpoint.
     """
-    found = _first_whole(location, read)
+    found = _first_whole(location, partial(read, sharded=sharded))
     return Loaded(found[0], *found[1], found[2]) if found is not None else None
 
 
@@ -117,19 +123,53 @@ def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> Any:
     return objects[name]
 
 
-def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any]) -> tuple[Manifest, Any]:
+def read_tensors(checkpoint: Path, manifest: Manifest, numbers: Collection[int]) -> dict[int, Tensor]:
+    """Read some tensors of a checkpoint, by their numbers in the manifest, and check the blocks in which they lie.
+
+    Raises:
+        Problem: the checkpoint is broken.
+    """
+    found = {number: _empty(manifest.tensors[number]) for number in numbers}
+    names = _parts(manifest)
+    for part in sorted({manifest.tensors[number].part for number in numbers}):
+        facts = manifest.files[names[part]]
+        header = facts.num_bytes - sum(entry.num_bytes for entry in manifest.tensors if entry.part == part)
+        pieces = []
+        for number in sorted(numbers, key=lambda number: manifest.tensors[number].start):
+            entry = manifest.tensors[number]
+            if entry.part == part and entry.num_bytes:
+                memory = files.memory_at(found[number].data_ptr(), entry.num_bytes, found[number])
+                pieces.append((header + entry.start, memory))
+        files.read_some(checkpoint / names[part], facts, pieces)
+    return found
+
+
+def _read(
+    checkpoint: Path, choose: Callable[[dict[str, Any]], Any], sharded: Collection[str] = ()
+) -> tuple[Manifest, Any]:
     """Read the part of a state that ``choose`` returns. The tensors have no content yet when ``choose`` is called."""
     manifest = files.read_manifest(checkpoint)
-    tensors = [torch.empty(entry.shape, dtype=_dtype(entry.dtype)) for entry in manifest.tensors]
+    skeleton = _read_skeleton(checkpoint, manifest)
     try:
-        state: dict[str, Any] = unpack(_read_skeleton(checkpoint, manifest), tensors)
+        tensors = [_empty(entry) for entry in manifest.tensors]
+        state: dict[str, Any] = unpack(skeleton, tensors)
+        if sharded:
+            for number in _states_of(sharded, pack(state, "tracked").paths):
+                tensors[number] = tensors[number].to("meta")
+            state = unpack(skeleton, tensors)
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Problem(
             f"{checkpoint.name}/{files.SKELETON} cannot be read by this version of unisono: {error}"
         ) from error
     chosen = choose(state)
-    _fill(checkpoint, manifest, tensors, {one.data_ptr() for one in pack(chosen).tensors if one.numel()})
+    wanted = {one.data_ptr() for one in pack_held(chosen).tensors if one.numel() and not one.is_meta}
+    _fill(checkpoint, manifest, tensors, wanted, checks_all=bool(sharded))
     return manifest, chosen
+
+
+def _states_of(optimizers: Collection[str], paths: Sequence[str]) -> list[int]:
+    """Return the numbers of the tensors that are states of these optimizers."""
+    return [number for name in optimizers for number, _ in states_in(paths, f"tracked['objects'][{name!r}]")]
 
 
 def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
@@ -141,21 +181,43 @@ def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
     return bytes(data)
 
 
-def _fill(checkpoint: Path, manifest: Manifest, tensors: Sequence[Tensor], wanted: Collection[int]) -> None:
-    """Read the tensors at the addresses ``wanted``, and check every byte of the parts that hold them."""
-    names = sorted(name for name in manifest.files if name.startswith("part-"))
+def _fill(
+    checkpoint: Path, manifest: Manifest, tensors: Sequence[Tensor], wanted: Collection[int], *, checks_all: bool
+) -> None:
+    """Read the tensors at the addresses ``wanted``, and check every byte of the parts that hold them.
+
+    Args:
+        checks_all: check every byte of all other parts too.
+    """
+    names = _parts(manifest)
     pairs = sorted(zip(manifest.tensors, tensors, strict=True), key=lambda pair: pair[0].start)
-    for part in sorted({entry.part for entry, tensor in pairs if tensor.data_ptr() in wanted}):
+    needed = {entry.part for entry, tensor in pairs if not tensor.is_meta and tensor.data_ptr() in wanted}
+    for part in sorted({*needed, *range(len(names))} if checks_all else needed):
         if part >= len(names):
             raise Problem(f"the manifest of {checkpoint.name} names no part {part}")
         facts = manifest.files[names[part]]
         inside = [(entry, tensor) for entry, tensor in pairs if entry.part == part and entry.num_bytes]
         header = facts.num_bytes - sum(entry.num_bytes for entry, _ in inside)
-        memory = [memoryview(bytearray(header))]
-        for entry, tensor in inside:
-            address, size = tensor.data_ptr(), entry.num_bytes
-            memory.append(files.memory_at(address, size, tensor) if address in wanted else memoryview(bytearray(size)))
-        files.read_blocks(checkpoint / names[part], facts, memory)
+        files.read_blocks(checkpoint / names[part], facts, _memory(header, inside, wanted))
+
+
+def _memory(header: int, inside: Sequence[tuple[Entry, Tensor]], wanted: Collection[int]) -> Iterator[memoryview]:
+    """Yield memory for a part: that of the tensors that are wanted, and some that is dropped for the others."""
+    yield memoryview(bytearray(header))
+    for entry, tensor in inside:
+        if not tensor.is_meta and (address := tensor.data_ptr()) in wanted:
+            yield files.memory_at(address, entry.num_bytes, tensor)
+        else:
+            for start in range(0, entry.num_bytes, files.BLOCK_BYTES):
+                yield memoryview(bytearray(min(files.BLOCK_BYTES, entry.num_bytes - start)))
+
+
+def _parts(manifest: Manifest) -> list[str]:
+    return sorted(name for name in manifest.files if name.startswith("part-"))
+
+
+def _empty(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=_dtype(entry.dtype))
 
 
 def _dtype(name: str) -> torch.dtype:

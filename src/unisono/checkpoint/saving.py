@@ -2,8 +2,9 @@
 
 `Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps.
 `unisono.decisions.cadence` decides what the reports mean for all members; all work that waits for a disk is done by the
-`Writer`. All members hold the same bits, so any of them can write any part, and at the end of a training one member
-writes everything.
+`Writer`. Where all members hold the same bits, any of them can write any part, and at the end of a training one member
+writes everything. Where states are shared out, a part is written by one that holds it, and at the end of a training
+all write together (`unisono.training.sharing`).
 """
 
 from __future__ import annotations
@@ -16,23 +17,54 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import torch
 
 from unisono.checkpoint import files
 from unisono.checkpoint.copies import Copies
-from unisono.checkpoint.snapshot import Camera, Moment, Snapshot
-from unisono.checkpoint.writer import Writer
+from unisono.checkpoint.files import FileFacts
+from unisono.checkpoint.snapshot import Camera, Holders, Moment, Snapshot, held_by_all
+from unisono.checkpoint.writer import Writer, read_facts
 from unisono.decisions.cadence import CheckpointReport, Checkpoints, Status, Verdict, is_due, judge, may_begin
 from unisono.decisions.layout import EVERYTHING, replicated
 from unisono.errors import CheckpointError
 from unisono.rundir import RunDirectory
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "Wish", "WrittenPart"]
 
+UNSEEN: Final = "no worker that is left sees that directory, which all machines must share"
 SLOW_S = 1.0
 """A checkpoint that takes longer than this, and is not done when the next one is due, causes a warning."""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What a member knows of whether a last checkpoint is to be written."""
+
+    wants: bool = False
+    asked: bool = False
+    """One is to be written also if there is one of this step."""
+    saved: int = -1
+    """The step of the newest checkpoint that the member knows to exist."""
+    reaches: bool = False
+    """The member sees the run's directory, and may write there."""
+    is_left: bool = False
+    """Another side of the run writes into the directory."""
+
+
+class WrittenPart(msgspec.Struct, frozen=True):
+    """What a member has written of the last checkpoint."""
+
+    generation: int
+    """The one of whose members each was to write a part."""
+    num_parts: int
+    parts: dict[str, FileFacts] = {}
+    """By name of the file."""
+    has_loans: bool = False
+    """The last part is of tensors that no writer holds."""
+    error: str = ""
+    """Why it could not be written."""
 
 
 @dataclass
@@ -72,6 +104,7 @@ class Saver:
         directory: of the run; without a path nothing is written.
         state: returns everything that the next step depends on.
         stable: returns the memory addresses of tensors that only an optimizer changes.
+        holders: returns by path of a tensor the ids of the workers that hold it; () where all do.
         copies: where checkpoints are copied to.
     """
 
@@ -82,6 +115,7 @@ class Saver:
         device: torch.device,
         state: Callable[[], dict[str, Any]],
         stable: Callable[[], Collection[int]] = tuple,
+        holders: Holders = held_by_all,
         copies: Sequence[str] = (),
     ) -> None:
         self.reaching: frozenset[str] | None = None
@@ -93,7 +127,7 @@ class Saver:
         self._copies = Copies(copies, policy, directory.path)
         self._writer = Writer(directory, policy, self._copies)
         overlaps = device.type == "cpu" and (policy is None or policy.overlap)
-        self._camera = Camera(device, state, stable, overlaps=overlaps)
+        self._camera = Camera(device, state, stable, holders, overlaps=overlaps)
         self._worker_id = ""
         self._under_way: _UnderWay | None = None
         self._failure: tuple[int, BaseException | None] | None = None
@@ -106,6 +140,9 @@ class Saver:
         self._taken_at = time.monotonic()
         self._prepared_for = self._warned_of = self._last_step = self._missed_step = -1
         self._news: dict[str, Any] = {}
+        self._last: dict[int, Snapshot] = {}
+        """By generation: the snapshots for the last checkpoint of which this member may have written a part."""
+        self._last_error: BaseException | None = None
 
     @property
     def folder(self) -> Path:
@@ -131,6 +168,10 @@ class Saver:
     def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
         """Set what goes into the manifests from now on: another phase of the script has begun."""
         self._camera.describe(recipe, fingerprint)
+
+    def copy_at_once(self) -> None:
+        """Copy everything at the boundary from now on: the next step changes the state before its combine."""
+        self._camera.copy_at_once()
 
     def request(self) -> None:
         """Take a snapshot soon, also if there is a checkpoint of this step: the state may have changed since."""
@@ -278,14 +319,20 @@ class Saver:
             return False
         return is_due(self._policy, moment.position.total, reports) and self._under_way is None and may_begin(reports)
 
-    def boundary(self, moment: Moment) -> None:
+    def boundary(self, moment: Moment, *, is_held: bool = False) -> Snapshot | None:
         """Take a snapshot if the newest reports ask for one. Local.
+
+        Args:
+            is_held: not at this boundary. Equal on all members.
+
+        Returns:
+            A snapshot of which no writer holds all tensors, on all members: they are sent to one that does next.
 
         Raises:
             CheckpointError: a checkpoint could not be written, and the policy asks to end the run then.
         """
         if self._directory.path is None:
-            return
+            return None
         self._step = step = moment.position.total
         self._raise_failure()
         reports, self._reports = self._reports, ()
@@ -294,16 +341,24 @@ class Saver:
             if self._directory.is_seen and not is_known and is_due(self._policy, step):
                 self._wanted = True
         elif is_due(self._policy, step, reports):
-            if self._under_way is None and may_begin(reports):
-                self._begin(moment)
-            else:
-                self._wanted = True
-                self._warn_of_delay(moment)
+            if self._under_way is None and may_begin(reports) and not is_held:
+                snapshot = self._begin(moment)
+                return snapshot if snapshot.loans else None
+            self._wanted = True
+            self._warn_of_delay(moment)
         elif self._policy is not None and self._prepared_for != moment.generation:
             self._prepared_for = moment.generation
             self._prepare(moment.worker_ids)
+        return None
 
-    def _begin(self, moment: Moment) -> None:
+    def note_lent(self, error: OSError) -> None:
+        """Note that what was lent to this member for its newest snapshot could not be written. Local."""
+        assert self._under_way is not None
+        failed: Future[float] = Future()
+        failed.set_exception(error)
+        self._under_way.written = failed
+
+    def _begin(self, moment: Moment) -> Snapshot:
         assert self.reaching is not None
         self._wanted = self._asked = False
         self._taken_at = time.monotonic()
@@ -312,6 +367,7 @@ class Saver:
         assert publisher is not None
         snapshot = self._take(moment, members.writers(EVERYTHING, self.reaching), is_last=False)
         self._start(moment, moment.worker_ids.index(publisher), snapshot)
+        return snapshot
 
     def _start(self, moment: Moment, publisher: int, snapshot: Snapshot) -> _UnderWay:
         copy_s = time.monotonic() - snapshot.began
@@ -325,13 +381,13 @@ class Saver:
         folder = self.folder / files.partial_name(moment.position.total, moment.generation, last=is_last)
         part = writers.index(self._worker_id) if self._worker_id in writers else None
         self._writer.drain()  # the writer may still use the memory
-        return self._camera.take(moment, folder, len(writers), part, is_last=is_last)
+        return self._camera.take(moment, folder, writers, part, is_last=is_last)
 
     def _prepare(self, worker_ids: Sequence[str]) -> None:
         """Have the memory for this member's part made before it is needed."""
         writers = replicated(worker_ids).writers(EVERYTHING, self.reaching or ())
         if self._worker_id in writers:
-            num_bytes = self._camera.num_bytes(len(writers), writers.index(self._worker_id))
+            num_bytes = self._camera.num_bytes(writers, writers.index(self._worker_id))
             self._writer.prepare(partial(self._camera.reserve, num_bytes))
 
     # -- the end -------------------------------------------------------------------------------------
@@ -371,9 +427,104 @@ class Saver:
             self._missed_step = step
             self._failure = (
                 step,
-                CheckpointError("no worker that is left sees that directory, which all machines must share"),
+                CheckpointError(UNSEEN),
             )
             self._raise_failure()
+
+    # -- the end, where each worker holds some states ------------------------------------------------
+
+    def wish(self) -> Wish:
+        """Return what this member knows of whether a last checkpoint is to be written. Local.
+
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        if self._directory.path is None:
+            return Wish()
+        if self._under_way is None:
+            self._writer.drain()  # the writer may be about to find that a checkpoint was lost
+        elif self._under_way.publication is not None:
+            self.finish()
+        asked = self._asked or (self._under_way is not None and self._under_way.asked)
+        wants = asked or self._policy is not None or self._wanted or self._under_way is not None
+        return Wish(wants, asked, self.saved, self._directory.is_seen, self._directory.is_left_to_others)
+
+    def write_part(self, moment: Moment, reaching: Collection[str]) -> WrittenPart:
+        """Write this member's part of the last checkpoint, and wait until it is on the disk. Local.
+
+        May be called again after a loss, which gives another part to each member; all that were written stay until
+        `settle`.
+
+        Args:
+            reaching: the ids of the workers that see the directory.
+        """
+        self._give_up(is_final=False)
+        writers = [one for one in moment.worker_ids if one in reaching]
+        snapshot = self._take(moment, writers, is_last=True)
+        self._last[moment.generation] = snapshot
+        written = WrittenPart(moment.generation, len(snapshot.layout.headers), has_loans=bool(snapshot.loans))
+        if snapshot.part is None:
+            return written
+        try:
+            self._writer.write(snapshot).result()
+            return msgspec.structs.replace(written, parts={snapshot.path.name: read_facts(snapshot.path)})
+        except Exception as error:  # of the disk: the members decide together what becomes of the checkpoint
+            self._last_error = error
+            return msgspec.structs.replace(written, error=str(error) or type(error).__name__)
+
+    def attempt(self, generation: int) -> Snapshot:
+        """Return the snapshot of which this member wrote a part in this generation. Local."""
+        return self._last[generation]
+
+    def miss(self) -> None:
+        """Note that no member sees the directory. Local."""
+        self._last_error = CheckpointError(UNSEEN)
+
+    def publish(self, worker_ids: Sequence[str], reaching: Collection[str], whole: WrittenPart) -> None:
+        """Publish the last checkpoint, where this member is the first that sees the directory. Local.
+
+        May be called again when that member was lost; a checkpoint that it has published is not published again.
+        """
+        snapshot = self._last[whole.generation]
+        rank, first = next((rank, one) for rank, one in enumerate(worker_ids) if one in reaching)
+        if first != self._worker_id or not snapshot.folder.exists():
+            return
+        done: Future[float] = Future()
+        done.set_result(0.0)
+        under_way = self._under_way = _UnderWay(self._step, whole.generation, rank, snapshot, done)
+        under_way.publication = self._writer.publish(snapshot, done, whole.parts)
+        self._writer.drain()
+        self._conclude(under_way)
+
+    def settle(self, moment: Moment, whole: WrittenPart | None, *, has_failed: bool = False) -> None:
+        """Conclude the last checkpoint, which is published, or was not needed, or has failed. Local.
+
+        Args:
+            whole: what was published; None: nothing.
+            has_failed: the checkpoint could not be written.
+
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        for generation, snapshot in self._last.items():
+            if snapshot.part is not None and (whole is None or generation != whole.generation):
+                self._writer.remove(snapshot)
+                if snapshot.loans:
+                    self._writer.submit(partial(files.remove_part, snapshot.lent_path))
+        self._last.clear()
+        self._give_up(is_final=False)
+        self._wanted = self._asked = False
+        self._reports = ()  # these reports do not include this checkpoint
+        self._last_step = moment.position.total
+        error, self._last_error = self._last_error, None
+        if has_failed and self._missed_step != self._last_step:  # the end of the run tries again what its loop tried
+            self._missed_step = self._last_step
+            self._failure = (self._last_step, error)
+        if whole is not None and self._failure is None:
+            self.saved = self._last_step
+        self._raise_failure()
+
+    # -- the end -------------------------------------------------------------------------------------
 
     def confirm(self) -> None:
         """Forget the last checkpoint: all members have waited until its writer was done."""

@@ -9,25 +9,37 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.checkpoint import files
-from unisono.checkpoint.files import Entry, Manifest
+from unisono.checkpoint.files import Entry, Manifest, Stream
 from unisono.decisions.cadence import Position, assign_parts
-from unisono.state.packing import Packed, pack
+from unisono.errors import CheckpointError
+from unisono.state.packing import Packed, pack_held
 
-__all__ = ["Camera", "LateCopy", "Layout", "Moment", "Snapshot", "tensor_names"]
+__all__ = ["Camera", "Holders", "LateCopy", "Layout", "Loan", "Moment", "Snapshot", "held_by_all", "tensor_names"]
 
 LATE_BYTES = 1 << 20
 """Tensors from this size on are copied while the next step computes."""
 COPY_BYTES = 1 << 24
 """A late copy can be abandoned after each block of this size."""
+
+
+Holders = Callable[[Sequence[str]], Sequence[tuple[str, ...]]]
+"""Returns by path of a tensor the ids of the workers that hold it; () where all do."""
+
+
+def held_by_all(paths: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return that every worker holds everything."""
+    return [()] * len(paths)
 
 
 @dataclass(frozen=True)
@@ -39,23 +51,44 @@ class Layout:
     """By part."""
     num_bytes: list[int]
     """By part: header and tensors."""
+    lent: tuple[int, ...] = ()
+    """The numbers of the tensors that no writer holds, in the order in which they stand in the last part, which has no
+    others."""
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], names: Sequence[str], num_parts: int) -> Layout:
-        """Spread tensors over parts. The same on all members."""
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        names: Sequence[str],
+        num_writers: int,
+        allowed: Mapping[int, Collection[int]] = MappingProxyType({}),
+    ) -> Layout:
+        """Spread tensors over parts, one for each writer. The same on all members.
+
+        Args:
+            allowed: by number of a tensor, the writers that hold it; every writer where nothing is said. What none
+                holds goes into one more part.
+        """
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        parts = assign_parts(sizes, num_parts)
+        order = [number for number in range(len(sizes)) if allowed.get(number, True)]
+        choice = {place: allowed[number] for place, number in enumerate(order) if number in allowed}
+        parts = [num_writers] * len(sizes)
+        for number, part in zip(order, assign_parts([sizes[one] for one in order], num_writers, choice), strict=True):
+            parts[number] = part
+        num_parts = num_writers + (len(order) < len(sizes))
         ends = [0] * num_parts
         entries: list[Entry | None] = [None] * len(sizes)
         # The widest dtype first aligns every tensor without gaps, which the format does not allow.
-        for index in sorted(range(len(sizes)), key=lambda index: (-tensors[index].element_size(), index)):
+        by_width = sorted(range(len(sizes)), key=lambda index: (-tensors[index].element_size(), index))
+        for index in by_width:
             tensor, part = tensors[index], parts[index]
             kind = str(tensor.dtype).removeprefix("torch.")
             entries[index] = Entry(names[index], kind, list(tensor.shape), part, ends[part], sizes[index])
             ends[part] += sizes[index]
         known = [entry for entry in entries if entry is not None]
         headers = [files.encode_header(entry for entry in known if entry.part == part) for part in range(num_parts)]
-        return cls(known, headers, [len(header) + end for header, end in zip(headers, ends, strict=True)])
+        num_bytes = [len(header) + end for header, end in zip(headers, ends, strict=True)]
+        return cls(known, headers, num_bytes, tuple(index for index in by_width if parts[index] == num_writers))
 
 
 def tensor_names(paths: Sequence[str]) -> list[str]:
@@ -95,6 +128,16 @@ class LateCopy:
         return self._source._version != self._version
 
 
+class Loan(NamedTuple):
+    """A tensor that no writer holds, so that a worker that does sends it to one that writes."""
+
+    source: str
+    """The id of the worker that holds it."""
+    target: str
+    tensor: Tensor
+    """On the source; on all others a meta tensor."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The state of a run at a boundary, as one member writes it."""
@@ -113,6 +156,8 @@ class Snapshot:
     """The copies that are still to be made into ``data``."""
     began: float
     """`time.monotonic` before the copy."""
+    loans: tuple[Loan, ...] = ()
+    """The tensors of the last part, in their order, if no writer holds them."""
     copied: Event = field(default_factory=Event)
     """Set when the late copies are made."""
     abandoned: Event = field(default_factory=Event)
@@ -123,6 +168,20 @@ class Snapshot:
         """The file that this member writes."""
         assert self.part is not None
         return self.folder / files.part_name(self.part, len(self.layout.headers))
+
+    def receive(self) -> Stream:
+        """Return the file for what is lent to this member."""
+        with suppress(OSError):  # the file says it in the end
+            for each in (self.folder.parent, self.folder):
+                each.mkdir(exist_ok=True)
+        stream = Stream(self.lent_path)
+        stream.write(memoryview(self.layout.headers[-1]))
+        return stream
+
+    @property
+    def lent_path(self) -> Path:
+        """The file for the tensors that no writer holds."""
+        return self.folder / files.part_name(len(self.layout.headers) - 1, len(self.layout.headers))
 
     @property
     def final(self) -> Path:
@@ -146,6 +205,7 @@ class Camera:
     Args:
         state: returns everything that the next step depends on.
         stable: returns the memory addresses of tensors that nothing but an optimizer changes.
+        holders: returns by path of a tensor the ids of the workers that hold it; () where all do.
         overlaps: copy large stable tensors while the next step computes.
     """
 
@@ -154,11 +214,12 @@ class Camera:
         device: torch.device,
         state: Callable[[], dict[str, Any]],
         stable: Callable[[], Collection[int]],
+        holders: Holders = held_by_all,
         *,
         overlaps: bool,
     ) -> None:
         self._overlaps = overlaps
-        self._state, self._stable = state, stable
+        self._state, self._stable, self._holders = state, stable, holders
         self._pinned = device.type == "cuda"
         self._memory: Tensor = torch.empty(0, dtype=torch.uint8)
         self._filled: tuple[Layout, int] | None = None
@@ -175,9 +236,10 @@ class Camera:
         """Copy everything at the boundary from now on."""
         self._overlaps = False
 
-    def num_bytes(self, num_parts: int, part: int) -> int:
+    def num_bytes(self, writers: Sequence[str], part: int) -> int:
         """Return the size of a part."""
-        return self._layout(pack(self._state(), "tracked"), num_parts).num_bytes[part]
+        packed = pack_held(self._state(), "tracked")
+        return self._layout(packed, self._holders(packed.paths), writers).num_bytes[part]
 
     def reserve(self, num_bytes: int) -> None:
         """Make sure that there is memory for a part. The memory is kept, and its pages are touched in advance."""
@@ -187,17 +249,26 @@ class Camera:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
             self._memory.zero_()
 
-    def take(self, moment: Moment, folder: Path, num_parts: int, part: int | None, *, is_last: bool) -> Snapshot:
+    def take(
+        self, moment: Moment, folder: Path, writers: Sequence[str], part: int | None, *, is_last: bool
+    ) -> Snapshot:
         """Copy a part of the state, except what can be copied while the next step computes.
 
         Args:
+            writers: the ids of the workers that write a part each.
             part: None: only describe the snapshot.
             is_last: no step follows at once, so the script may change the state.
         """
         began = time.monotonic()
         position = moment.position
-        packed = pack(self._state(), "tracked")
-        layout = self._layout(packed, num_parts)
+        packed = pack_held(self._state(), "tracked")
+        holders = self._holders(packed.paths)
+        _check_held(packed, holders, moment.worker_ids)
+        layout = self._layout(packed, holders, writers)
+        loans = tuple(
+            Loan(next(one for one in moment.worker_ids if one in holders[number]), writers[0], packed.tensors[number])
+            for number in layout.lent
+        )
         data, late = memoryview(b""), tuple[LateCopy, ...]()
         if part is not None:
             later = self._choose_late(packed.tensors) if self._overlaps and not is_last else set[int]()
@@ -207,7 +278,7 @@ class Camera:
             recipe=self._recipe, fingerprint=self._fingerprint, metrics=dict(moment.metrics),
             num_workers=len(moment.worker_ids), saved=0.0, seconds=0.0, tensors=layout.entries, files={},
         )  # fmt: skip
-        return Snapshot(manifest, folder, layout, packed.skeleton, part, data, late, began)
+        return Snapshot(manifest, folder, layout, packed.skeleton, part, data, late, began, loans)
 
     def _choose_late(self, tensors: Sequence[Tensor]) -> set[int]:
         """Return the indices of the tensors that can be copied while the next step computes."""
@@ -220,10 +291,13 @@ class Camera:
             and tensor.is_contiguous()
         }
 
-    def _layout(self, packed: Packed, num_parts: int) -> Layout:
-        key = (num_parts, packed.skeleton, tuple((tensor.dtype, tensor.shape) for tensor in packed.tensors))
+    def _layout(self, packed: Packed, holders: Sequence[tuple[str, ...]], writers: Sequence[str]) -> Layout:
+        held = {number: ids for number, ids in enumerate(holders) if ids}
+        allowed = {number: tuple(writers.index(one) for one in ids if one in writers) for number, ids in held.items()}
+        kinds = tuple((tensor.dtype, tensor.shape) for tensor in packed.tensors)
+        key = (len(writers), packed.skeleton, kinds, tuple(allowed.items()))
         if key not in self._layouts:
-            self._layouts = {key: Layout.of(packed.tensors, tensor_names(packed.paths), num_parts)}
+            self._layouts = {key: Layout.of(packed.tensors, tensor_names(packed.paths), len(writers), allowed)}
         return self._layouts[key]
 
     def _fill(
@@ -253,3 +327,14 @@ class Camera:
     def _view(self, offset: int, entry: Entry, tensor: Tensor) -> Tensor:
         start = offset + entry.start
         return self._memory[start : start + entry.num_bytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _check_held(packed: Packed, holders: Sequence[tuple[str, ...]], worker_ids: Collection[str]) -> None:
+    """Raise CheckpointError if no worker is left that holds some tensor."""
+    for path, tensor, ids in zip(packed.paths, packed.tensors, holders, strict=True):
+        if tensor.is_meta and not any(one in worker_ids for one in ids):
+            raise CheckpointError(
+                f"all workers that held {tensor_names([path])[0]} were lost, so the state of the run is not whole any "
+                "more and no checkpoint of it can be written. unisono.shard(optimizer, copies=...) says how many hold "
+                "each state; the run can go on from its newest checkpoint"
+            )

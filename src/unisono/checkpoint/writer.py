@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,7 +24,7 @@ from unisono.faults import point
 from unisono.journal import JOURNAL
 from unisono.rundir import RunDirectory
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "read_facts", "write_facts"]
 
 T = TypeVar("T")
 
@@ -74,9 +75,15 @@ class Writer:
         """Make the late copies and write the part of this member; gives the seconds that it took."""
         return self.submit(lambda: self._write(snapshot))
 
-    def publish(self, snapshot: Snapshot, written: Future[float]) -> Future[None]:
-        """Make the snapshot a checkpoint, once the last part, that of this member, is ``written``."""
-        return self.submit(lambda: self._publish(snapshot, written))
+    def publish(
+        self, snapshot: Snapshot, written: Future[float], facts: Mapping[str, FileFacts] = MappingProxyType({})
+    ) -> Future[None]:
+        """Make the snapshot a checkpoint, once the last part, that of this member, is ``written``.
+
+        Args:
+            facts: of its files, by name, as far as they are known; others are read from the directory.
+        """
+        return self.submit(lambda: self._publish(snapshot, written, facts))
 
     def remove(self, snapshot: Snapshot) -> None:
         """Remove the part of this member, of a snapshot that came to nothing."""
@@ -103,14 +110,14 @@ class Writer:
         facts = files.write_file(snapshot.path, snapshot.data, snapshot.abandoned.is_set)
         if facts is not None:
             # Not synchronized: the publisher reads this file soon, and its content goes into the manifest.
-            snapshot.path.with_suffix(".facts").write_bytes(msgspec.json.encode(facts))
+            write_facts(snapshot.path, facts)
             point("checkpoint_part_written")
         return time.monotonic() - began
 
-    def _publish(self, snapshot: Snapshot, written: Future[float]) -> None:
+    def _publish(self, snapshot: Snapshot, written: Future[float], facts: Mapping[str, FileFacts]) -> None:
         try:
             written.result()
-            self._complete(snapshot)
+            self._complete(snapshot, facts)
         except BaseException:
             shutil.rmtree(snapshot.folder, ignore_errors=True)
             raise
@@ -118,12 +125,12 @@ class Writer:
         files.remove_abandoned(snapshot.folder.parent)
         self._prune(snapshot.final)
 
-    def _complete(self, snapshot: Snapshot) -> None:
+    def _complete(self, snapshot: Snapshot, known: Mapping[str, FileFacts]) -> None:
         folder, sizes = snapshot.folder, snapshot.layout.num_bytes
         found = {files.SKELETON: files.write_file(folder / files.SKELETON, memoryview(snapshot.skeleton))}
         for part, num_bytes in enumerate(sizes):
             path = folder / files.part_name(part, len(sizes))
-            found[path.name] = facts = msgspec.json.decode(path.with_suffix(".facts").read_bytes(), type=FileFacts)
+            found[path.name] = facts = known.get(path.name) or read_facts(path)
             if path.stat().st_size != num_bytes or facts.num_bytes != num_bytes:
                 raise CheckpointError(f"{path.name} does not have the {num_bytes} bytes that were written to it")
         files.leave_only(folder, found)
@@ -162,3 +169,13 @@ class Writer:
             if path not in held:
                 with suppress(OSError):
                     files.remove(path)
+
+
+def write_facts(part: Path, facts: FileFacts) -> None:
+    """Leave the facts of a part for the worker that publishes the checkpoint."""
+    part.with_suffix(".facts").write_bytes(msgspec.json.encode(facts))
+
+
+def read_facts(part: Path) -> FileFacts:
+    """Return what the worker that has written a part says of it."""
+    return msgspec.json.decode(part.with_suffix(".facts").read_bytes(), type=FileFacts)

@@ -44,6 +44,11 @@ RETRY_S: Final = 1.0
 @click.option("--token-file", default="", metavar="FILE", help="RUN is the head's address (url in RUN/head.json), "
               "and this file holds the token (RUN/token).")  # fmt: skip
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
+@click.option(
+    "--evaluate",
+    is_flag=True,
+    help="These workers never train: they compute what run.evaluate(..., wait=False) asks for.",
+)
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
 @click.option(
@@ -83,6 +88,7 @@ def join(
     run: str,
     token_file: str,
     workers: str,
+    evaluate: bool,
     folder: str,
     run_dir: str,
     interface: str,
@@ -105,6 +111,8 @@ def join(
     """
     from unisono.machine import agent
 
+    if evaluate and when_idle:
+        raise UsageError("--when-idle is for workers that train; leave out --evaluate or --when-idle")
     invitation = may_act(_from_token_file(run, token_file) if token_file else find(run))
     spec = spec_of(status := _wait_for_head(invitation, wait_s))
     if ":" in workers:
@@ -115,11 +123,12 @@ def join(
     spec = settled(spec, folder=folder, run_dir=run_dir, head_away_s=head_away_s)
     idle = _when_idle(idle_s, idle_load, inputs) if when_idle else None
     if not launched:
-        for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number):
+        for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number, evaluate):
             click.echo(f"unisono: {line}", err=True)
     machine = MachineSpec(
         run=spec,
-        num_workers=number,
+        num_workers=0 if evaluate else number,
+        num_evaluators=number if evaluate else 0,
         simulate_hosts=simulate_hosts,
         launched=launched,
         held=launched,
@@ -160,16 +169,17 @@ def _from_token_file(url: str, token_file: str) -> Invitation:
     return Invitation(url, token)
 
 
-def _what_begins(invitation: Invitation, run_id: str, run: RunSpec, num_workers: int) -> list[str]:
+def _what_begins(invitation: Invitation, run_id: str, run: RunSpec, number: int, evaluate: bool) -> list[str]:
     """Return whom this machine trusts from now on, and what runs here, as whom."""
     head = HeadUrl.parse(invitation.url)
     why = "which has proved that it is the run's head"
     if not head.is_secure and not is_local(head.host):
         why += "; but without TLS, others on the network can read the token, and take the head's place"
+    what = count(number, "evaluator" if evaluate else "worker")
     arguments = ["a function"] if run.arguments[0] == "--callable" else list(run.arguments)
     return [
         f"joins run {run_id} at {head.place}, {why}",
-        f"{count(num_workers, 'worker')} here will run, as {_user()}, in {run.folder}: {shlex.join(arguments)}",
+        f"{what} here will run, as {_user()}, in {run.folder}: {shlex.join(arguments)}",
     ]
 
 

@@ -37,6 +37,8 @@ class Wishes(Protocol):
     @property
     def workers(self) -> str: ...
     @property
+    def evaluators(self) -> int: ...
+    @property
     def threads(self) -> int | None: ...
     @property
     def start(self) -> StartMethod: ...
@@ -113,6 +115,7 @@ def _lead(
     here = MachineSpec(
         run=spec,
         num_workers=own,
+        num_evaluators=options.evaluators,
         start=options.start,
         simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,

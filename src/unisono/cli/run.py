@@ -43,6 +43,8 @@ _OPTIONS: Final = (
     option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does."),
     option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers: N; "
            "every GPU, else every core; or at least A and at most B."),
+    option("--evaluators", type=int, default=0, metavar="N", help="So many more processes of this machine compute what "
+           "run.evaluate(..., wait=False) asks for, while the workers train on."),
     option("--wait-for", type=int, default=0, metavar="N", help="Begin when N workers are there: those of this machine "
            "and of machines that join. Default: the workers of this machine."),
     option("--efficiency", type=float, default=0.0, metavar="PART", help="With --workers A:B: begin with A, have more "
@@ -172,6 +174,7 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
         options.service(workers, launcher.bind() if isinstance(launcher, launchers.Reached) else ""),
         machines=machines,
         start=options.start,
+        num_evaluators=options.evaluators,
         simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,
         address=options.address,
@@ -186,6 +189,7 @@ class Options:
     arguments: tuple[str, ...]
     module: str | None
     workers: str
+    evaluators: int
     wait_for: int
     efficiency: float
     threads: int | None
@@ -236,6 +240,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
+        if self.evaluators < 0:
+            raise UsageError(f"a run has 0 or more evaluators, got --evaluators {self.evaluators}")
         if self.wait_for < 0:
             raise UsageError(f"a run waits for at least 1 worker, got --wait-for {self.wait_for}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
@@ -333,6 +339,7 @@ class Options:
             "--overwrite": self.overwrite,
             "--strict": self.strict,
             "--efficiency": self.efficiency,
+            "--evaluators": self.evaluators,
         }
         for name in (name for name, value in given.items() if value):
             raise UsageError(f"{name} is for scripts that use Unisono, and not for a plain one")

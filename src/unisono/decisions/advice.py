@@ -71,6 +71,8 @@ class Setting:
     """Loader processes of each worker."""
     spare_cores: float = math.inf
     """Cores of the busiest machine that nothing uses."""
+    wire: str = "fp32"
+    """As what sums of gradients travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,7 @@ def advise(loads: Sequence[Load], setting: Setting) -> list[Advice]:
         *_uneven_shares(loads, setting),
         *_loading(loads, setting),
         *_network(loads, setting),
+        *_wire(loads, setting),
         *_update(loads),
         *_memory(loads),
     ]
@@ -344,11 +347,24 @@ def _network(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     gain = 1 - (step + work) / (2 * step)
     batch = f"batch_size={2 * setting.batch_size}" if setting.batch_size else "a batch twice as large"
     yield Advice(
-        text=f"{says} A larger batch sends no more: {batch} would bring {_percent(gain)} of the time for each sample. "
-        "A model in bfloat16 sends half as much.",
+        text=f"{says} A larger batch sends no more: {batch} would bring {_percent(gain)} of the time for each sample.",
         loss_seconds=network,
         gain=gain,
         change=f"batch_size={2 * setting.batch_size}" if setting.batch_size else "",
+    )
+
+
+def _wire(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+    """Bytes are on their way, and could be half as many: by the model, for half of the time."""
+    network, step = max(load.seconds.network for load in loads), step_seconds(loads)
+    if setting.wire == "bf16":
+        return
+    yield Advice(
+        text=f'wire="bf16" sends gradients in half the bytes, which take {_percent(network / step)} of each step '
+        f"on their way now, and would bring {_percent(network / 2 / step)}. It rounds sums: see how the loss takes it.",
+        loss_seconds=network,
+        gain=network / 2 / step,
+        change='wire="bf16"',
     )
 
 

@@ -30,9 +30,10 @@ their steps differ, and no snapshot is taken at that boundary.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -52,6 +53,8 @@ __all__ = [
     "may_begin",
     "table",
 ]
+
+_ANY: Final[Mapping[int, Collection[int]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +206,18 @@ def is_due(policy: Checkpoints | None, step: int, reports: Iterable[CheckpointRe
     return bool(every and step % every == 0) or any(report.wants for report in reports)
 
 
-def assign_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return the number of the part that each tensor goes into, so that all parts are about equally large."""
+def assign_parts(sizes: Sequence[int], num_parts: int, allowed: Mapping[int, Collection[int]] = _ANY) -> list[int]:
+    """Return the number of the part that each tensor goes into, so that all parts are about equally large.
+
+    Args:
+        allowed: by number of a tensor, the parts that it may go into; every part where nothing is said.
+    """
     loads = [0] * num_parts
     parts = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        part = min(range(num_parts), key=lambda part: (loads[part], part))
+    everywhere = range(num_parts)
+    # Those that have little choice come first.
+    for index in sorted(range(len(sizes)), key=lambda index: (index not in allowed, -sizes[index], index)):
+        part = min(allowed.get(index, everywhere), key=lambda part: (loads[part], part))
         parts[index] = part
         loads[part] += sizes[index]
     return parts

@@ -16,12 +16,14 @@ step on; some begin later. So the checks are dense at the beginning of a run and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.decisions.plan import Plan
 
-__all__ = ["Rehearsal", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
+__all__ = ["Rehearsal", "balance_of_copies", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
+
+_WORD = 1 << 64
 
 FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
@@ -29,6 +31,24 @@ FIRST_STEPS_ALONE = 2
 """A run with one worker that trains a recurrent model is rehearsed in so many steps."""
 COMPARE_EVERY = 100
 REHEARSE_EVERY = 1000
+
+
+def balance_of_copies(digests: Mapping[int, int], holders: Sequence[Sequence[str]], worker_id: str) -> int:
+    """Return one worker's part of a sum that is 0 modulo 2**64, over all workers, where all copies are equal.
+
+    The first holder of a state counts its digest once for each other holder, and each of these takes its own away. So
+    one number is compared, whatever states a worker holds.
+
+    Args:
+        digests: of the states that the worker holds, by number; 64 bits, well mixed.
+        holders: by number, the workers that hold the state.
+    """
+    total = 0
+    for number, digest in digests.items():
+        ids = holders[number]
+        if worker_id in ids:
+            total += digest * (len(ids) - 1 if ids[0] == worker_id else -1)
+    return total % _WORD
 
 
 def is_compared(step: int, *, is_last: bool = False) -> bool:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from unisono.errors import RecipeError
 
-__all__ = ["Cursor", "Order", "Permutation", "Places", "Recipe", "StepPosition", "mix", "seed_of"]
+__all__ = ["Cursor", "Order", "PartOfCursor", "Permutation", "Places", "Recipe", "StepPosition", "mix", "seed_of"]
 
 Recipe = dict[str, int | bool | str]
 """The parts of a recipe by name."""
@@ -227,6 +227,62 @@ class Cursor:
         if self.order.repeats:
             return [(index, seed_of(epoch_seed, index, place)) for place, index in places]
         return [(index, seed_of(epoch_seed, index)) for _, index in places]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfCursor(Cursor):
+    """One of several equal parts of each global batch: the micro-batches that one replica trains on.
+
+    The parts of a batch are next to each other. Micro-batches are counted from 0 within the part.
+    """
+
+    part: int
+    num_parts: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_parts < 1 or self.microbatches % self.num_parts:
+            raise RecipeError(
+                f"{self.microbatches} micro-batches cannot be shared out equally to {self.num_parts} replicas; "
+                f"microbatches= is that of all replicas together, so use a multiple of {self.num_parts}"
+            )
+        rest = self.num_samples % self.batch_size
+        least = self.batch_size // self.num_parts * (self.num_parts - 1)
+        if rest and not self.drop_last and rest <= least:
+            raise RecipeError(
+                f"the last batch of an epoch has {rest} of {self.batch_size} samples, so not every one of the "
+                f"{self.num_parts} replicas would have a sample of it (more than {least} are needed); leave it out "
+                "with drop_last=True"
+            )
+
+    @classmethod
+    def of(cls, cursor: Cursor, part: int, num_parts: int) -> PartOfCursor:
+        """Return one part of a cursor.
+
+        Raises:
+            RecipeError: the batches cannot be cut so.
+        """
+        return cls(
+            order=cursor.order,
+            batch_size=cursor.batch_size,
+            microbatches=cursor.microbatches,
+            seed=cursor.seed,
+            drop_last=cursor.drop_last,
+            first_epoch=cursor.first_epoch,
+            part=part,
+            num_parts=num_parts,
+        )
+
+    def position(self, step: int) -> StepPosition:
+        whole = super().position(step)
+        size = self.batch_size // self.num_parts
+        return StepPosition(
+            number=whole.number,
+            epoch=whole.epoch,
+            first=whole.first + self.part * size,
+            num_samples=min(size, whole.num_samples - self.part * size),
+            microbatch_size=whole.microbatch_size,
+        )
 
 
 def _choices(cursor: Cursor) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "fold",
     "leaf",
     "leaves",
+    "level_of",
     "missing",
     "outermost",
     "parent",
@@ -71,6 +72,11 @@ def leaf(index: int, num_leaves: int) -> Node:
 def leaves(node: Node, num_leaves: int) -> range:
     """Return the leaves that ``node`` covers."""
     return range(node.index << node.level, min((node.index + 1) << node.level, num_leaves))
+
+
+def level_of(num_nodes: int, num_leaves: int) -> int:
+    """Return the lowest level at which the tree has at most ``num_nodes`` nodes."""
+    return max(0, (-(-num_leaves // num_nodes) - 1).bit_length())
 
 
 def canonical(node: Node, num_leaves: int) -> Node:

@@ -283,13 +283,20 @@ class Exchange(Protocol):
         If this raises, the content of ``tensor`` is arbitrary, except on the source.
         """
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
         """Bring tensors from the members that have them to those that need them. Collective.
 
         The same parcels in the same order on all members; any number of them may have this member as their source, and
-        none or all. A parcel travels once to each host that needs it, and on a host its bytes are written once and read
-        by all. When this returns, this member has all that it gets; other members may still wait for theirs, and a
-        round that acts on all of them follows with `all_gather`. If this raises, what this member gets is arbitrary.
+        none or all. What one parcel writes is not part of another. A parcel travels once to each host that needs it,
+        and on a host its bytes are written once and read by all. When this returns, this member has all that it gets;
+        other members may still wait for theirs, and a round that acts on all of them follows with `all_gather`. If this
+        raises, what this member gets is arbitrary.
+
+        Returns:
+            How many bytes this member has sent to other hosts, where the exchange counts them.
+
+        Raises:
+            ValueError: a source or target is no rank of this generation, or a source is its own target.
         """
 
     def interrupt(self, error: Exception) -> None:

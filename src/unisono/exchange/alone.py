@@ -30,8 +30,8 @@ class Alone(PrivateSlots):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         pass
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        pass
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return 0
 
     def interrupt(self, error: Exception) -> None:
         pass

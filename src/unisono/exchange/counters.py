@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,8 +92,12 @@ class Counters:
         futex_wake(counter)
         return counter.value
 
-    def wait(self, name: str, value: int) -> Wait:
-        """Wait until that counter of every member has reached ``value``; a member that cannot wait leaves."""
+    def wait(self, name: str, value: int, ranks: Collection[int] | None = None) -> Wait:
+        """Wait until that counter of every member has reached ``value``; a member that cannot wait leaves.
+
+        Args:
+            ranks: of the members, by their local ranks, that are waited for; None: all.
+        """
         started = time.perf_counter()
         deadline = started + self.timeout_s
         last = -1
@@ -101,7 +105,8 @@ class Counters:
             with self.or_leave():
                 if not self.pages:
                     self.pages = self._meet(deadline)
-                for rank, page in enumerate(self.pages):
+                for rank in range(self.size) if ranks is None else ranks:
+                    page = self.pages[rank]
                     # Members are waited for in turn, so the last one that was not there yet has come last of all.
                     if self._watch(rank, page.counters[name], value, page.left, deadline, name):
                         last = rank

@@ -15,6 +15,10 @@ micro-batch has written for later steps.
 Sums of bfloat16 and float16 gradients are kept in float32: adding M of them in 8 bits of mantissa would lose the
 differences between micro-batches. A parameter without a gradient in some leaf counts as +0.0 there, in every
 implementation, so that it does not matter which member adds it.
+
+A layout may **round**: then the float32 sums of gradients are bfloat16 numbers in every node from a fixed level of the
+tree on (`ROUNDED_NODES`), because whoever forms such a node rounds it at once. They lie in a slot as float32 all the
+same, and travel between hosts in half the bytes (`unisono.exchange.packing`).
 """
 
 from __future__ import annotations
@@ -28,9 +32,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.decisions.tree import Node, schedule
+from unisono.decisions.tree import Node, level_of, schedule
 
 __all__ = [
+    "ROUNDED_NODES",
     "ROW_BYTES",
     "Entry",
     "Extra",
@@ -43,6 +48,7 @@ __all__ = [
     "divide_rows",
     "fold_rows",
     "parts_of",
+    "round_in_place",
     "split_rows",
 ]
 
@@ -55,6 +61,9 @@ SPARE_ROWS = 64
 BLOCK_ROWS = 4096
 """Rows that are added, divided and fingerprinted together: 2 MiB, to stay in the cache from one to the next. (In blocks
 of 512 KiB, what Python spends on each costs more than a nearer cache gains: 14 against 11 ms for 100 MB.)"""
+
+ROUNDED_NODES = 8
+"""A layout that rounds begins at the lowest level with so many nodes at most: of 64 micro-batches, at the sums of 8."""
 
 SUM_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -78,12 +87,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, stop)`` of a slot viewed as ``dtype``. ``mean``: divided by the total weight at the end."""
+    """Elements ``[start, stop)`` of a slot viewed as ``dtype``."""
 
     dtype: torch.dtype
     start: int
     stop: int
     mean: bool
+    """Whether they are divided by the total weight at the end."""
+    rounded: bool = False
+    """Whether they are bfloat16 numbers in the nodes that the layout rounds."""
 
 
 class Extra(NamedTuple):
@@ -103,6 +115,7 @@ class FlatLayout:
         buffers: (name, buffer), whose changes are summed.
         extras: what else is summed.
         means: divide the gradients by the total weight.
+        rounds: round the gradients' sums from a fixed level of the tree on.
     """
 
     def __init__(
@@ -112,15 +125,22 @@ class FlatLayout:
         extras: Sequence[Extra] = (),
         *,
         means: bool = True,
+        rounds: bool = False,
     ) -> None:
         self._pieces: list[Piece] = []
         self._row = 0
+        self._rounds = rounds
+        self.rounded_rows = range(0)
+        """The rows of the sums that are rounded: half of their bytes say all."""
         gradients: dict[int, Entry] = {}
         kinds = dict.fromkeys(SUM_DTYPE.get(tensor.dtype, tensor.dtype) for _, tensor in reversed(parameters))
         for sum_dtype in kinds:
             group = [i for i, (_, t) in enumerate(parameters) if SUM_DTYPE.get(t.dtype, t.dtype) == sum_dtype]
             group.reverse()
-            placed = self._append(sum_dtype, [parameters[i] for i in group], mean=means)
+            first_row, rounded = self._row, rounds and sum_dtype == torch.float32
+            placed = self._append(sum_dtype, [parameters[i] for i in group], mean=means, rounded=rounded)
+            if rounded:
+                self.rounded_rows = range(first_row, self._row)
             gradients.update(zip(group, placed, strict=True))
         self.gradients = [gradients[index] for index in range(len(parameters))]
         self.tail_row = self._row
@@ -143,7 +163,9 @@ class FlatLayout:
         self.extras = [placed_extras[index] for index in range(len(extras))]
         self.num_rows = self._row
 
-    def _append(self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool) -> list[Entry]:
+    def _append(
+        self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool, rounded: bool = False
+    ) -> list[Entry]:
         start = offset = self._row * ROW_BYTES // dtype.itemsize
         entries = []
         for name, tensor in named:
@@ -152,7 +174,7 @@ class FlatLayout:
         self._row = -(-offset * dtype.itemsize // ROW_BYTES)
         # Without the padding of the last row, which is never written, so it is zero in every slot and digest.
         if offset > start:
-            self._pieces.append(Piece(dtype, start, offset, mean))
+            self._pieces.append(Piece(dtype, start, offset, mean, rounded))
         return entries
 
     def __eq__(self, other: object) -> bool:
@@ -178,7 +200,11 @@ class FlatLayout:
             per_row = ROW_BYTES // piece.dtype.itemsize
             start, stop = max(piece.start, first_row * per_row), min(piece.stop, end_row * per_row)
             if start < stop:
-                yield Piece(piece.dtype, start, stop, piece.mean)
+                yield Piece(piece.dtype, start, stop, piece.mean, piece.rounded)
+
+    def rounds(self, node: Node, num_leaves: int) -> bool:
+        """Return whether whoever forms this node rounds its gradients."""
+        return self._rounds and node.level >= level_of(ROUNDED_NODES, num_leaves)
 
     @functools.cached_property
     def multipliers(self) -> Tensor:
@@ -291,6 +317,7 @@ def fold_rows(
         The digest of ``out[0]``'s rows, modulo 2**64; 0 without multipliers.
     """
     merges, rest = schedule(nodes, num_leaves)
+    rounded = {merged.parent for merged in merges if layout.rounds(merged.parent, num_leaves)}
     final = dict(zip(rest, out, strict=True))
     digest = 0
     for block, block_end in blocks(first_row, end_row, out[0].memory.device):
@@ -305,12 +332,19 @@ def fold_rows(
                     target = a if left in owned else b if right in owned else torch.empty_like(a)
                     owned.add(parent)
                 held[parent] = torch.add(a, b, out=target)
+                if piece.rounded and parent in rounded:
+                    round_in_place(target)
             for node, rows in final.items():
                 if node in nodes:
                     rows.piece(piece).copy_(held[node])
         if multipliers is not None:
             digest += digest_rows(out[0], multipliers, block, block_end)
     return digest & 0xFFFFFFFFFFFFFFFF
+
+
+def round_in_place(values: Tensor) -> Tensor:
+    """Replace float32 values by the nearest bfloat16 numbers (ties to even), and return them."""
+    return values.copy_(values.to(torch.bfloat16))
 
 
 def digest_rows(rows: Rows, multipliers: Tensor, first_row: int, end_row: int) -> int:

@@ -8,6 +8,8 @@ has one writer, its member. Counters on it say how far that member is; they only
     reduced     one for each combine: my chunks of all parts are summed; read them. All count: the combine is committed
     posted      my payload is in its memory
     read        I have read everybody's payloads
+    staged      one for each turn of a delivery: what I pass on in it is on my stage
+    copied      the same: I have copied all that I need of it
 
 All members publish the parts of a combine in the same order, so a number on ``published`` means the same part for all.
 
@@ -24,6 +26,9 @@ it is not read any more, and is written again only after that:
   combine. They are written again when their member commits the next one; it has reduced a part by then, so all have
   published the first part.
 - *A payload* is written again only after all have ``read`` it.
+- *A half of a stage* is read between its writer's ``staged`` and the reader's ``copied`` of the same turn. Its writer
+  writes it again, two turns later at the earliest, after it has seen ``copied`` of that turn from all that read it. Who
+  reads what is known to all from the parcels; whoever reads nothing is not waited for.
 
 One ``reduced`` counts for all parts: nobody may act on a part before the commit of all, so a counter for each part
 would tell nothing more, and one check (`Counters.verify`) after the last reading covers the reading of all parts.
@@ -72,6 +77,7 @@ from unisono.exchange.gathering import Gathering
 from unisono.exchange.helping import HostWork
 from unisono.exchange.memory import Segment
 from unisono.exchange.pages import MAX_NODES, NodeFields, WorkerPage
+from unisono.exchange.staging import Stage
 
 __all__ = ["Host", "HostCombine", "HostSlots"]
 
@@ -125,6 +131,7 @@ class Host:
         self.counters = counters
         self.work = HostWork(self.counters)
         self._gathering = Gathering(self.counters)
+        self.stage = Stage(self.counters)
         self._worker_page = worker_page
         self._chunks: Chunks = ()
         self._segment: Segment | None = None
@@ -179,6 +186,7 @@ class Host:
     def close(self) -> None:
         self.counters.close()
         self._gathering.close()
+        self.stage.close()
         if self._segment is not None:
             self._segment.close()
         # The error that ended this generation keeps its frames alive, and with them this object: free the memory.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Parcel, Share, check_reduced
 from unisono.exchange.context import Context
-from unisono.exchange.delivering import deliver_by_broadcast
+from unisono.exchange.delivering import Courier
 from unisono.exchange.flat import ROW_BYTES, Rows, Slot, blocks, divide_rows, parts_of
 from unisono.exchange.private import PrivateSlots
 from unisono.exchange.reduce import Reduction
@@ -38,6 +38,7 @@ class Network(PrivateSlots):
         self._wire = wire
         self.rank = wire.rank
         self.size = wire.size
+        self._courier = Courier(wire.rank, [range(rank, rank + 1) for rank in range(wire.size)], wire=wire)
         self._kind: type[Reduction | Stream] = Reduction if wire.device.type == "cuda" else Stream
         self._offered: _Sums | None = None
 
@@ -61,8 +62,8 @@ class Network(PrivateSlots):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         broadcast_over(self._wire, tensor, source)
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        deliver_by_broadcast(self, parcels)
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return self._courier.deliver(parcels)
 
     def interrupt(self, error: Exception) -> None:
         self._wire.interrupt(error)

@@ -25,7 +25,7 @@ MAX_WORK = 512
 MAX_TEAM = 4096
 """Members of one generation, on all hosts, whose telemetry fits on a page."""
 
-COUNTERS = ("published", "shown", "reduced", "posted", "read")
+COUNTERS = ("published", "shown", "reduced", "posted", "read", "staged", "copied")
 """Names of the counters; `unisono.exchange.host` says what each of them counts."""
 
 _Address = ctypes.c_char * 160
@@ -64,6 +64,7 @@ class GenerationFields(ctypes.Structure):
         ("payload_bytes", ctypes.c_uint64),
         ("result", _Address),
         ("payload", _Address),
+        ("stage", _Address),
         ("nodes", NodeFields * MAX_NODES),
         ("telemetry", ctypes.c_ubyte * TELEMETRY_BYTES),
         ("team_telemetry", ctypes.c_ubyte * (TELEMETRY_BYTES * MAX_TEAM)),
@@ -84,9 +85,7 @@ class GenerationPage:
         self.left = _counter(self.fields, "left")
         self.started = _counter(self.fields, "started")
         self.work = _counter(self.fields, "work")
-        self.counters = {
-            name: _counter(self.fields, name) for name in ("published", "shown", "reduced", "posted", "read")
-        }
+        self.counters = {name: _counter(self.fields, name) for name in COUNTERS}
         self.mapped: dict[str, Tensor] = {}
 
     def map(self, address: bytes) -> Tensor:

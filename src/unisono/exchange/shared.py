@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.exchange import Combine, Committed, Deferred, Parcel, Share, Work
 from unisono.exchange.context import Context
-from unisono.exchange.delivering import deliver_by_broadcast
+from unisono.exchange.delivering import Courier
 from unisono.exchange.flat import fold_rows, parts_of, split_rows
 from unisono.exchange.host import Host, HostCombine, HostSlots
 from unisono.exchange.spent import Spent
@@ -33,6 +33,7 @@ class SharedMemory(HostSlots):
         super().__init__(host)
         self.rank = host.rank
         self.size = host.size
+        self._courier = Courier(host.rank, [range(host.size)], host=host)
 
     def work(self) -> tuple[Work, Sequence[int]] | None:
         return self._host.work, range(self.size)
@@ -47,8 +48,8 @@ class SharedMemory(HostSlots):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._host.broadcast(tensor, source)
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        deliver_by_broadcast(self, parcels)
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return self._courier.deliver(parcels)
 
     def interrupt(self, error: Exception) -> None:
         self._host.counters.interrupt(error)

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.decisions.tree import Node
+from unisono.decisions.tree import Node, root
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
 from unisono.exchange.meter import WORD_BYTES
+from unisono.exchange.packing import Packing
 from unisono.exchange.pump import Job
 from unisono.exchange.wire import DIGEST_BYTES, HEADER_BYTES, Wire
 
@@ -67,6 +68,8 @@ class Stream:
         self._layout = layout
         self._plan = plan
         self._num_leaves = num_leaves
+        self._root = root(num_leaves)
+        self._packing = Packing(layout, num_leaves)
         self._out = out
         self._multipliers = multipliers
         self._chunks = [split_rows(piece, wire.size) for piece in cut(rows)]
@@ -113,22 +116,22 @@ class Stream:
 
     def _post_chunks(self, piece: int) -> list[tuple[Node, Tensor, Any]]:
         """Post the receives of this member's chunk of a piece: (node, memory, receive) of all others."""
-        nbytes = len(self._chunks[piece][self._wire.rank]) * ROW_BYTES
+        own = self._chunks[piece][self._wire.rank]
         posted: list[tuple[Node, Tensor, Any]] = []
-        for other in self._others if nbytes else ():
+        for other in self._others if own else ():
             for turn, node in enumerate(self._plan[other]):
-                memory = torch.empty(nbytes, dtype=torch.uint8)
+                memory = torch.empty(self._packing.num_bytes(own, node), dtype=torch.uint8)
                 posted.append((node, memory, self._wire.post(memory, other, self._tag(piece, turn))))
         return posted
 
-    def _post_sums(self, piece: int) -> list[Any]:
-        """Post the receives of the other chunks' sums."""
-        chunks = self._chunks[piece]
-        return [
-            self._wire.post(_bytes_of(self._out, chunks[other]), other, self._tag(piece))
-            for other in self._others
-            if len(chunks[other])
-        ]
+    def _post_sums(self, piece: int) -> list[tuple[range, Tensor, Any]]:
+        """Post the receives of the other chunks' sums: (rows, memory, receive)."""
+        posted: list[tuple[range, Tensor, Any]] = []
+        for other in self._others:
+            if chunk := self._chunks[piece][other]:
+                memory = self._packing.room(self._out, chunk, self._root)
+                posted.append((chunk, memory, self._wire.post(memory, other, self._tag(piece))))
+        return posted
 
     def _send_on(self) -> None:
         """Send the pieces that are ready, as far as the window allows."""
@@ -137,12 +140,10 @@ class Stream:
                 piece = self._num_sent
                 for turn, node in enumerate(self._plan[self._wire.rank]):
                     for other in self._others:
-                        self._send_rows(self._nodes[node], self._chunks[piece][other], other, self._tag(piece, turn))
+                        if chunk := self._chunks[piece][other]:
+                            packed = self._packing.pack(self._nodes[node], chunk, node)
+                            self._sending.append(self._wire.send(packed, other, self._tag(piece, turn)))
                 self._num_sent += 1
-
-    def _send_rows(self, rows: Rows, chunk: range, target: int, tag: int) -> None:
-        if len(chunk):
-            self._sending.append(self._wire.send(_bytes_of(rows, chunk), target, tag))
 
     def _run(self) -> None:
         """Add up, piece by piece, what has arrived; in the thread of the pump."""
@@ -158,7 +159,7 @@ class Stream:
             nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
             for node, memory, receive in arriving[piece]:
                 wire.finish_in_background(receive)
-                nodes[node] = Rows(memory, own.start)
+                nodes[node] = self._packing.unpack(memory, own, node)
             if len(own):
                 self._digest += fold_rows(
                     self._layout,
@@ -169,25 +170,23 @@ class Stream:
                     [self._out],
                     multipliers=self._multipliers,
                 )
-            for other in self._others:
-                self._send_rows(self._out, own, other, self._tag(piece))
+                packed = self._packing.pack(self._out, own, self._root)
+                for other in self._others:
+                    self._sending.append(wire.send(packed, other, self._tag(piece)))
             arriving[piece] = []
             with wire.changed:
                 self._num_folded += 1
                 wire.changed.notify_all()
             self._send_on()
         for receives in gathers:
-            for receive in receives:
+            for chunk, memory, receive in receives:
                 wire.finish_in_background(receive)
+                self._packing.unpack(memory, chunk, self._root, self._out)
             receives.clear()
         wire.window.observe(self._window, time.perf_counter() - started)
         for each in self._sending:  # gloo forgets a message that nobody holds
             wire.finish_in_background(each)
         self._sending.clear()
-
-
-def _bytes_of(rows: Rows, chunk: range) -> Tensor:
-    return rows.memory[(chunk.start - rows.first_row) * ROW_BYTES : (chunk.stop - rows.first_row) * ROW_BYTES]
 
 
 class Ballot:

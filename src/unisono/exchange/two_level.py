@@ -20,7 +20,7 @@ from unisono.decisions.tree import schedule
 from unisono.errors import UsageError
 from unisono.exchange import TELEMETRY_BYTES, Combine, Committed, Deferred, Parcel, Share, Work
 from unisono.exchange.context import Context
-from unisono.exchange.delivering import deliver_by_broadcast
+from unisono.exchange.delivering import Courier
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, parts_of, split_rows
 from unisono.exchange.host import Host, HostCombine, HostSlots
 from unisono.exchange.network import broadcast_over
@@ -62,6 +62,7 @@ class TwoLevel(HostSlots):
         self._ranks = next(ranks for ranks in hosts if rank in ranks)
         self.rank = rank
         self.size = sum(map(len, hosts))
+        self._courier = Courier(rank, hosts, host=host, wire=wire)
         if self.size > MAX_TEAM:
             raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that this exchange can connect")
 
@@ -100,8 +101,8 @@ class TwoLevel(HostSlots):
             if not mine:  # ... and to all members of these hosts
                 self._host.broadcast(tensor, 0)
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        deliver_by_broadcast(self, parcels)
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return self._courier.deliver(parcels)
 
     def interrupt(self, error: Exception) -> None:
         self._host.counters.interrupt(error)

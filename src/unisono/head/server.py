@@ -517,8 +517,8 @@ class Head:
         self._state, actions, reason, happened = step(before, Event(source, message), now)
         self._story.add(happened, reason if self._state.ended is None else "")
         self._change_branch(before)
-        if isinstance(message, Hello):
-            self._note_process(self._state.workers[source])
+        if isinstance(message, Hello) and (worker := self._state.workers.get(source)) is not None:
+            self._note_process(worker)
         elif isinstance(message, WorkerExit):
             self._here.pop(message.worker_id, None)
         if reason:

@@ -8,19 +8,22 @@ from typing import Any
 
 import msgspec
 
-from unisono.decisions.membership.roster import ALIVE, Agent, State, Worker, WorkerState
+from unisono.decisions.membership.roster import ALIVE, Agent, Evaluator, State, Worker, WorkerState
 from unisono.events import MachineUsed
 
 __all__ = ["machines_status", "workers_status"]
 
 
 def workers_status(state: State) -> list[dict[str, Any]]:
-    """Return the workers that have connected, without those that were lost or have left."""
+    """Return the workers and evaluators that have connected, without those that were lost or have left."""
     ranks = {worker_id: rank for rank, worker_id in enumerate(state.members)}
-    return [
+    found = [
         _worker_status(ranks, worker)
         for worker in state.workers.values()
         if worker.info is not None and worker.state not in (WorkerState.LEFT, WorkerState.LOST)
+    ]
+    return found + [
+        _evaluator_status(one) for one in state.evaluators.values() if one.info is not None and one.is_alive
     ]
 
 
@@ -55,4 +58,19 @@ def _worker_status(ranks: Mapping[str, int], worker: Worker) -> dict[str, Any]:
         "device": worker.info.device,
         "step": worker.beat.step if worker.beat else -1,
         "microbatch": worker.beat.microbatch if worker.beat else -1,
+    }
+
+
+def _evaluator_status(evaluator: Evaluator) -> dict[str, Any]:
+    assert evaluator.info is not None
+    beat = evaluator.beat
+    return {
+        "worker_id": evaluator.worker_id,
+        "rank": None,
+        "state": evaluator.stage.value,
+        "pid": evaluator.info.pid,
+        "host": evaluator.info.host,
+        "device": evaluator.info.device,
+        "step": beat.step if beat else -1,
+        "microbatch": beat.microbatch if beat else -1,
     }

@@ -93,6 +93,7 @@ def run(
     *,
     machines: Sequence[Machine] | None = None,
     start: StartMethod = "fork",
+    num_evaluators: int = 0,
     simulate_hosts: int = 1,
     outcome: str = "",
     address: str = "",
@@ -105,7 +106,7 @@ def run(
         spec: settings of the run. The process goes to its ``folder``; default: the current one.
         machines: what ``launcher.machines()`` has returned, if it was called already.
         service: membership and address of the head; default: all workers of the machines, on the loopback interface.
-        start, simulate_hosts, outcome, address: for the workers of this machine (`MachineSpec`).
+        start, num_evaluators, simulate_hosts, outcome, address: for the workers of this machine (`MachineSpec`).
 
     Raises:
         UsageError: the run cannot be started.
@@ -120,6 +121,7 @@ def run(
     here = MachineSpec(
         run=spec,
         num_workers=sum(machine.num_workers for machine in machines if machine.name == HERE),
+        num_evaluators=num_evaluators,
         start=start,
         simulate_hosts=simulate_hosts,
         outcome=outcome,

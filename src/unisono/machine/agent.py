@@ -229,6 +229,7 @@ class _Agent:
             host=self._host,
             pid=os.getpid(),
             num_workers=offered,
+            num_evaluators=spec.num_evaluators,
             primary=self._is_primary,
             launched=spec.launched,
         )

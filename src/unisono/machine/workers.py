@@ -119,9 +119,10 @@ class Workers:
         """
         self._where = Memory("unisono-where")
         self.follow(self._head)
-        if words := self._places.reserve(0 if self._spec.when_idle else self._spec.num_workers):
+        number = self._spec.num_workers + self._spec.num_evaluators
+        if words := self._places.reserve(0 if self._spec.when_idle else number):
             self._listener.on_notice(words)
-        if self._spec.num_workers:
+        if number:
             self._placement.open()
 
     def follow(self, url: str) -> None:

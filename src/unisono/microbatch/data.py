@@ -36,7 +36,7 @@ from unisono.lifetime import PARENT, bind_to_parent
 from unisono.microbatch.randomness import seed_everything
 from unisono.process import Process
 
-__all__ = ["Fetcher", "Loading", "MapDataset", "Request", "Samples", "check_dataset", "to_device"]
+__all__ = ["Batches", "Fetcher", "Loading", "MapDataset", "Request", "Samples", "check_dataset", "to_device"]
 
 
 class MapDataset(Protocol):
@@ -61,6 +61,16 @@ class Samples(Protocol):
 
     def keys(self, step: int, leaf: int) -> Sequence[tuple[int, int]]:
         """Return (sample index, seed of its augmentation) of each sample of a micro-batch."""
+
+
+class Batches(Protocol):
+    """Where micro-batches come from (`Fetcher`)."""
+
+    def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
+        """Return the batch of one micro-batch, on the device."""
+
+    def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
+        """Return whether `fetch` takes this batch from a loader process, if there are any."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ dropped. So there is never more than one gradient beside the nodes, and there ar
 A leaf that is first in its chain has nothing to be added to. When its sibling comes next on this worker, its gradients
 are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own.
 
+Where the layout rounds, each node from a fixed level on is rounded as soon as it is formed, in the same hook; a leaf of
+that level is rounded before it is added to anything, and is never adopted.
+
 The **tail** of a micro-batch (its weight, loss, changes of buffers and extras) runs up the same chain when the
 micro-batch ends.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 
 from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
-from unisono.exchange.flat import Entry, Extra, FlatLayout, Rows, Slot, digest_rows
+from unisono.exchange.flat import Entry, Extra, FlatLayout, Rows, Slot, digest_rows, round_in_place
 from unisono.exchange.slots import Slots
 from unisono.microbatch.parameters import ParameterCheck
 from unisono.state.buffers import Buffers
@@ -31,6 +35,9 @@ from unisono.state.packing import digest_of_tensor
 from unisono.state.tracked import Calls
 
 __all__ = ["Fingerprint", "GradientFolder"]
+
+PART = 1 << 17
+"""Values that are rounded together."""
 
 OnRows = Callable[[int], None]
 """Callback: so many rows of the current leaf's node are complete."""
@@ -68,19 +75,26 @@ class _Leaf:
         chain: (node, its slot) that the gradients are added to, one after the other; of a leaf whose sibling is not
             held, the node of its own.
         is_left: of each node of the chain, whether it is the left operand of the addition.
+        rounds: of each node of the chain, whether the sum with it is rounded.
+        rounds_itself: whether the leaf is rounded before anything is added to it.
         target: the node that the leaf completes, and its slot.
         is_first_of_chain: whether no sibling of the leaf is held, to which it could be added.
         parts: by parameter, the parts of its gradient that the current call of backward has given so far.
         pending: by parameter, the sum of the calls so far.
     """
 
-    def __init__(self, node: Node, slots: Slots, num_leaves: int, num_parameters: int) -> None:
+    def __init__(
+        self, node: Node, slots: Slots, num_leaves: int, num_parameters: int, rounds: Callable[[Node, int], bool]
+    ) -> None:
         self.chain: list[tuple[Node, Slot]] = []
         self.is_left: list[bool] = []
+        self.rounds: list[bool] = []
+        self.rounds_itself = rounds(node, num_leaves)
         while (other := sibling(node, num_leaves)) is not None and other in slots.nodes:
             self.chain.append((other, slots.nodes[other]))
             self.is_left.append(other.index < node.index)
             node = parent(node, num_leaves)
+            self.rounds.append(rounds(node, num_leaves))
         self.node = node
         self.is_first_of_chain = not self.chain
         self.is_apart = False
@@ -111,6 +125,7 @@ class GradientFolder:
         slots: the worker's slots in use; the nodes of the step are kept there.
         extras: what else the micro-batches add up.
         means: the gradients of a step are means over its total weight; False: sums.
+        rounds: the sums are rounded from a fixed level of the tree on.
     """
 
     def __init__(
@@ -123,9 +138,11 @@ class GradientFolder:
         *,
         extras: Sequence[Extra] = (),
         means: bool = True,
+        rounds: bool = False,
     ) -> None:
         self.buffers = buffers
-        self.layout = FlatLayout(parameters, buffers.named(), extras, means=means)
+        self.layout = FlatLayout(parameters, buffers.named(), extras, means=means, rounds=rounds)
+        self._is_rounded = [rounds and entry.sum_dtype == torch.float32 for entry in self.layout.gradients]
         self._extras = list(extras)
         self.trained = list(parameters)
         """(name, parameter), those whose gradients are summed."""
@@ -226,7 +243,8 @@ class GradientFolder:
         self._last = None  # its slot may be as large as all gradients
         self._check.start(compare_bits=not self._calls.has_looked)
         own = leaf(index, self._num_leaves)
-        current = _Leaf(own, Slots() if apart else self._slots, self._num_leaves, len(self._parameters))
+        slots = Slots() if apart else self._slots
+        current = _Leaf(own, slots, self._num_leaves, len(self._parameters), self.layout.rounds)
         current.is_apart = apart
         if self._adopter is not (None if current.is_first_of_chain else current.chain[0][1]):
             self.copy_adopted()
@@ -234,6 +252,7 @@ class GradientFolder:
             current.chain = [(own, self._own_slot() if apart else new_slot())]
         current.adopts = (
             current.is_first_of_chain
+            and not current.rounds_itself
             and following is not None
             and leaf(following, self._num_leaves) == sibling(own, self._num_leaves)
         )
@@ -416,7 +435,10 @@ class GradientFolder:
             self._carry(current, index, gradient)
             return
         target = current.chain[0][1].gradients[index]
-        if current.adopts and gradient.dtype == target.dtype:
+        if current.rounds_itself and self._is_rounded[index]:
+            for part in _parts(target):
+                target[part].copy_(gradient[part].to(torch.bfloat16))
+        elif current.adopts and gradient.dtype == target.dtype:
             self._adopted[index] = gradient
         else:
             target.copy_(gradient)
@@ -425,9 +447,29 @@ class GradientFolder:
         """Add a gradient to the nodes of the chain, one after the other. All sums are written into slots: the gradient
         may be a view of memory that is still on its way to other parameters.
         """
-        other = self._adopted.pop(index, None)
-        for (_, slot), is_left in zip(current.chain, current.is_left, strict=True):
-            target = slot.gradients[index]
+        adopted = self._adopted.pop(index, None)
+        targets = [slot.gradients[index] for _, slot in current.chain]
+        if not self._is_rounded[index] or not current.rounds[-1]:
+            self._add_up(current, running, adopted, targets)
+            return
+        for part in _parts(targets[0]):  # from here to the last node of the chain in the cache
+            own = running[part] if isinstance(running, Tensor) else running
+            if current.rounds_itself and isinstance(own, Tensor):
+                own = own.to(torch.bfloat16).to(torch.float32)  # a copy
+            other = adopted[part] if adopted is not None else None
+            self._add_up(current, own, other, [target[part] for target in targets], rounds=True)
+
+    @staticmethod
+    def _add_up(
+        current: _Leaf,
+        running: Tensor | float,
+        other: Tensor | None,
+        targets: Sequence[Tensor],
+        *,
+        rounds: bool = False,
+    ) -> None:
+        """Add to ``other``, or to what is in the first target, and so on; each sum goes to its target."""
+        for target, is_left, is_rounded in zip(targets, current.is_left, current.rounds, strict=True):
             if other is None:
                 other = target
             # The left node first: where both are NaN, the sum has the bits of the first.
@@ -435,6 +477,8 @@ class GradientFolder:
                 running = torch.add(other, running, out=target)
             else:
                 running = torch.add(running, other, out=target)
+            if rounds and is_rounded:
+                round_in_place(target)
             other = None
 
 
@@ -458,6 +502,15 @@ class _Tail:
         self.used = view(layout.used)
         self.buffers = [view(entry) for entry in layout.buffers]
         self.extras = [view(entry) for entry in layout.extras]
+
+
+def _parts(tensor: Tensor) -> list[Any]:
+    """Return indices that cut a tensor into parts that stay in the cache, wherever it lies."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if tensor.numel() <= PART or rows < 2 or tensor.device.type != "cpu":
+        return [...]
+    each = max(1, rows * PART // tensor.numel())
+    return [slice(start, start + each) for start in range(0, rows, each)]
 
 
 def _each(operation: Callable[[Tensor, Tensor], Tensor], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

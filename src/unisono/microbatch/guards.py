@@ -203,11 +203,16 @@ class UnusedGradients:
         self._used: set[str] = set()
         self._unused: dict[str, int] = {}
         self._shown = -1
+        self._left_out: set[str] = set()
+
+    def leave_out(self, name: str) -> None:
+        """Leave out an optimizer whose step() the script does not call."""
+        self._left_out.add(name)
 
     def start_step(self) -> None:
         """Note the gradients of the step before that were not used. Called before they are dropped."""
         for name, optimizer in self._tracked.optimizers.items():
-            if name in self._used or self._shown < 0:
+            if name in self._used or name in self._left_out or self._shown < 0:
                 self._unused.pop(name, None)
             elif _has_finite_gradients(optimizer):  # others are left out on purpose
                 self._unused.setdefault(name, self._shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,12 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from unisono.decisions.ownership import Place
 from unisono.exchange.slots import Slots
 from unisono.problems.fit import Held
 from unisono.problems.limits import memory_limit, own_address_space, own_memory
 from unisono.state.tracked import Tracked
 
-__all__ = ["Beginning", "data_bytes", "held_now", "kinds"]
+__all__ = ["Among", "Beginning", "data_bytes", "held_now", "kinds"]
 
 SOME: Final = 1_000
 """So many items of a list are looked at; the others are taken to be as large."""
@@ -36,7 +37,19 @@ class Beginning:
     """Of the data set."""
 
 
-def kinds(tracked: Tracked, slots: Slots, beginning: Beginning) -> dict[str, int]:
+@dataclass(frozen=True)
+class Among:
+    """The members of a run, and which of them this process is."""
+
+    members: Sequence[Place] = ()
+    """In the order of their ranks."""
+    own_id: str = ""
+
+
+NOBODY: Final = Among()
+
+
+def kinds(tracked: Tracked, slots: Slots, beginning: Beginning, among: Among = NOBODY) -> dict[str, int]:
     """Return the bytes of what does not depend on the size of a micro-batch, by name."""
     parameters = sum(map(_bytes, {id(one): one for _, one in tracked.parameters()}.values()))
     buffers = sum(_bytes(one) for module in tracked.modules.values() for one in module.buffers())
@@ -48,13 +61,20 @@ def kinds(tracked: Tracked, slots: Slots, beginning: Beginning) -> dict[str, int
         "gradients": _slot_bytes(slots),
         "optimizer state": sum(number for _, number in _optimizer_tensors(tracked)),
     }
-    if to_come := _state_to_come(tracked):
+    if to_come := _state_to_come(tracked, among):
         known["optimizer state, from the first update on"] = to_come
     return {name: number for name, number in known.items() if number}
 
 
 def held_now(
-    tracked: Tracked, slots: Slots, device: torch.device, beginning: Beginning, *, asked: int, num_workers: int
+    tracked: Tracked,
+    slots: Slots,
+    device: torch.device,
+    beginning: Beginning,
+    among: Among = NOBODY,
+    *,
+    asked: int,
+    num_workers: int,
 ) -> Held:
     """Return what holds the memory of this process now, that of its accelerator if it computes there.
 
@@ -70,7 +90,7 @@ def held_now(
     named = [(f"{name} {tuple(one.shape)} {_dtype(one)}", _bytes(one)) for name, one in tracked.parameters()]
     named += list(_optimizer_tensors(tracked))
     return Held(
-        kinds=kinds(tracked, slots, beginning),
+        kinds=kinds(tracked, slots, beginning, among),
         used=used,
         asked=asked,
         limit=limit,
@@ -148,15 +168,21 @@ def _optimizer_tensors(tracked: Tracked) -> Iterator[tuple[str, int]]:
                         yield f"{name}: {key} {tuple(value.shape)} {_dtype(value)}", _bytes(value)
 
 
-def _state_to_come(tracked: Tracked) -> int:
+def _state_to_come(tracked: Tracked, among: Among) -> int:
     """Return what optimizers will add at their first update, as far as that is known by their kind."""
     found = 0
-    for optimizer in tracked.optimizers.values():
-        if any(optimizer.state.values()):
+    for name, optimizer in tracked.optimizers.items():
+        sharded = tracked.sharded.get(name)
+        if any(optimizer.state.values()) or (sharded is not None and any(sharded.holders)):
             continue
+        owners = sharded.plan(among.members) if sharded is not None and among.members else ()
+        index = 0
         for group in optimizer.param_groups:
             copies = _copies(type(optimizer).__name__, group)
-            found += copies * sum(_bytes(one) for one in group["params"] if one.requires_grad)
+            for parameter in group["params"]:
+                if parameter.requires_grad and (not owners or among.own_id in owners[index]):
+                    found += copies * _bytes(parameter)
+                index += 1
     return found
 
 

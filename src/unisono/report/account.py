@@ -344,6 +344,7 @@ def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
         microbatches=_whole(recipe.get("microbatches")),
         batch_size=_whole(recipe.get("batch_size")),
         spare_cores=max(0.0, min(spare)) if spare else math.inf,
+        wire=str(recipe.get("wire", "fp32")),
     )
 
 

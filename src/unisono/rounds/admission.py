@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,10 +13,10 @@ from unisono.decisions.cadence import Position, differences, table
 from unisono.decisions.cursor import Recipe
 from unisono.errors import RecipeError
 from unisono.rounds.life import Rounds
+from unisono.rounds.loading import load_shares, without_states
 from unisono.rounds.standing import Report
 from unisono.rounds.team import LOST
 from unisono.rounds.transfer import broadcast_state, share_state
-from unisono.state.packing import pack
 
 __all__ = ["Admission"]
 
@@ -47,12 +48,16 @@ class Admission:
 
     A script may have several phases (calls of ``run.steps``); `join` is called at the head of each until it succeeds.
 
+    Args:
+        checkpoint: returns, on the member that begins a run, what it has begun with.
+
     Attributes:
         lines: of the journal, which this member got with the state as a newcomer: those that it may have to write.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: Rounds, checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         self._rounds = rounds
+        self._checkpoint = checkpoint
         self._team = rounds.team
         self._tracked = rounds.tracked
         self._state: _Fresh | _BeginsLater | _Arrived = _Fresh()
@@ -110,13 +115,15 @@ class Admission:
         # All see from the reports whether a member is at an earlier phase; those at the position already wait for it.
         some_are_earlier = any(report.phase < position.phase for report in reports)
         if len(reports) > 1:
-            packed = pack(self._tracked.state(), "tracked") if self._team.rank == 0 else None
+            whole = self._tracked.whole_state
+            packed = without_states(whole(), list(self._tracked.sharded)) if self._team.rank == 0 else None
             state = broadcast_state(self._team.exchange, 0, packed)
             if self._team.rank != 0:
                 (self._tracked.load_models if some_are_earlier else self._tracked.load)(state)
         if some_are_earlier:
             self._state = _BeginsLater(position)
             return None
+        load_shares(self._team, self._tracked, self._checkpoint())
         return position
 
     def _load(self, begin: Begin) -> Position | None:

@@ -28,7 +28,7 @@ from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
 from unisono.words import listed
 
-__all__ = ["Agreement", "Digests", "check_digests"]
+__all__ = ["Agreement", "Digests", "check_digests", "held_by_all"]
 
 OUT_OF_STEP = (
     "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
@@ -42,6 +42,11 @@ USUAL_CAUSES = (
     "generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a sample goes into "
     "a unisono.Carried. unisono.Run(deterministic=False) turns this check off"
 )
+COPIES_DIFFER = (
+    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
+    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
+    "probably faulty. Go on from the newest checkpoint without that machine; the journal says what ran where"
+)
 
 
 class Digests(msgspec.Struct, frozen=True):
@@ -52,6 +57,8 @@ class Digests(msgspec.Struct, frozen=True):
     """By name; empty where there is no other member to compare with."""
     reaches: bool = False
     """The member sees the run's directory, and may write there."""
+    held: dict[str, dict[int, int]] = {}
+    """By sharded optimizer, the digests of the states that the member holds, by the numbers of their tensors."""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -71,6 +78,8 @@ class Agreement:
     """
 
     def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, last_step: int | None) -> None:
+        self.unit = "micro-batch"
+        """Of a rehearsal, for errors."""
         self._members = members
         self._tracked = tracked
         self._rehearses = rehearses
@@ -78,6 +87,7 @@ class Agreement:
         self._last_step = last_step
         self._step = -1
         self._digest: int | None = None
+        self._copies: tuple[int, int] | None = None  # (generation, digest)
         self._is_rehearsed = False
         self._own: Fingerprint | None = None
         self._other: Fingerprint | None = None
@@ -90,7 +100,7 @@ class Agreement:
             number: of the step within ``run.steps``.
             total: steps of the run that are done.
         """
-        self._own = self._other = self._digest = None
+        self._own = self._other = self._digest = self._copies = None
         self._step = total
         is_last = number == self._last_step
         is_team = self._members.size > 1
@@ -101,6 +111,9 @@ class Agreement:
         )
         if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
             self._digest = self._digest_of_state()
+            if self._tracked.sharded:
+                own_id = self._members.worker_ids[self._members.rank]
+                self._copies = (self._members.team.generation, self._tracked.balance_of_copies(own_id))
 
     def rehearsal(self, plan: Plan) -> Rehearsal | None:
         """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
@@ -138,6 +151,9 @@ class Agreement:
         found: dict[str, int] = {"arithmetic": self._members.arithmetic}
         if self._digest is not None:
             found |= {"compared_step": self._step, "state_digest": self._digest}
+        if self._copies is not None and self._copies[0] == self._members.team.generation:
+            # A member that was lost since then would be missing in the sum.
+            found |= {"copies_generation": self._copies[0], "copies_digest": self._copies[1]}
         if self._own is not None:
             found |= {"own_leaf": self._own.leaf, "own_digest": self._own.digest}
         if self._other is not None:
@@ -163,6 +179,9 @@ class Agreement:
             states = {rank: telemetry[rank].state_digest for rank in ranks}
             if len(set(states.values())) > 1:
                 self._states_differ(telemetry, states)
+        is_whole = {each.copies_generation for each in telemetry} == {self._members.team.generation}
+        if self._copies is not None and is_whole and sum(each.copies_digest for each in telemetry) % (1 << 64):
+            self._copies_differ(telemetry)
         for owner in compared:
             for helper in compared:
                 if helper != owner and _differs(telemetry[owner], telemetry[helper]):
@@ -187,9 +206,7 @@ class Agreement:
         ids = self._members.worker_ids
         wrong = _odd_ones(states, [each.arithmetic for each in telemetry])
         if wrong is None:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+            self._warn_of_arithmetic()
             return
         ranks, usual = wrong
         mine = {
@@ -204,6 +221,24 @@ class Agreement:
             f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}"
         )
 
+    def _copies_differ(self, telemetry: Sequence[StepTelemetry]) -> None:
+        ids = self._members.worker_ids
+        if len({each.arithmetic for each in telemetry}) > 1:
+            self._warn_of_arithmetic()
+            return
+        mine = {
+            path: text
+            for name, optimizer in self._tracked.sharded.items()
+            for path, text in described(optimizer.state_dict()["state"], f"{name}['state']").items()
+        }
+        details = self._exchange(telemetry, _Details(state=mine))
+        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}")
+
+    def _warn_of_arithmetic(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+
     def _leaves_differ(self, telemetry: Sequence[StepTelemetry], owner: int, helper: int) -> None:
         ids, leaf = self._members.worker_ids, telemetry[owner].own_leaf
         details = self._exchange(
@@ -217,7 +252,7 @@ class Agreement:
             if mine is not None and theirs is not None:
                 what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
         raise DivergenceError(
-            f"micro-batch {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
+            f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 
@@ -266,6 +301,28 @@ def check_digests(digests: Mapping[str, Digests]) -> None:
         warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
 
 
+def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
+    """Return the digests of the states that all workers together hold, by sharded optimizer and number of the tensor.
+
+    Args:
+        digests: by worker.
+
+    Raises:
+        DivergenceError: workers of equal arithmetic have other bits in their copies of a state.
+    """
+    found: dict[str, dict[int, int]] = {}
+    first: dict[tuple[int, str, int], tuple[str, int]] = {}
+    for worker, each in digests.items():
+        for name, states in each.held.items():
+            for number, digest in states.items():
+                other, expected = first.setdefault((each.arithmetic, name, number), (worker, digest))
+                if digest != expected:
+                    raise DivergenceError(COPIES_DIFFER.format(first=other, second=worker, what=f"a state of {name}"))
+                if found.setdefault(name, {}).setdefault(number, digest) != digest:
+                    warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+    return found
+
+
 def _differs(owner: StepTelemetry, helper: StepTelemetry) -> bool:
     is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf
     return is_same_leaf and owner.arithmetic == helper.arithmetic and owner.own_digest != helper.other_digest
@@ -279,6 +336,17 @@ def _odd_ones(states: Mapping[int, int], arithmetics: Sequence[int]) -> tuple[li
             usual = next(rank for index, rank in enumerate(ranks) if index not in odd)
             return [ranks[index] for index in odd], usual
     return None
+
+
+def _first_copies(details: Sequence[_Details], ids: Sequence[str]) -> str:
+    """Return in words which copies of a state differ."""
+    first: dict[str, int] = {}
+    for rank, each in enumerate(details):
+        for path, text in each.state.items():
+            other = first.setdefault(path, rank)
+            if details[other].state[path] != text:
+                return COPIES_DIFFER.format(first=ids[other], second=ids[rank], what=path)
+    return COPIES_DIFFER.format(first="one worker", second="another", what="a state of a sharded optimizer")
 
 
 def _first_difference(details: Sequence[_Details], rank: int, usual: int, ids: Sequence[str]) -> str:

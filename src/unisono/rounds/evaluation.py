@@ -178,6 +178,7 @@ def evaluate(
     seed: int,
     rehearses: bool,
     number: int,
+    at: Callable[[int], None] = lambda batch: None,
 ) -> Totals:
     """Evaluate all batches with the tracked modules in ``eval()`` mode, and add up their totals. Collective.
 
@@ -186,6 +187,7 @@ def evaluate(
         function: batch -> totals of this batch by name.
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
+        at: called before each batch where this worker is alone.
 
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
@@ -202,7 +204,7 @@ def evaluate(
     try:
         evaluator = Evaluator(fetcher, function, tracked, seed=seed)
         if rounds is None:
-            return _evaluate_alone(evaluator, num_batches)
+            return _evaluate_alone(evaluator, num_batches, at)
         round_ = EvaluationRound(rounds, evaluator, num_batches=num_batches, rehearses=rehearses, number=number)
         for _ in rounds.play(round_):
             pass
@@ -212,9 +214,10 @@ def evaluate(
         before.restore_modes()
 
 
-def _evaluate_alone(evaluator: Evaluator, num_batches: int) -> Totals:
+def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], None]) -> Totals:
     have = {}
     for batch in range(num_batches):
+        at(batch)
         have[batch] = evaluator.totals(batch)
         point("in_evaluation", batch)
     return _add_up(have)

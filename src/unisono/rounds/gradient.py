@@ -20,7 +20,7 @@ from unisono.exchange import Share
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.spent import Spent
 from unisono.faults import point
-from unisono.microbatch.data import Fetcher
+from unisono.microbatch.data import Batches
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards
 from unisono.microbatch.losses import Microbatch, Reduction
@@ -48,7 +48,7 @@ class StepContext:
     rounds: Rounds
     folder: Callable[[], GradientFolder]
     """Returns the folder of the parameters that are trained now. Collective if these have changed."""
-    fetcher: Fetcher
+    fetcher: Batches
     cursor: Cursor
     seed: int
     phase: int

@@ -34,6 +34,8 @@ from unisono.state.tracked import Tracked
 
 __all__ = ["CHECKPOINT", "DELAYED", "Rounds"]
 
+MOVING = "moving"
+"""The kind of the round in which states that are shared out move between members."""
 DELAYED = "delayed"
 """The kind of the sum of a step that is under way while the script goes on."""
 CHECKPOINT = "together"
@@ -52,6 +54,7 @@ class Rounds:
         members: what a round exchanges with.
         position: of the run, between two steps.
         number: of the round that this member has not finished yet.
+        before_departure: called at a boundary at which members leave, before they do. Collective.
         ahead: the steps whose sums are under way while the script goes on; None: there are none in this run.
     """
 
@@ -70,6 +73,7 @@ class Rounds:
         self.members = Members(team, self.reporter, balance=balance, layout=layout)
         self.position = Position(phase=0, step=0, total=0, lines=0)
         self.number = 0
+        self.before_departure: Callable[[], None] | None = None
         self.ahead: Ahead | None = None
         self._recipe: Recipe = {}
         self._round: Round | None = None
@@ -304,6 +308,11 @@ class Rounds:
         except LOST as lost:
             self._standing = self._regroup(lost)
 
+    @property
+    def begun(self) -> frozenset[str]:
+        """The kinds of the next round that members have begun already, because this one was behind at a loss. Local."""
+        return self._standing.begun
+
     def is_stop_planned(self) -> bool:
         """Return whether the run stops or pauses at this boundary, so that its state is worth a checkpoint.
 
@@ -335,6 +344,8 @@ class Rounds:
         """
         if self.ahead is not None and self.ahead.holds_back:
             return
+        if self.before_departure is not None and self._is_departure():
+            self.before_departure()
         agreed = self.members.agreed_generation
         if not isinstance(self._standing, Behind) and agreed > self.team.generation:
             self._enter(lambda: self.team.switch(agreed, self.report()))
@@ -343,6 +354,15 @@ class Rounds:
             if self.ahead is not None and self.ahead.holds_back:
                 return
             self._enter(lambda: self.team.wait_until_resumed(self.report()))
+
+    def _is_departure(self) -> bool:
+        """Return whether members leave at this boundary, as all have agreed; after a loss, whether others have begun to
+        get ready for it.
+        """
+        begun = self._standing.begun
+        if begun or isinstance(self._standing, Behind):
+            return MOVING in begun
+        return bool(self.members.departing())
 
     def _enter(self, meet: Callable[[], list[Report]]) -> None:
         """Go on with the members of another generation, and give newcomers the state. Collective."""

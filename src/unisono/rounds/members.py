@@ -10,7 +10,7 @@ import msgspec
 
 from unisono.decisions.layout import StateLayout
 from unisono.decisions.plan import Plan
-from unisono.exchange import Combined, Exchange, Share, combine
+from unisono.exchange import Combined, Exchange, Parcel, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import Slots
 from unisono.exchange.spent import NOTHING, Spent
@@ -59,6 +59,7 @@ class Members:
         """The newest planned generation whose notice all members have: they can move there at the next boundary."""
         self._reporter = reporter
         self._layout = layout
+        self._delivered_bytes = 0
 
     @property
     def rank(self) -> int:
@@ -87,6 +88,11 @@ class Members:
         """Return who holds what of the state in the current generation. Local."""
         return self._layout(self.team.worker_ids)
 
+    def departing(self) -> tuple[str, ...]:
+        """Return the members that will leave at the next boundary, because all have agreed on it. Local."""
+        agreed = self.agreed_generation
+        return self.team.departing(agreed) if agreed > self.team.generation else ()
+
     def predicted(self, num_leaves: int) -> Plan:
         """Return the most likely plan of the coming steps. Local."""
         return self.balancing.predicted(num_leaves)
@@ -104,6 +110,21 @@ class Members:
         self.team.check()
         with self.team.waiting():
             return self.team.exchange.all_gather(payload)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Bring tensors from members that have them to others; see `Exchange.deliver`. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost.
+        """
+        self.team.check()
+        with self.team.waiting():
+            self._delivered_bytes += self.team.exchange.deliver(parcels)
+
+    def take_delivered_bytes(self) -> int:
+        """Return, once, how much this member has sent to other hosts with `deliver`. Local."""
+        number, self._delivered_bytes = self._delivered_bytes, 0
+        return number
 
     def sum(self, share: Share, telemetry: StepTelemetry) -> Summed:
         """Add up the nodes of all members in tree order, and divide by the total weight. Collective.

@@ -42,7 +42,7 @@ class TalkRound:
         value: returns the value of this member; called again after a loss, when the member may have another rank.
     """
 
-    kind: Final = "talk"
+    kind = "talk"
     num_leaves: Final = 1
 
     def __init__(self, rounds: Rounds, title: str, value: Callable[[], bytes] = bytes) -> None:

@@ -79,6 +79,9 @@ class Team(Protocol):
     def stops_at(self, generation: int) -> bool:
         """Return whether the run stops or pauses at this planned generation."""
 
+    def departing(self, generation: int) -> tuple[str, ...]:
+        """Return the members that take no part in this planned generation; () if the run stops there."""
+
     def switch(self, generation: int, report: Report) -> list[Report]:
         """Move to a planned generation at a step boundary that all members agreed on, and meet its members."""
 
@@ -162,6 +165,9 @@ class AloneTeam:
 
     def stops_at(self, generation: int) -> bool:
         return False
+
+    def departing(self, generation: int) -> tuple[str, ...]:
+        return ()
 
     def switch(self, generation: int, report: Report) -> list[Report]:
         return [report]
@@ -327,6 +333,13 @@ class HeadTeam:
     def stops_at(self, generation: int) -> bool:
         notice = self._notices.get(generation)
         return notice is not None and (notice.paused or not notice.members)
+
+    def departing(self, generation: int) -> tuple[str, ...]:
+        notice = self._notices.get(generation)
+        if notice is None or not notice.members:
+            return ()
+        staying = {info.worker_id for info in notice.members}
+        return tuple(one for one in self.worker_ids if one not in staying)
 
     def switch(self, generation: int, report: Report) -> list[Report]:
         notice = self._notices[generation]

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from unisono.decisions.layout import EVERYTHING
-from unisono.errors import UsageError
+from unisono.errors import PeerLost, UsageError
 from unisono.exchange import Exchange
 from unisono.faults import point
 from unisono.rounds.members import Members
@@ -19,25 +19,43 @@ from unisono.rounds.team import Team
 from unisono.state.packing import Packed, digest_of_tensor, pack, unpack
 from unisono.state.tracked import Tracked
 
-__all__ = ["begin_alike", "broadcast_state", "share_state"]
+__all__ = ["StateHeader", "begin_alike", "broadcast_state", "share_state"]
 
 BROADCAST_BYTES = 16 << 20
 """Tensors are batched into broadcasts of at most this size; on a high-latency link every broadcast costs a round trip.
 """
 
 
-class _Header(msgspec.Struct, frozen=True):
+class StateHeader(msgspec.Struct, frozen=True):
     """Header of a state: everything but the content of its tensors."""
 
     skeleton: bytes
     kinds: list[tuple[str, list[int]]]
     """(dtype, shape) of each tensor."""
+    away: list[int] = []
+    """The numbers of those that do not travel with it: meta tensors."""
     digests: list[int] = []
+    """Of those that do."""
 
     @classmethod
-    def of(cls, packed: Packed, *, digests: bool = False) -> _Header:
+    def of(cls, packed: Packed, *, digests: bool = False) -> StateHeader:
         kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
-        return cls(packed.skeleton, kinds, [digest_of_tensor(tensor) for tensor in packed.tensors] if digests else [])
+        away = [number for number, tensor in enumerate(packed.tensors) if tensor.is_meta]
+        here = [tensor for tensor in packed.tensors if not tensor.is_meta] if digests else []
+        return cls(packed.skeleton, kinds, away, [digest_of_tensor(tensor) for tensor in here])
+
+    def empty(self) -> list[torch.Tensor]:
+        """Return tensors of these kinds, to be filled; meta tensors for those that do not travel."""
+        away = set(self.away)
+        return [
+            torch.empty(shape, dtype=getattr(torch, kind), device="meta" if number in away else "cpu")
+            for number, (kind, shape) in enumerate(self.kinds)
+        ]
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise PeerLost if tensors that were received are not those that were sent."""
+        if any(digest_of_tensor(one) != digest for one, digest in zip(tensors, self.digests, strict=True)):
+            raise PeerLost("tensors have changed on their way between two workers")
 
 
 def share_state(
@@ -80,10 +98,10 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
     Raises:
         UsageError: the members track tensors of other shapes.
     """
-    packed = pack(tracked.state(), "tracked")
-    own = _Header.of(packed, digests=True)
+    packed = pack(tracked.whole_state(), "tracked")  # nothing is shared out before the first training loop
+    own = StateHeader.of(packed, digests=True)
     payloads = team.exchange.all_gather(msgspec.msgpack.encode(own))
-    headers = [msgspec.msgpack.decode(payload, type=_Header) for payload in payloads]
+    headers = [msgspec.msgpack.decode(payload, type=StateHeader) for payload in payloads]
     first = headers[0]
     different = [rank for rank, other in enumerate(headers) if other != first]
     if not different:
@@ -111,13 +129,15 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
 
 
 def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> dict[str, Any]:
-    """Broadcast the state that rank ``source`` passes as ``packed``, and return it on all members. Collective."""
+    """Broadcast the state that rank ``source`` passes as ``packed``, and return it on all members. Collective.
+
+    Meta tensors of it are meta tensors on all members.
+    """
     mine = packed if exchange.rank == source else None
-    own = msgspec.msgpack.encode(_Header.of(mine)) if mine is not None else b""
-    header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=_Header)
-    empty = (torch.empty(shape, dtype=getattr(torch, kind)) for kind, shape in header.kinds)
-    tensors = mine.tensors if mine is not None else list(empty)
-    for group in _groups(tensors):
+    own = msgspec.msgpack.encode(StateHeader.of(mine)) if mine is not None else b""
+    header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=StateHeader)
+    tensors = mine.tensors if mine is not None else header.empty()
+    for group in _groups([tensor for tensor in tensors if not tensor.is_meta]):
         point("in_admission")
         views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
         together = torch.cat([view.cpu() for view in views]) if len(views) > 1 else views[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +29,7 @@ __all__ = [
     "from_bytes",
     "is_same_state",
     "pack",
+    "pack_held",
     "quick_digest",
     "to_bytes",
     "unpack",
@@ -58,6 +60,18 @@ def pack(state: Any, name: str = "state") -> Packed:
 
     Raises:
         UsageError: a value is neither plain data nor a tensor; the message has its path.
+    """
+    packed = pack_held(state, name)
+    for path, tensor in zip(packed.paths, packed.tensors, strict=True):
+        if tensor.is_meta:
+            raise _refusal(path, "strided tensor on meta")
+    return packed
+
+
+def pack_held(state: Any, name: str = "state") -> Packed:
+    """Do what `pack` does with a state of which this worker holds some tensors; meta tensors stand for the others.
+
+    The skeleton is that of the whole state.
     """
     found: list[tuple[str, Tensor]] = []
     skeleton = msgspec.msgpack.encode(_pack(state, name, found))
@@ -107,7 +121,7 @@ def _from_content(kind: str, shape: Sequence[int], raw: bytes) -> Tensor:
 def _pack(value: Any, path: str, found: list[tuple[str, Tensor]]) -> Any:
     # Containers become [tag, content], so that no value of the user can be mistaken for a tag.
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_meta:
+        if value.layout is not torch.strided:
             raise _refusal(path, f"{str(value.layout).removeprefix('torch.')} tensor on {value.device}")
         found.append((path, value.detach().resolve_conj().resolve_neg()))
         return ["tensor", len(found) - 1]
@@ -218,10 +232,13 @@ def digest_of_tensors(tensors: Sequence[Tensor]) -> int:
 
 
 def quick_digest(state: Any) -> int:
-    """Return a 64-bit fingerprint of a state, for comparing processes of one version. Never store it."""
-    packed = pack(state)
+    """Return a 64-bit fingerprint of a state, for comparing processes of one version. Never store it.
+
+    Of a tensor that this worker does not hold (a meta tensor), only the place counts.
+    """
+    packed = pack_held(state)
     skeleton = torch.frombuffer(bytearray(packed.skeleton), dtype=torch.uint8)
-    return digest_of_tensor(skeleton) ^ digest_of_tensors(packed.tensors)
+    return digest_of_tensor(skeleton) ^ digest_of_tensors([one for one in packed.tensors if not one.is_meta])
 
 
 _factors: list[Tensor] = []
@@ -245,8 +262,8 @@ def hash_bytes(data: bytes) -> int:
 
 
 def is_same_state(a: Any, b: Any) -> bool:
-    """Return whether two states have the same skeleton, and tensors of the same bits."""
-    ours, theirs = pack(a), pack(b)
+    """Return whether two states have the same skeleton, and tensors of the same bits; a meta tensor equals another."""
+    ours, theirs = pack_held(a), pack_held(b)
     return ours.skeleton == theirs.skeleton and all(
         x.dtype == y.dtype and x.shape == y.shape and _same_bits(x, y)
         for x, y in zip(ours.tensors, theirs.tensors, strict=True)
@@ -254,6 +271,8 @@ def is_same_state(a: Any, b: Any) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device:
         return True  # one tensor: many objects keep the tensors that they load
     words = [tensor.contiguous().cpu().view(-1).view(torch.uint8) for tensor in (a, b)]
@@ -266,12 +285,17 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(words[0], words[1])
 
 
-def digest_of_state(state: Any) -> int:
-    """Return a 64-bit fingerprint of a state: of its skeleton and the bits of its tensors."""
-    packed = pack(state)
+def digest_of_state(state: Any, others: Mapping[int, int] = MappingProxyType({})) -> int:
+    """Return a 64-bit fingerprint of a state: of its skeleton and the bits of its tensors.
+
+    Args:
+        others: the digests of the tensors that this worker does not hold (meta tensors), by their numbers in the order
+            of the state.
+    """
+    packed = pack_held(state)
     value = hash_bytes(packed.skeleton)
-    for tensor in packed.tensors:
-        value = mix(value ^ digest_of_tensor(tensor))
+    for number, tensor in enumerate(packed.tensors):
+        value = mix(value ^ (others[number] if tensor.is_meta else digest_of_tensor(tensor)))
     return value
 
 
@@ -280,10 +304,11 @@ def described(state: Any, name: str) -> dict[str, str]:
 
     For a message that names the first difference between two states. Slow for large containers.
     """
-    packed = pack(state, name)
+    packed = pack_held(state, name)
     found = {
         path: f"a tensor {tuple(tensor.shape)} with digest {digest_of_tensor(tensor):016x}"
         for path, tensor in zip(packed.paths, packed.tensors, strict=True)
+        if not tensor.is_meta
     }
     _describe(state, name, found)
     return found

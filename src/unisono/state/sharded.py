@@ -6,11 +6,15 @@ Every worker has the parameters. The state of a parameter (momentum, second mome
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Sharded"]
+from unisono.decisions.ownership import Place
+from unisono.state.packing import digest_of_tensor, pack_held
+
+__all__ = ["Sharded", "held_digests", "states_in"]
 
 
 @runtime_checkable
@@ -35,6 +39,16 @@ class Sharded(Protocol):
         A meta tensor stands for a state that this worker does not hold.
         """
 
+    def plan(self, members: Sequence[Place]) -> tuple[tuple[str, ...], ...]:
+        """Return by parameter who is to hold its state when the next training loop begins, where nobody holds any yet.
+
+        So a member that loads a checkpoint knows what to read of it. The loop finds out by itself who has loaded what,
+        and moves what should be elsewhere.
+
+        Args:
+            members: in the order of their ranks.
+        """
+
     def outline(self) -> dict[str, Any]:
         """Return everything of the state but the content of tensors: what a newcomer needs to take part. Local.
 
@@ -46,3 +60,26 @@ class Sharded(Protocol):
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Return, by parameter, the tensors of the states that this worker holds. Local."""
+
+
+def states_in(paths: Sequence[str], optimizer: str) -> Iterator[tuple[int, int]]:
+    """Yield the tensors that are states of parameters: (number of the path, number of the parameter).
+
+    Args:
+        paths: of the tensors of a state, as `unisono.state.packing.pack` gives them.
+        optimizer: the path of the optimizer's ``state_dict``.
+    """
+    before = f"{optimizer}['state']["
+    for number, path in enumerate(paths):
+        if path.startswith(before):
+            yield number, int(path[len(before) :].partition("]")[0])
+
+
+def held_digests(state_dict: dict[str, Any]) -> dict[int, int]:
+    """Return the digests of the states that this worker holds, by the numbers of their tensors in a ``state_dict``."""
+    packed = pack_held(state_dict, "")
+    return {
+        number: digest_of_tensor(packed.tensors[number])
+        for number, _ in states_in(packed.paths, "")
+        if not packed.tensors[number].is_meta
+    }

@@ -7,23 +7,25 @@ the next step depends on them: buffers that are not persistent, and which parame
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.errors import StepError, UsageError
+from unisono.decisions.checks import balance_of_copies
+from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
-from unisono.state.packing import digest_of_state, is_same_state
+from unisono.state.packing import digest_of_state, digest_of_tensors, is_same_state
 from unisono.state.pending import Pending
+from unisono.state.sharded import Sharded, held_digests, states_in
 from unisono.state.sums import Sums
 
-__all__ = ["Calls", "OwnPart", "Tracked"]
+__all__ = ["Calls", "OwnPart", "SpreadPart", "Tracked"]
 
 
 class OwnPart(Protocol):
@@ -33,6 +35,21 @@ class OwnPart(Protocol):
         """Return plain data and tensors."""
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+@runtime_checkable
+class SpreadPart(OwnPart, Protocol):
+    """A part of which each worker may hold some tensors; meta tensors stand for the others in its ``state_dict``."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it is so now; the same on all members."""
+
+    def outline(self) -> Any:
+        """Return what ``load_state_dict`` needs on a newcomer, which holds no such tensor yet."""
+
+    def holders(self, path: str) -> tuple[str, ...]:
+        """Return the ids of the workers that hold the tensor at a path within ``state_dict``; () where all do."""
 
 
 @dataclass
@@ -77,10 +94,24 @@ class Tracked:
         self.sums = Sums()
         self.pending = Pending()
         self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
+        self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
         self._own[name] = part
+        if name in self._early:
+            part.load_state_dict(self._early.pop(name))
+
+    def apart(self, without: str = "") -> Tracked:
+        """Return the same objects, with sums of their own and no other part of the run's state.
+
+        Args:
+            without: the name of an object to leave out.
+        """
+        other = Tracked()
+        other._objects = {name: value for name, value in self._objects.items() if name != without}
+        other._first, other.calls = self._first, self.calls
+        return other
 
     def add(self, objects: dict[str, Any]) -> None:
         for name, value in objects.items():
@@ -120,6 +151,11 @@ class Tracked:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {name: value for name, value in self._objects.items() if isinstance(value, torch.optim.Optimizer)}
+
+    @property
+    def sharded(self) -> dict[str, Sharded]:
+        """The optimizers of which each worker holds some states."""
+        return {name: value for name, value in self.optimizers.items() if isinstance(value, Sharded)}
 
     @property
     def carried(self) -> dict[str, Carried]:
@@ -181,9 +217,10 @@ class Tracked:
             for path, part in module.named_modules():
                 if isinstance(part, nn.SyncBatchNorm):
                     raise UsageError(
-                        f"{name}.{path} is a SyncBatchNorm, which needs all micro-batches at the same time; use "
-                        "BatchNorm (its statistics are averaged over the micro-batches), GroupNorm, or fewer "
-                        "micro-batches (microbatches=)"
+                        f"{name}.{path} is a SyncBatchNorm, which needs the activations of all micro-batches of a step "
+                        "at the same time, while Unisono keeps those of one: with 16 micro-batches a worker would need "
+                        "some ten times the memory. Use BatchNorm (normalizes each micro-batch by itself, and averages "
+                        "the running statistics over them) with larger and fewer micro-batches, or GroupNorm"
                     )
                 if _is_cumulative(part):
                     raise UsageError(
@@ -268,25 +305,69 @@ class Tracked:
     # -- state ---------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return everything that the next step depends on."""
+        """Return everything that the next step depends on, as a newcomer gets it: it holds no sharded state yet."""
+        outlines = {name: value.outline() for name, value in self.sharded.items()}
+        spread = {name: part.outline() for name, part in self._own.items() if isinstance(part, SpreadPart)}
+        state = self._state_but(outlines.keys(), spread.keys())
+        return {**state, "own": {**state["own"], **spread}, "outlines": outlines}
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return everything that the next step depends on, as a checkpoint has it; what it looks like is the same with
+        and without sharding. A meta tensor stands for each that this worker does not hold.
+        """
+        return self._state_but()
+
+    def holders(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return by path, as `pack` gives them for `whole_state`, the ids of the workers that hold the tensor.
+
+        () where every worker holds it.
+        """
+        found: list[tuple[str, ...]] = [()] * len(paths)
+        for name, value in self.sharded.items():
+            known = value.holders
+            for number, parameter in states_in(paths, f"tracked['objects'][{name!r}]"):
+                found[number] = known[parameter]
+        for name, part in self._own.items():
+            if isinstance(part, SpreadPart):
+                start = f"tracked['own'][{name!r}]"
+                for number, path in enumerate(paths):
+                    if path.startswith(start):
+                        found[number] = part.holders(path.removeprefix(start))
+        return found
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no worker holds the whole state; the same on all members."""
+        return bool(self.sharded) or any(isinstance(one, SpreadPart) and one.is_spread for one in self._own.values())
+
+    def _state_but(self, names: Collection[str] = (), parts: Collection[str] = ()) -> dict[str, Any]:
         return {
-            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+            "objects": {name: value.state_dict() for name, value in self._objects.items() if name not in names},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
-            "own": {name: part.state_dict() for name, part in self._own.items()},
+            "own": {
+                **self._early,
+                **{name: part.state_dict() for name, part in self._own.items() if name not in parts},
+            },
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` made in another process of the same script.
+        """Load what `state` or `whole_state` made in another process of the same script.
 
         Raises:
             UsageError: the state is of other objects. StepError: an object differs from the state that it has loaded.
         """
-        theirs, ours = state["objects"].keys(), self._objects.keys()
+        outlines = state.get("outlines")
+        theirs, ours = state["objects"].keys() | (outlines or {}).keys(), self._objects.keys()
         if theirs != ours:
             raise UsageError(
                 f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; give run.track the same names"
+            )
+        if outlines is not None and outlines.keys() != self.sharded.keys():
+            raise UsageError(
+                f"the script of this worker shards {sorted(self.sharded) or 'no optimizer'}, the run shards "
+                f"{sorted(outlines) or 'none'}; all workers must call unisono.shard alike"
             )
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
@@ -298,16 +379,26 @@ class Tracked:
         for name, part in state["objects"].items():
             value = self._objects[name]
             value.load_state_dict(part)
-            if not is_same_state(value.state_dict(), part):
-                raise StepError(
-                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(), so a worker that "
-                    "joins, or a run that resumes, would go on from another state: its state_dict() must hold "
-                    "everything that changes"
-                )
+            self._check_loaded(name, value.state_dict(), part)
+        for name, outline in (outlines or {}).items():
+            sharded = self.sharded[name]
+            sharded.load_outline(outline)
+            self._check_loaded(name, sharded.outline(), outline)
+
+    def _check_loaded(self, name: str, ours: Any, theirs: Any) -> None:
+        if not is_same_state(ours, theirs):
+            raise StepError(
+                f"{name} ({type(self._objects[name]).__qualname__}) is not the same after load_state_dict(), so a "
+                "worker that joins, or a run that resumes, would go on from another state: its state_dict() must hold "
+                "everything that changes"
+            )
 
     def _load_own(self, state: dict[str, Any]) -> None:
         for name, own in state["own"].items():
-            self._own[name].load_state_dict(own)
+            if name in self._own:
+                self._own[name].load_state_dict(own)
+            else:
+                self._early[name] = own
 
     def load_models(self, state: dict[str, Any]) -> None:
         """Load the modules of a state of a later phase, as far as this script has made them already.
@@ -330,17 +421,87 @@ class Tracked:
             if name in hidden and hidden[name].shape == buffer.shape:
                 hidden[name].copy_(buffer)
 
+    def seen(self) -> dict[str, Any]:
+        """Return what a forward pass can depend on: all but what only an update needs."""
+        return {
+            "objects": {
+                name: value.state_dict() for name, value in self._objects.items() if not _is_for_updates(value)
+            },
+            "hidden": self._hidden_buffers(),
+        }
+
+    def load_seen(self, state: dict[str, Any]) -> None:
+        """Load what `seen` has returned, perhaps in another process of the same script.
+
+        Raises:
+            UsageError: the state is of other objects.
+        """
+        ours = {name for name, value in self._objects.items() if not _is_for_updates(value)}
+        if state["objects"].keys() != ours:
+            raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            hidden[name].copy_(buffer)
+        for name, part in state["objects"].items():
+            self._objects[name].load_state_dict(part)
+
+    def own_state(self, names: Collection[str]) -> dict[str, Any]:
+        """Return these parts of the state that are Unisono's own."""
+        return {"own": {name: self._own[name].state_dict() for name in names}}
+
+    def load_own(self, state: dict[str, Any]) -> None:
+        """Load what `own_state` has returned."""
+        self._load_own(state)
+
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
         return {
-            **{name: value.state_dict() for name, value in self._objects.items()},
+            **{name: _alike(value) for name, value in self._objects.items()},
             "buffers that are not persistent": self._hidden_buffers(),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
 
-    def digests(self) -> dict[str, str]:
-        """Return a 64-bit fingerprint of every tracked object, in hexadecimal."""
-        return {name: f"{digest_of_state(value.state_dict()):016x}" for name, value in self._objects.items()}
+    def digests(self, held: Mapping[str, Mapping[int, int]]) -> dict[str, str]:
+        """Return a 64-bit fingerprint of every tracked object, in hexadecimal; the same with and without sharding.
+
+        Args:
+            held: `held_digests` of all workers together.
+
+        Raises:
+            StateLost: no worker is left that holds some state.
+        """
+        found = {}
+        for name, value in self._objects.items():
+            try:
+                found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
+            except KeyError:
+                raise StateLost(
+                    f"all workers that held some states of {name} were lost in the last moment of the run, so its end "
+                    "is not known; go on from the newest checkpoint, and with more copies (unisono.shard)"
+                ) from None
+        return found
+
+    def common_digests(self) -> dict[str, str]:
+        """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
+        return {name: f"{digest_of_state(_alike(value)):016x}" for name, value in self._objects.items()}
+
+    def balance_of_copies(self, worker_id: str) -> int:
+        """Return a worker's part of a sum that is 0, over all workers, where all copies of shared states are equal."""
+        total = 0
+        for value in self.sharded.values():
+            digests = {
+                number: digest_of_tensors([*state.values(), torch.tensor(number)])
+                for number, state in value.held().items()
+                if state
+            }
+            total += balance_of_copies(digests, value.holders, worker_id)
+        return total % (1 << 64)
+
+    def held_digests(self) -> dict[str, dict[int, int]]:
+        """Return by sharded optimizer the digests of the states that this worker holds, by the numbers of their tensors
+        in the ``state_dict``.
+        """
+        return {name: held_digests(value.state_dict()) for name, value in self.sharded.items()}
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
@@ -355,6 +516,17 @@ class Tracked:
                         is_same = buffer is not None and buffer.shape == first.shape
                         found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first
         return found
+
+
+def _alike(value: Any) -> Any:
+    """Return the state of an object, as far as it is on every worker."""
+    return value.outline() if isinstance(value, Sharded) else value.state_dict()
+
+
+def _is_for_updates(value: object) -> bool:
+    """Return whether only updates depend on an object, and no forward pass."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+    return isinstance(value, kinds)
 
 
 def _is_cumulative(module: nn.Module) -> bool:

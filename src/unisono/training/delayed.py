@@ -17,6 +17,9 @@ import torch
 from unisono.decisions.cursor import Recipe
 from unisono.errors import StepError, UsageError
 from unisono.events import StepResult
+from unisono.exchange.flat import FlatLayout
+from unisono.microbatch.data import Request
+from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
@@ -27,6 +30,7 @@ from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
 from unisono.training.step import State, Step
+from unisono.training.upcoming import Upcoming
 
 __all__ = ["Delayed", "check_delay"]
 
@@ -71,6 +75,8 @@ def check_delay(delay: int, tracked: Tracked) -> None:
 class Delayed:
     """The strategy of ``run.steps(delay=D)``, D > 0."""
 
+    overlaps = True
+
     def __init__(self, delay: int, num_steps: int) -> None:
         self.num_more = delay if num_steps else 0
         self._delay = delay
@@ -80,6 +86,12 @@ class Delayed:
     @property
     def recipe(self) -> Recipe:
         return {"delay": self._delay}
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        return folder.layout
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        return upcoming()
 
     def num_done(self, number: int) -> int:
         return min(max(0, number - self._delay), self._num_steps)

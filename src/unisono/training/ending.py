@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from unisono.errors import RunStopped, StepError, UnisonoError
 from unisono.process import Process, tell
-from unisono.rounds.agreement import Digests, check_digests
+from unisono.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.rounds.life import Rounds
 from unisono.rounds.together import together
 from unisono.training import life
@@ -31,7 +32,7 @@ class Reached:
 
     loop: TrainingLoop | None
     """The training loop that has begun last."""
-    training: Steps | None
+    training: Steps[Any] | None
     """The steps that the script iterates over."""
     has_joined: bool
     num_steps: int
@@ -43,7 +44,7 @@ class Ending:
     """Ends a run, once.
 
     Args:
-        before_end: called before the members end the run together, where all is well. Collective.
+        before_end: called before the members end the run together, where all is well. Collective for members.
         reached: returns how far the script has got.
         begun: what is taken back at the end.
         is_alone: there are no other workers, and no head that knows how the script ends.
@@ -126,10 +127,11 @@ class Ending:
                 reached.training.close()
             if reached.loop is not None:
                 reached.loop.leave()
-            digests = self._rounds.tracked.digests()
+            own, held = self._own_digests(), {}
+            self._before_end()
             if reached.has_joined:
-                self._before_end()
-                self._end_together(digests)
+                held = self._end_together(own)
+            digests = self._rounds.tracked.digests(held) if self._rounds.tracked.sharded else dict(own.objects)
         except UnisonoError as failure:
             self._append_failure(failure)
             raise
@@ -153,10 +155,20 @@ class Ending:
         if is_end:
             self._append_failure(error)
 
-    def _end_together(self, digests: dict[str, str]) -> None:
+    def _own_digests(self) -> Digests:
+        tracked = self._rounds.tracked
+        return Digests(self._rounds.team.arithmetic, tracked.common_digests(), held=tracked.held_digests())
+
+    def _end_together(self, digests: Digests) -> dict[str, dict[int, int]]:
         """Write the last checkpoint, and compare the final digests of the members. Collective.
 
         All members are at the end of the run, and have left the training loop at the same step.
+
+        Args:
+            digests: of this member.
+
+        Returns:
+            The digests of the states that all members together hold.
 
         Raises:
             DivergenceError: the members do not end with the same bits.
@@ -164,14 +176,17 @@ class Ending:
         rounds, team = self._rounds, self._rounds.team
         team.leaving(rounds.position.phase, rounds.position.step)
         reaches = self._keeper.wait_for_directory()
-        own = Digests(team.arithmetic, digests if team.size > 1 else {}, reaches)
+        own = msgspec.structs.replace(digests, reaches=reaches, objects=digests.objects if team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
         received = [_decode(payload, worker) for payload, worker in zip(payloads, team.worker_ids, strict=False)]
-        check_digests(dict(zip(team.worker_ids, received, strict=False)))  # before the last checkpoint is kept
+        by_worker = dict(zip(team.worker_ids, received, strict=False))
+        check_digests(by_worker)  # before the last checkpoint is kept
+        held = held_by_all(by_worker)
         self._keeper.reached([one for one, each in zip(team.worker_ids, received, strict=False) if each.reaches])
         self._keeper.save_together(rounds)
         self._recorder.tell_again(self._role())
         team.in_loop(None)
+        return held
 
     def _append_failure(self, error: BaseException) -> None:
         self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")

@@ -9,15 +9,16 @@ import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from unisono import member as members
 from unisono.checkpoint.copies import absolute, check
+from unisono.checkpoint.files import complete
 from unisono.checkpoint.saving import Saver
 from unisono.checkpoint.snapshot import Moment
-from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position
+from unisono.decisions.cadence import CheckpointReport, Checkpoints, Position, Status
 from unisono.decisions.cursor import Recipe
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal
@@ -25,9 +26,10 @@ from unisono.process import Process, tell
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import Team
 from unisono.rounds.together import together
-from unisono.rundir import RunDirectory
+from unisono.rundir import CHECKPOINTS, RunDirectory
 from unisono.state.tracked import Tracked
 from unisono.training.resuming import Resumption
+from unisono.training.sharing import LENDING, lend, save_together
 from unisono.unwatched import IS_WATCHED
 
 __all__ = ["Keeper"]
@@ -36,6 +38,20 @@ OTHERS_S: Final = 2.0
 COPIES_ROUND_S: Final = 1.0
 HAS_COPIES: Final = b"copies"
 COPIED: Final = b"copied"
+
+
+class Awaited(Protocol):
+    """What is computed beside the training, and belongs into a checkpoint: it is waited for."""
+
+    has_begun: bool
+    """Something has begun since the newest reports of all members. Equal on all."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this member lacks something. Not equal on all members."""
+
+    def settle(self, rounds: Rounds) -> None:
+        """Wait until nothing is under way. Collective."""
 
 
 class Keeper:
@@ -71,6 +87,7 @@ class Keeper:
         if isinstance(anyway, str):
             raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
         self.policy = policy
+        self._tracked = tracked
         places = [absolute(url) for url in copies or (policy.places if policy is not None else ())]
         if places:
             check(places)
@@ -86,7 +103,9 @@ class Keeper:
             device=device,
             threads=threads,
         )
-        self._saver = Saver(policy, self._directory, device, tracked.state, tracked.updated, places)
+        self._saver = Saver(
+            policy, self._directory, device, tracked.whole_state, tracked.updated, tracked.holders, places
+        )
         path = directory / JOURNAL if directory is not None and IS_WATCHED else None
         self.journal = Journal(path, self._directory.look)
         self._process = Process()
@@ -97,6 +116,7 @@ class Keeper:
         self._signal_before: Any = None
         self._writes = False
         """This member writes for all members, by the newest reports."""
+        self._awaited: Awaited | None = None
         self._misses = False
         """This member has warned that no member sees the directory any more."""
 
@@ -121,6 +141,10 @@ class Keeper:
         See `Resumption.begin`.
         """
         return self._resumption.begin(self._run_id, phase, recipe, is_restart=not self._is_alone)
+
+    def checkpoint(self) -> Path | None:
+        """Return the checkpoint that the run goes on from, on the member that has loaded it."""
+        return self._resumption.checkpoint
 
     def joined(self, recipe: Recipe, rounds: Rounds, lines: list[str]) -> None:
         """Note that this member is in the run, and that the directory is claimed.
@@ -162,6 +186,10 @@ class Keeper:
             os.kill(os.getpid(), signal.SIGTERM)
         self._leaving = True
 
+    def wait_for(self, awaited: Awaited) -> None:
+        """Let checkpoints wait for what is computed beside the training."""
+        self._awaited = awaited
+
     # -- questions -----------------------------------------------------------------------------------
 
     @property
@@ -178,6 +206,14 @@ class Keeper:
         """Return the recipe of a phase, which must be equal in the scripts of all workers."""
         return {**self._resumption.recipe(recipe), "steps": num_steps}
 
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error."""
+        path = self._directory.path
+        found = complete(path / CHECKPOINTS) if path is not None and self._directory.look() else []
+        if not found:
+            return "the beginning: this worker sees no checkpoint (unisono.Checkpoints(every_steps=...) writes some)"
+        return f'the newest checkpoint, {found[-1]} (resume="auto", or unisono resume {path})'
+
     def writes(self, team: Team) -> bool:
         """Return whether this member writes for all members: it is the first that sees the directory."""
         return self._saver.choose_publisher(team.worker_ids) == team.worker_ids[team.rank]
@@ -185,6 +221,10 @@ class Keeper:
     def request(self) -> None:
         """Have a checkpoint written, whatever the policy says."""
         self._saver.request()
+
+    def copy_at_once(self) -> None:
+        """Copy the whole state at a boundary from now on, and nothing of it while the next step is computed."""
+        self._saver.copy_at_once()
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keep the logged numbers, for the next checkpoint."""
@@ -199,11 +239,16 @@ class Keeper:
     def report(self) -> CheckpointReport:
         """Return the report that goes with the next combine; waits until the update may change the state."""
         self._directory.look_again()
-        return self._saver.report()._replace(lines=self.journal.num_written)
+        report = self._saver.report()._replace(lines=self.journal.num_written)
+        if self._awaited is not None and self._awaited.is_under_way and report.status is Status.IDLE:
+            return report._replace(status=Status.BUSY)  # no snapshot is taken before all members are idle
+        return report
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         """Receive the reports of all members, by rank."""
         self._saver.on_reports(reports, generation, worker_ids)
+        if self._awaited is not None:
+            self._awaited.has_begun = False
         self.journal.note_written(max(report.lines for report in reports))
         wrote, self._writes = self._writes, self._saver.choose_publisher(worker_ids) == self._worker_id
         if wrote and not self._saver.reaching and not self._directory.is_left_to_others:
@@ -262,10 +307,25 @@ class Keeper:
             raise SystemExit(self.policy.on_signal)
         rounds.boundary()
         if may_save:
-            self._saver.boundary(self._moment(rounds))
+            moment = self._moment(rounds)
+            snapshot = self._saver.boundary(moment, is_held=self._awaited is not None and self._awaited.has_begun)
+            if snapshot is not None or LENDING in rounds.begun:
+                lend(rounds, self._saver, snapshot, moment.generation)
+
+    def end_loop(self, rounds: Rounds) -> None:
+        """Have the whole state written at the end of a loop. Collective where something is under way."""
+        if self._awaited is not None:
+            self._awaited.settle(rounds)
+        self.save_last(rounds)
 
     def save_last(self, rounds: Rounds) -> None:
-        """Have one member write the whole state: no step follows this one at once. Local."""
+        """Have the whole state written: no step follows this one at once.
+
+        Local, and one member writes all of it; collective where no member holds all of it.
+        """
+        if self._tracked.is_spread:
+            save_together(rounds, self._saver, lambda: self._moment(rounds))
+            return
         team = rounds.team
         with team.waiting():  # for a disk, which is nobody's fault
             self._saver.save_last(self._moment(rounds))
@@ -275,9 +335,14 @@ class Keeper:
 
         Its copies are waited for as well, for a limited time.
         """
+        if self._awaited is not None:
+            self._awaited.settle(rounds)
+        if self._tracked.is_spread:
+            self.save_last(rounds)
 
         def work() -> None:
-            self.save_last(rounds)
+            if not self._tracked.is_spread:
+                self.save_last(rounds)
             self._saver.finish()
 
         payloads = together(rounds, work, HAS_COPIES if self._saver.has_copies else b"")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +12,10 @@ from torch import Tensor
 from unisono.decisions.cadence import Position
 from unisono.decisions.checks import is_last_checked
 from unisono.decisions.cursor import Cursor, Recipe
-from unisono.errors import StepError
-from unisono.exchange.flat import Extra
+from unisono.errors import StepError, UsageError
+from unisono.exchange.flat import SUM_DTYPE, Extra
 from unisono.faults import at_step, point
 from unisono.journal import Journal
-from unisono.microbatch.data import Fetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
 from unisono.microbatch.losses import Microbatch, Reduction
@@ -28,16 +27,35 @@ from unisono.rounds.clock import Clock
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.life import Rounds
+from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
-from unisono.training.step import State, Step
+from unisono.training.schedule import MakeFetcher
+from unisono.training.step import Iteration, State
 from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming
+from unisono.words import listed
 
-__all__ = ["TrainingLoop"]
+__all__ = ["TrainingLoop", "Wire", "check_wire"]
 
-OnStep = Callable[[Step, dict[str, float], range], None]
-"""Callback: (finished step, seconds by part, the steps of this loop by their numbers in the run)."""
+OnStep = Callable[[Iteration, dict[str, float], range], None]
+"""Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
+
+Wire = Literal["fp32", "bf16"]
+"""As what the sums of gradients in float32 travel between hosts."""
+
+
+def check_wire(wire: str, tracked: Tracked) -> None:
+    """Raise UsageError unless it is a `Wire` that does something for what is tracked."""
+    if wire not in ("fp32", "bf16"):
+        raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+    dtypes = {parameter.dtype for _, parameter in tracked.parameters()}
+    if wire == "bf16" and dtypes and not any(SUM_DTYPE.get(dtype, dtype) == torch.float32 for dtype in dtypes):
+        names = listed(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f'wire="bf16" rounds sums of gradients in float32, and the parameters of this model are {names}, whose '
+            "sums are wider: it would change nothing. Leave it out, or train in float32"
+        )
 
 
 class TrainingLoop:
@@ -49,6 +67,7 @@ class TrainingLoop:
         on_head: called before the script gets a step, with its number in the run and the clock of its parts.
         strategy: what a step is.
         reduction: what the script's losses are, over the samples of a micro-batch.
+        wire: as what sums of gradients travel; "bf16": they are rounded to it, from a fixed level of the tree on.
         num_done: returns the steps of the run that are done.
 
     Attributes:
@@ -74,10 +93,11 @@ class TrainingLoop:
         on_head: Callable[[int, Clock], None],
         strategy: Strategy,
         reduction: Reduction = "mean",
+        wire: Wire = "fp32",
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
-        self.step: Step | None = None
+        self.step: Iteration | None = None
         self.is_open = False
         self._rounds = rounds
         self._tracked = tracked
@@ -92,6 +112,7 @@ class TrainingLoop:
         self._on_head = on_head
         self._strategy = strategy
         self._reduction = reduction
+        self._rounds_sums = wire == "bf16"
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
@@ -100,12 +121,13 @@ class TrainingLoop:
 
     @property
     def recipe(self) -> Recipe:
-        """What the bits of its steps depend on: the data, and the strategy."""
-        return {**self.cursor.recipe, **self._strategy.recipe}
+        """What the bits of its steps depend on: the data, the strategy, and whether sums are rounded."""
+        wire: Recipe = {"wire": "bf16"} if self._rounds_sums else {}
+        return {**self.cursor.recipe, **self._strategy.recipe, **wire}
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def run(self, phase: int, first: int, make_fetcher: Callable[[Upcoming], Fetcher]) -> Iterator[Step]:
+    def run(self, phase: int, first: int, make_fetcher: MakeFetcher) -> Iterator[Iteration]:
         """Yield the steps from ``first`` on. Collective.
 
         Args:
@@ -122,7 +144,9 @@ class TrainingLoop:
             self.num_steps,
             lambda number, plan: agreement.expected(number, self._base + number, plan),
         )
-        fetcher = make_fetcher(upcoming)
+        if not self._strategy.overlaps:
+            self._keeper.copy_at_once()
+        fetcher = make_fetcher(lambda: self._strategy.forecast(upcoming))
         self._current_folder()
         self._clock = Clock()  # to get into the run may have taken long, and is no part of the first step
         context = StepContext(
@@ -150,6 +174,7 @@ class TrainingLoop:
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward),
+                shared_updates(rounds, self._tracked, self._keeper.newest, self._clock),
             ):
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
@@ -168,7 +193,7 @@ class TrainingLoop:
                     self._process.check("run.steps")
                     self._end_step(self.step)
             self._move_to(max(first, self.num_steps + self._strategy.num_more))
-            self._keeper.save_last(rounds)
+            self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)
         finally:
@@ -204,6 +229,16 @@ class TrainingLoop:
         """Whether the script has got through the inner loop of its newest step."""
         return self.step is not None and self.step.is_complete
 
+    def is_apart(self) -> bool:
+        """Whether the script is where each worker is at a part of its own.
+
+        Raises:
+            StepError: the script has left the inner loop before its end.
+        """
+        if self.step is not None:
+            self.step.check_not_left()
+        return self.step is not None and self.step.is_apart
+
     def is_in_microbatch(self) -> bool:
         """Whether the script is within the inner loop.
 
@@ -216,7 +251,7 @@ class TrainingLoop:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _end_step(self, step: Step) -> None:
+    def _end_step(self, step: Iteration) -> None:
         """Close a step that the script has finished, and report it to `on_step`. Once for each step."""
         if step.state in (State.CLOSED, State.FAILED):
             return
@@ -256,8 +291,9 @@ class TrainingLoop:
             self._rounds.slots,
             extras=extras,
             means=self._reduction == "mean",
+            rounds=self._rounds_sums,
         )
-        self._rounds.use_layout(self._folder.layout)
+        self._rounds.use_layout(self._strategy.layout(self._folder))
         return self._folder
 
     def _extras(self) -> list[Extra]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unisono import member as members
 from unisono.errors import LossError, UnisonoError
-from unisono.training.step import Step
+from unisono.training.step import Iteration
 
 __all__ = ["Beginning", "note_beginning", "note_idle", "note_microbatch"]
 
@@ -25,7 +25,7 @@ class Beginning:
     is_newcomer: bool
 
 
-def note_microbatch(error: BaseException, step: Step | None) -> bool:
+def note_microbatch(error: BaseException, step: Iteration | None) -> bool:
     """Add to an error of the script the micro-batch that it comes from.
 
     Returns:
@@ -65,7 +65,7 @@ def note_beginning(error: BaseException, beginning: Beginning, num_done: int) ->
     )
 
 
-def note_idle(error: BaseException, step: Step | None) -> None:
+def note_idle(error: BaseException, step: Iteration | None) -> None:
     """Add to a missing name that this worker had no micro-batch, in whose inner loop the script sets it."""
     if step is not None and isinstance(error, NameError) and step.has_no_microbatch:
         _add(

@@ -168,7 +168,7 @@ class Recorder:
             telemetry: of all members that have summed the step, by worker id.
             checkpoint: news of checkpoints since the step before.
             balance: why this step's plan is another than that of the step before.
-            sent_bytes: to other hosts, by this worker, for the step's sums.
+            sent_bytes: to other hosts, by this worker, for the step's sums and new parameters.
         """
         ids = [*telemetry]
         # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows

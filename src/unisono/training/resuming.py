@@ -31,7 +31,17 @@ from unisono.words import count
 
 __all__ = ["Resumption"]
 
-RECIPE: Final = {"batch_size", "drop_last", "first_epoch", "microbatches", "num_samples", "order", "seed", "threads"}
+RECIPE: Final = {
+    "batch_size",
+    "drop_last",
+    "first_epoch",
+    "microbatches",
+    "num_samples",
+    "order",
+    "seed",
+    "threads",
+    "wire",
+}
 """The parts of a recipe that ``resume_anyway`` can name; the bits change with them."""
 FIXED: Final = "parameters"
 """The part of a recipe that must be equal: the state would not fit."""
@@ -72,6 +82,8 @@ class Resumption:
             )
         self.metrics: dict[str, float] = {}
         """Of the checkpoint that the run goes on from."""
+        self.checkpoint: Path | None = None
+        """The one that the run goes on from."""
         self._directory = directory
         self._tracked = tracked
         self._resume = resume
@@ -159,6 +171,7 @@ class Resumption:
         self._check(loaded, self.whole_recipe(recipe))
         self._tracked.load(loaded.state)
         self._loaded = None
+        self.checkpoint = loaded.path
         moved = self._move_away(
             loaded, path
         )  # before the journal is cut: it would be shorter than these checkpoints need
@@ -195,7 +208,7 @@ class Resumption:
             source = self._fetch(newer, directory)
         if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
             return None  # the run was killed before its first checkpoint
-        loaded = newest(source)
+        loaded = newest(source, self._tracked.sharded)
         if loaded is None:
             raise CheckpointError(f"{source} holds no checkpoint yet")
         for problem in loaded.broken:
@@ -303,7 +316,7 @@ class Resumption:
         found = differences(loaded.manifest.recipe, recipe)
         refused = [row for row in found if row[0].partition(":")[0] not in self._may_differ]
         if refused:
-            names = sorted({row[0].partition(":")[0] for row in refused} - {FIXED})
+            names = sorted({row[0].partition(":")[0] for row in refused} & RECIPE)
             help_ = f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, names))}}}" if names else ""
             if help_ and self._command:
                 help_ += f" or {' '.join(f'--resume-anyway {name}' for name in names)}"

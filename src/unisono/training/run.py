@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,10 @@ from torch.utils.data import DataLoader
 from unisono import member as members
 from unisono import tasks
 from unisono.decisions.cadence import Checkpoints
-from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
-from unisono.microbatch.data import Fetcher, MapDataset
-from unisono.microbatch.loaders import source_of
+from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
@@ -37,37 +35,42 @@ from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.clock import Clock
 from unisono.rounds.connect import build_exchange, open_wire
-from unisono.rounds.evaluation import Totals, check_batches, evaluate
+from unisono.rounds.evaluation import Totals
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
+from unisono.state.packing import to_bytes
+from unisono.state.replicas import NAME, Replicas
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.calls import Calls
 from unisono.training.delayed import Delayed, check_delay
 from unisono.training.ending import Ending, Reached
+from unisono.training.evaluating import About, Evaluating, Evaluations
+from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
-from unisono.training.loop import TrainingLoop
+from unisono.training.local import Delta, InnerState, LocalSteps
+from unisono.training.localround import LocalRound, ReplicaSamples, Replication
+from unisono.training.loop import TrainingLoop, Wire, check_wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
-from unisono.training.schedule import Schedule, schedule
+from unisono.training.schedule import MakeFetcher, Schedule, schedule
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
-from unisono.training.step import Step
+from unisono.training.step import Iteration, Step
 from unisono.training.steps import Steps
 from unisono.training.strategies import Strategy, Synchronous
 from unisono.training.talking import Place, Talk
 from unisono.training.troubles import OwnTroubles
-from unisono.training.upcoming import Upcoming
 from unisono.unwatched import IS_WATCHED
 from unisono.watch import Sink, named
 
 __all__ = ["Run"]
 
 
-class Run(Calls):
+class Run(Calls, Evaluating):
     """One training job, which begins here and ends with the script::
 
         run = unisono.Run("runs/digits", seed=7)
@@ -154,17 +157,33 @@ class Run(Calls):
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
+        self._evaluations = Evaluations(
+            self._tracked,
+            self._talk,
+            seed=seed,
+            device=self.device,
+            deterministic=deterministic,
+            find_place=self._place,
+            record=self._record_evaluation,
+            lines=lambda: self._journal.number,
+            apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
+        )
+        self._keeper.wait_for(self._evaluations)
+        member = members.current()
+        self._follower: Follower | None = None
+        if member is not None and member.is_evaluator:
+            self._follower = self._evaluations.follower = Follower(member, self._tracked, self._process)
         self._recorder = (Recorder if IS_WATCHED else Unwatched)(
             self._journal, [*sinks, *_named(spec.sinks)], members.current()
         )
         steps = range(*spec.profile) if spec.profile[1] else profile
         self._profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._phases = 0
-        self._num_evaluations = 0
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
         self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: weakref.ref[Steps] | None = None  # weak: after a `break` nobody holds it
+        self._training: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
+        self._replicas: Replicas | None = None
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -189,13 +208,14 @@ class Run(Calls):
             self._team = self._make_team(member)
             begun.callback(self._team.close)
             begun.callback(self._recorder.close)
+            begun.callback(self._evaluations.close)
             self._troubles = OwnTroubles(self.directory, self._run_id, self.device, member, self._recorder.problem)
             self._finiteness = Finiteness(self._troubles.not_finite)
             if self._profiling is not None:
                 begun.callback(self._profiling.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+            self._admission = Admission(self._rounds, self._keeper.checkpoint)
             begun.callback(self._rounds.abandon)
-            self._admission = Admission(self._rounds)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
             self._ending = Ending(
@@ -204,7 +224,7 @@ class Run(Calls):
                 self._recorder,
                 self._process,
                 role=self._role,
-                before_end=self._end_profile,
+                before_end=self._before_end,
                 reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
@@ -252,9 +272,11 @@ class Run(Calls):
     def rank(self) -> int:
         """This worker's position among the members right now. It can change: for printing, never for deciding.
 
-        Before the first step, the number of the worker.
+        Before the first step, the number of the worker. An evaluator is no member, and has -1.
         """
         member = members.current()
+        if self._follower is not None:
+            return -1
         if not self._joined and member is not None:
             return int(member.worker_id.removeprefix("w"))
         return self._team.rank if self._team is not None else 0
@@ -279,6 +301,8 @@ class Run(Calls):
             if run.is_catching_up:
                 continue
         """
+        if self._follower is not None and (self._follower.step or self._follower.is_at_order(self._phases)):
+            return False  # an evaluator, at something that it is to evaluate
         return self._phases > 0 and not self._joined
 
     @property
@@ -360,8 +384,9 @@ class Run(Calls):
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
+        wire: Wire = "fp32",
         delay: int = 0,
-    ) -> Steps:
+    ) -> Steps[Step]:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
         The epochs of a run are counted over all calls: each call goes on where the one before has ended, with the next
@@ -384,6 +409,10 @@ class Run(Calls):
             loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
             reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
                 step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
+            wire: as what sums of float32 gradients travel between hosts. "bf16" halves the bytes, for slow links:
+                the sums of a fixed level of the tree (the lowest one with 8 nodes at most), and all above it, are
+                rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
+                bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
             delay: D; the gradient of step s is applied after the inner loop of step s + D, so that sending it, summing
                 it and waiting for slow workers cost no time. Part of the recipe: the gradient is that of parameters
                 which are D updates old. There are D more steps: after the inner loop of the first D there is no
@@ -411,19 +440,140 @@ class Run(Calls):
             collate=collate,
             loader_workers=loader_workers,
         )
-        if reduction not in ("mean", "sum"):
-            raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
+        check_wire(wire, self._tracked)
         check_delay(delay, self._tracked)
         strategy = Delayed(delay, planned.num_steps) if delay else Synchronous()
-        return self._begin_loop(planned, strategy, reduction)
+        return self._begin_loop(planned, strategy, reduction, wire=wire)
 
-    def _begin_loop(self, planned: Schedule, strategy: Strategy, reduction: Reduction = "mean") -> Steps:
-        """Return the steps of a training loop, which begins with the first of them."""
+    def local_steps(
+        self,
+        dataset: MapDataset | DataLoader[Any],
+        *,
+        microbatches: int,
+        replicas: int,
+        inner_steps: int,
+        outer: torch.optim.Optimizer | None = None,
+        inner_state: InnerState = "kept",
+        delta: Delta = "fp32",
+        copies: int = 2,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+        reduction: Reduction = "mean",
+    ) -> Steps[LocalRound]:
+        """Return an iterator over rounds in which replicas of the model train by themselves and are then averaged:
+        local SGD, or with an outer optimizer DiLoCo. Collective.
+
+        ::
+
+            outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            run.track(model=model, optimizer=optimizer, outer=outer)
+            for round in run.local_steps(data, batch_size=64, microbatches=8, replicas=4, inner_steps=50, outer=outer):
+                for step in round:
+                    for batch in step:
+                        loss_of(model, batch).backward()
+                    optimizer.step()
+                round.log(loss=round.loss)
+
+        ``for step in round`` gives the steps of the replicas that this worker computes; after it the model is the new
+        global one on all workers. Replicas and inner steps are part of the recipe, the number of workers is not: with
+        fewer workers than replicas a worker computes several in turn, and a replica of a worker that is lost is
+        computed again by another one. A round counts as one step of the run: in the journal, and for checkpoints, which
+        are written between two rounds. See docs/local_steps.md.
+
+        Args:
+            dataset, batch_size, microbatches, sampler, shuffle, drop_last, collate, loader_workers, reduction: as of
+                `steps`. A batch is that of all replicas together; each gets an equal part of it, next to each other, of
+                ``microbatches / replicas`` micro-batches.
+            replicas: K, the number of replicas.
+            inner_steps: H, the steps of each replica in a round; the last round may have fewer.
+            outer: a tracked optimizer over the model's parameters, which gets their mean change as gradient, with the
+                sign of a gradient; None: each parameter becomes the weighted mean of the replicas' (local SGD).
+            inner_state: "kept": a replica keeps the state of its own optimizer from round to round, as in DiLoCo;
+                "fresh": it begins each round without.
+            delta: what the changes of the replicas travel as. "int8": 3 bytes for each parameter instead of 8, with
+                error feedback for each replica. Part of the recipe.
+            copies: how many workers hold the state of each replica between two rounds, on different machines where
+                there are several; the run survives the loss of all but one of them within a round. Changes no bit.
+            epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
+                together use up one by one.
+
+        Raises:
+            RecipeError: batch, micro-batches, replicas and dataset do not fit together. UsageError: something that is
+                tracked, or ``outer``, has no meaning in rounds; nothing was trained.
+        """
+        self._process.check("run.local_steps")
+        planned = schedule(
+            dataset,
+            "run.local_steps",
+            microbatches=microbatches,
+            seed=self.seed,
+            first_epoch=self._num_epochs,
+            batch_size=batch_size,
+            epochs=epochs,
+            max_steps=max_steps,
+            sampler=sampler,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+            loader_workers=loader_workers,
+        )
+        replication = Replication(replicas, inner_steps)
+        samples = ReplicaSamples(planned.cursor, replication)
+        if self._replicas is None:
+            self._replicas = Replicas()
+            self._tracked.own(NAME, self._replicas)
+        strategy = LocalSteps(
+            replication,
+            samples,
+            planned.num_steps,
+            tracked=self._tracked,
+            replicas=self._replicas,
+            device=self.device,
+            outer=outer,
+            inner_state=inner_state,
+            copies=copies,
+            delta=delta,
+            reduction=reduction,
+            rehearses=self._arithmetic.deterministic,
+        )
+        return self._begin_loop(
+            planned,
+            strategy,
+            reduction,
+            samples=samples,
+            num_iterations=replication.num_rounds(planned.num_steps),
+        )
+
+    def _begin_loop(
+        self,
+        planned: Schedule,
+        strategy: Strategy,
+        reduction: Reduction,
+        *,
+        samples: Samples | None = None,
+        num_iterations: int | None = None,
+        wire: Wire = "fp32",
+    ) -> Steps[Any]:
+        """Return the iterations of a training loop, which begins with the first of them.
+
+        Args:
+            samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
+            num_iterations: how many there are; None: one for each global batch.
+        """
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
         self._tracked.check(self.device)
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
         self._num_epochs += planned.num_epochs
         rounds, _ = self._in_rounds()
         self._troubles.begins(planned.source.dataset)
+        num_steps = planned.num_steps if num_iterations is None else num_iterations
         loop = TrainingLoop(
             rounds=rounds,
             tracked=self._tracked,
@@ -431,7 +581,7 @@ class Run(Calls):
             journal=self._journal,
             process=self._process,
             cursor=planned.cursor,
-            num_steps=planned.num_steps,
+            num_steps=num_steps,
             seed=self.seed,
             rehearses=self._arithmetic.deterministic,
             num_done=lambda: self._num_steps,
@@ -440,9 +590,10 @@ class Run(Calls):
             on_head=self._begin_step,
             strategy=strategy,
             reduction=reduction,
+            wire=wire,
         )
         # The loop's checks come here, and not with its first step.
-        steps = Steps(self._train(loop, planned.fetcher(self.device)), planned.num_steps + strategy.num_more)
+        steps = Steps(self._train(loop, planned.fetcher(self.device, samples)), num_steps + strategy.num_more)
         self._training = weakref.ref(steps)
         return steps
 
@@ -464,78 +615,21 @@ class Run(Calls):
         if self._loop is None or not self._loop.is_open:
             self._keeper.save_together(self._rounds)
 
-    def evaluate(
-        self,
-        dataset: MapDataset | DataLoader[Any],
-        function: Callable[[Any], Mapping[str, Any]],
-        *,
-        batch_size: int | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int | None = None,
-    ) -> Totals:
-        """Return exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same
-        bits. Collective.
-
-        Tracked modules are in ``eval()`` mode meanwhile, without gradients.
-
-        Args:
-            dataset: anything with ``len`` and ``[i]``; or a ``DataLoader``, whose sampler and ``drop_last`` decide
-                which samples count.
-            function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as
-                integers.
-            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches. Default:
-                that of the DataLoader.
-
-        Returns:
-            The totals by name; int, float, or a CPU tensor.
-        """
-        place = self._place("run.evaluate")
-        source = source_of(
-            dataset,
-            "run.evaluate",
-            shuffles=False,
-            batch_size=batch_size,
-            collate=collate,
-            loader_workers=loader_workers,
-        )
-        num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
-        whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
-        cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self.seed)
-        rounds, _ = self._in_rounds()
-        make_totals = partial(
-            evaluate,
-            rounds if self._joined else None,
-            self._tracked,
-            function,
-            lambda upcoming: Fetcher(
-                source.dataset, cursor, device=self.device, loading=source.loading, upcoming=upcoming
-            ),
-            num_batches=num_batches,
-            seed=self.seed,
-            rehearses=self._arithmetic.deterministic,
-            number=self._num_evaluations,
-        )
-        # With the number of lines after it, which a worker that skips this part of the run does not know.
-        with self._loop.apart() if self._loop is not None else nullcontext():
-            totals, lines = self._talk.once(place, "run.evaluate", lambda: (make_totals(), self._journal.number + 1))
-        self._num_evaluations += 1
-        if not place.is_skipped:
-            self._recorder.evaluation_finished(self._num_steps, plain(totals), self._role())
-        # Every member has evaluated other batches, and the code that follows may draw random numbers.
-        seed_at(self.seed, "after", lines)
-        return totals
-
     def _place(self, what: str) -> Place:
         """Return the place of a call in which all workers take part, in the script."""
         self._process.check(what)
         if self._rounds is None:
             raise UsageError(f"{what} works inside `with unisono.Run(...) as run:`")
         loop = self._loop
-        if loop is not None and loop.is_in_microbatch():
-            raise UsageError(
-                f"{what} was called inside of `for batch in step`, where each worker is at another micro-batch: "
-                "call it after that loop"
-            )
+        if self._follower is not None:
+            visited = self._follower.step
+            at = visited.place if visited is not None else None
+            return Place(rounds=self._rounds, phases=self._phases, step=at, has_joined=False)
+        if loop is not None and loop.is_apart():
+            where = "`for batch in step`, where each worker is at another micro-batch"
+            if not loop.is_in_microbatch():
+                where = "`for step in round`, where each worker is at another replica"
+            raise UsageError(f"{what} was called inside of {where}: call it after that loop")
         return Place(
             rounds=self._rounds,
             phases=self._phases,
@@ -558,8 +652,10 @@ class Run(Calls):
         self._process.check("run.play")
         if self._rounds is None or not self._joined:
             raise UsageError("run.play needs the members of a training; call it inside of run.steps, or after it")
-        if self._loop is not None and self._loop.is_in_microbatch():
-            raise UsageError("run.play was called inside of `for batch in step`: call it after that loop")
+        if self._loop is not None and self._loop.is_apart():
+            raise UsageError(
+                "run.play was called inside of a loop in which each worker is elsewhere: call it after that loop"
+            )
         round_ = make(self._rounds)
         for _ in self._rounds.play(round_):
             pass
@@ -567,9 +663,14 @@ class Run(Calls):
 
     # -- the outer loop ------------------------------------------------------------------------------
 
-    def _train(self, loop: TrainingLoop, make_fetcher: Callable[[Upcoming], Fetcher]) -> Generator[Step, None, None]:
+    def _train(self, loop: TrainingLoop, make_fetcher: MakeFetcher) -> Generator[Iteration, None, None]:
         """The generator behind `steps`."""
         rounds, team = self._in_rounds()
+        if self._follower is not None:
+            phase, self._phases = self._phases, self._phases + 1
+            yield from self._follower.follow(phase, loop)
+            seed_at(self.seed, "after loop", phase)
+            return
         if self._loop is not None and self._loop.is_open:
             raise UsageError(
                 "run.steps was called inside of another run.steps, which is not finished. For another pass over the "
@@ -593,7 +694,7 @@ class Run(Calls):
         # A worker that skips this loop, now or when the run is resumed, draws what the others draw after it.
         seed_at(self.seed, "after loop", phase)
 
-    def _steps(self) -> Steps | None:
+    def _steps(self) -> Steps[Any] | None:
         """Return the iterator of the newest training loop, if the script has not left it."""
         return self._training() if self._training is not None else None
 
@@ -645,11 +746,28 @@ class Run(Calls):
         if self._profiling is not None:
             self._profiling.step_begins(step, clock)
 
-    def _end_profile(self) -> None:
+    def _before_end(self) -> None:
+        if self._follower is not None:
+            self._follower.serve()
+        if not self._joined:
+            return
+        self._evaluations.end(self._in_rounds()[0])
         if self._profiling is not None:
             self._profiling.run_ends(self._num_steps, self._in_rounds()[0], sees=self._keeper.reaches)
 
-    def _finish(self, step: Step, seconds: dict[str, float], steps: range) -> None:
+    def _about(self) -> About:
+        loop = self._loop
+        if loop is None or not loop.is_open or loop.step is None or not loop.step.is_complete:
+            return About(num_steps=self._num_steps)
+        step = loop.step
+        return About(
+            num_steps=self._num_steps, number_in_loop=step.number, loss=step.loss, totals=to_bytes(step.totals)
+        )
+
+    def _record_evaluation(self, num_steps: int, totals: Totals) -> None:
+        self._recorder.evaluation_finished(num_steps, plain(totals), self._role())
+
+    def _finish(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
         """Record a step that the script has left."""
         if step.has_result:
             self._record(step, seconds, steps)
@@ -658,8 +776,8 @@ class Run(Calls):
         if self._profiling is not None:
             self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
 
-    def _record(self, step: Step, seconds: dict[str, float], steps: range) -> None:
-        _, team = self._in_rounds()
+    def _record(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
+        rounds, team = self._in_rounds()
         self._num_steps += 1
         result = step.result()
         self._keeper.note({"loss": result.loss, **step.logs})
@@ -674,7 +792,7 @@ class Run(Calls):
             checkpoint=self._keeper.news(),
             balance=step.news,
             warnings=team.take_warnings(),
-            sent_bytes=step.sent_bytes,
+            sent_bytes=step.sent_bytes + rounds.members.take_delivered_bytes(),
         )
 
     def _role(self) -> Role:

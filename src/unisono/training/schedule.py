@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader
 
 from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
-from unisono.microbatch.data import Fetcher, MapDataset
+from unisono.microbatch.data import Fetcher, MapDataset, Request, Samples
 from unisono.microbatch.loaders import Source, source_of
-from unisono.training.upcoming import Upcoming
 
-__all__ = ["Schedule", "schedule"]
+__all__ = ["MakeFetcher", "Schedule", "schedule"]
+
+MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Fetcher]
+"""Makes what fetches the data; gets what yields the micro-batches that will probably be needed next."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,20 @@ class Schedule:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
 
-    def fetcher(self, device: torch.device) -> Callable[[Upcoming], Fetcher]:
-        """Return what makes the `Fetcher` of these data."""
+    def fetcher(self, device: torch.device, samples: Samples | None = None) -> MakeFetcher:
+        """Return what makes the `Fetcher` of these data.
 
-        def make(upcoming: Upcoming) -> Fetcher:
+        Args:
+            samples: of each micro-batch, where a strategy cuts the data in another way than the cursor.
+        """
+
+        def make(upcoming: Callable[[], Iterator[Request]]) -> Fetcher:
             return Fetcher(
-                self.source.dataset, self.cursor, device=device, loading=self.source.loading, upcoming=upcoming
+                self.source.dataset,
+                samples if samples is not None else self.cursor,
+                device=device,
+                loading=self.source.loading,
+                upcoming=upcoming,
             )
 
         return make

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from unisono.rounds.gradient import GradientRound, Pass, StepContext
 from unisono.state.sums import Total, plain
 from unisono.telemetry import StepTelemetry
 
-__all__ = ["State", "Step"]
+__all__ = ["Iteration", "State", "Step"]
 
 
 class State(enum.Enum):
@@ -30,6 +30,69 @@ class State(enum.Enum):
     COMPLETE = "it has its gradient"
     CLOSED = "the outer loop has gone on"
     FAILED = "it was left without a gradient"
+
+
+class Iteration(Protocol):
+    """What the script gets in one iteration of a training loop, as the loop sees it: `Step`, or what a strategy has
+    instead.
+    """
+
+    state: State
+    place: int
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def current(self) -> Microbatch | None:
+        """The micro-batch that is being loaded or computed, or in which the inner loop was left."""
+
+    @property
+    def microbatch(self) -> int | None: ...
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each worker is elsewhere: within a loop of the script that each runs over its own part."""
+
+    @property
+    def has_begun(self) -> bool: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    @property
+    def has_no_microbatch(self) -> bool: ...
+
+    @property
+    def has_result(self) -> bool: ...
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]: ...
+
+    @property
+    def news(self) -> str: ...
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def totals(self) -> dict[str, Any]: ...
+
+    @property
+    def logs(self) -> dict[str, float]: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    def sample_indices(self, microbatch: int) -> list[int]: ...
+
+    def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None: ...
+
+    def check_not_left(self) -> None: ...
+
+    def result(self) -> StepResult: ...
+
+    def close(self) -> None: ...
 
 
 class Step:
@@ -295,6 +358,11 @@ class Step:
     def has_begun(self) -> bool:
         """Whether its inner loop was entered."""
         return self._round is not None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the script is within a micro-batch."""
+        return self.microbatch is not None
 
     @property
     def is_complete(self) -> bool:

@@ -8,13 +8,18 @@ it. What a strategy changes of the bits is in its `Strategy.recipe`, so a run th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from unisono.decisions.cursor import Recipe
+from unisono.exchange.flat import FlatLayout
+from unisono.microbatch.data import Request
+from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import UnusedGradients
 from unisono.process import Process
 from unisono.rounds.gradient import StepContext
-from unisono.training.step import Step
+from unisono.training.step import Iteration, Step
+from unisono.training.upcoming import Upcoming
 
 __all__ = ["Strategy", "Synchronous"]
 
@@ -33,10 +38,30 @@ class Strategy(Protocol):
     def num_done(self, number: int) -> int:
         """Return how many updates of this loop are done before iteration ``number``. Local."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether parameters stay as they are in an iteration until the members have met, so that a checkpoint may copy
+        them meanwhile.
+        """
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        """Return the layout of what the members sum. Local, equal on all members.
+
+        Args:
+            folder: of the parameters that are trained now.
+        """
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        """Yield the micro-batches that this worker will probably compute next, in the order of need. Local.
+
+        Args:
+            upcoming: the forecast of a plain ``run.steps``.
+        """
+
     def open(self, context: StepContext, first: int) -> None:
         """Get ready, before the first iteration of this worker. Local."""
 
-    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Iteration:
         """Return what the script gets in iteration ``number`` of this loop. Local."""
 
     def settle(self) -> None:
@@ -56,6 +81,7 @@ class Synchronous:
     """One global batch, one mean gradient, one update."""
 
     num_more = 0
+    overlaps = True
 
     @property
     def recipe(self) -> Recipe:
@@ -63,6 +89,12 @@ class Synchronous:
 
     def num_done(self, number: int) -> int:
         return number
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        return folder.layout
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        return upcoming()
 
     def open(self, context: StepContext, first: int) -> None:
         self._context = context

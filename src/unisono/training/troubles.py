@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from unisono.decisions.ownership import Place
 from unisono.events import Problem
 from unisono.member import Member
 from unisono.messages import Ailing, Holds
@@ -26,7 +27,7 @@ from unisono.problems.evidence import Witness, redacted, shown_environment
 from unisono.problems.fit import Setting, advice, asked_bytes, table
 from unisono.problems.kinds import Trouble, file_name, kind_of, text
 from unisono.problems.limits import memory_limit, own_memory
-from unisono.problems.memory import Beginning, data_bytes, held_now, kinds
+from unisono.problems.memory import Among, Beginning, data_bytes, held_now, kinds
 from unisono.problems.witness import about_machine, about_process, own_stacks, versions
 from unisono.problems.writing import FOLDER, stamp, write
 from unisono.process import tell
@@ -104,7 +105,8 @@ class OwnTroubles:
         self._has_told = True
         if self._device.type != "cpu":
             return  # what the kernel kills a process for is the memory of the host
-        held, cursor = kinds(rounds.tracked, rounds.slots, self._beginning or Beginning()), loop.cursor
+        beginning, cursor = self._beginning or Beginning(), loop.cursor
+        held = kinds(rounds.tracked, rounds.slots, beginning, _among(rounds))
         self._member.send(Holds(kinds=held, batch_size=cursor.batch_size, microbatches=cursor.microbatches))
 
     # -- at the end ----------------------------------------------------------------------------------
@@ -161,6 +163,7 @@ class OwnTroubles:
             rounds.slots,
             self._device,
             self._beginning or Beginning(),
+            _among(rounds),
             asked=asked_bytes(str(error)),
             num_workers=num_workers,
         )
@@ -241,3 +244,11 @@ def _about_parameters(rounds: Rounds) -> str:
         f"parameters or buffers that were not finite before this micro-batch: {shown}{more}; so an earlier update made "
         "them so, by a gradient that was not finite or by too large a step"
     )
+
+
+def _among(rounds: Rounds) -> Among:
+    team = rounds.team
+    if not team.worker_ids:
+        return Among()
+    members = [Place(*one) for one in zip(team.worker_ids, team.hosts, strict=True)]
+    return Among(members, team.worker_ids[team.rank])

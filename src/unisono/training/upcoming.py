@@ -17,6 +17,9 @@ class Upcoming:
 
     A step has as many passes over its global batch as the one before.
 
+    Attributes:
+        members: whose plans are predicted.
+
     Args:
         rehearsed: (step, its plan) -> the micro-batch that this member computes as well, to compare it: one of another
             member, or one of its own for the second time. None: there is none.
@@ -25,7 +28,7 @@ class Upcoming:
     def __init__(
         self, members: Members, cursor: Cursor, num_steps: int, rehearsed: Callable[[int, Plan], int | None]
     ) -> None:
-        self._members = members
+        self.members = members
         self._cursor = cursor
         self._num_steps = num_steps
         self._rehearsed = rehearsed
@@ -56,11 +59,11 @@ class Upcoming:
     def _turns(self, number: int, turns: range) -> Iterator[Request]:
         """Yield the requests of whole passes that have not begun."""
         for turn in turns:
-            plan = self._members.predicted(self._cursor.position(number).num_leaves)
+            plan = self.members.predicted(self._cursor.position(number).num_leaves)
             yield from self._of(number, turn, plan, self._rehearsed(number, plan) if turn == 0 else None)
 
     def _of(self, number: int, turn: int, plan: Plan, other: int | None) -> Iterator[Request]:
-        yield from ((number, turn, leaf) for leaf in _leaves(plan, self._members.rank))
+        yield from ((number, turn, leaf) for leaf in _leaves(plan, self.members.rank))
         if other is not None:
             yield number, turn, other
 

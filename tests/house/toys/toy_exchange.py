@@ -46,8 +46,8 @@ class StoreExchange(PrivateSlots):
         if data := self.all_gather(own if self.rank == source else b"")[source]:
             tensor.detach().copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        deliver_by_broadcast(self, parcels)
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return deliver_by_broadcast(self, parcels)
 
     def interrupt(self, error: Exception) -> None:
         pass  # a store's wait ends by itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from unisono.decisions.membership.draft import Draft
+from unisono.decisions.membership.evaluators import repeat_news
 from unisono.decisions.membership.likeness import objection, refusal
 from unisono.decisions.membership.restarts import note_failure
 from unisono.decisions.membership.roster import Worker, WorkerState
@@ -67,6 +68,7 @@ def _greet_again(draft: Draft, worker: Worker, message: Hello) -> None:
     is_concerned = is_concerned or message.generation > 0  # perhaps in a generation that this head does not know
     if notice is not None and (is_concerned or worker.state in (_S.ADMITTED, _S.HOLDING, _S.ASIDE)):
         draft.send(worker_id, notice)
+    repeat_news(draft, worker_id)
 
 
 def _learn_generation(draft: Draft, worker: Worker, generation: int) -> None:

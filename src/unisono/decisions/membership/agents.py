@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from unisono.decisions.membership.draft import Draft
+from unisono.decisions.membership.evaluators import lose_evaluators_of, order_evaluators
 from unisono.decisions.membership.restarts import lose, order
-from unisono.decisions.membership.roster import ALIVE, Agent, State, Worker, WorkerState
+from unisono.decisions.membership.roster import ALIVE, Agent, EvaluatorStage, State, Worker, WorkerState
 from unisono.decisions.membership.spreading import to_leave, to_start
 from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
@@ -62,6 +63,8 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     else:
         number = hello.num_workers
     order(draft, agent_id, number, came=came)
+    own = [one for one in draft.state.evaluators.values() if one.agent == agent_id and one.is_alive]
+    order_evaluators(draft, agent_id, hello.num_evaluators - len(own))
 
 
 def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
@@ -84,6 +87,8 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     )
     if known is not None:
         draft.reasons.append(f"the agent of {hello.host} is back")
+    elif not hello.num_workers and hello.num_evaluators and not hello.primary:
+        draft.reasons.append(f"{hello.host} joins with {count(hello.num_evaluators, 'evaluator')}")
     elif not hello.num_workers and not hello.primary:
         draft.reasons.append(f"{hello.host} joins, and offers workers while nobody uses it")
     elif not hello.primary:
@@ -116,6 +121,9 @@ def _repeat_start(draft: Draft, agent_id: str) -> None:
         )
     if agent.primary:
         draft.put(wanted=-1)
+    for evaluator in draft.state.evaluators.values():
+        if evaluator.agent == agent_id and evaluator.stage is EvaluatorStage.ORDERED:
+            draft.send(agent_id, Start(worker_ids=[evaluator.worker_id]))
     for worker in draft.workers(_S.ORDERED):
         if worker.agent == agent_id:
             delay_s = max(0.0, worker.heard_at - draft.now)
@@ -148,6 +156,7 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.retire(worker.worker_id, _S.LEFT, "left", f"the agent of {agent.host} is gone")
+    lose_evaluators_of(draft, agent_id, f"the agent of {agent.host} is gone")
 
 
 def _cut_off(draft: Draft, agent_id: str, why: str) -> None:

@@ -8,6 +8,14 @@ from unisono.decisions.membership import agents
 from unisono.decisions.membership.admission import check_protocol, greet
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import compare_leavings, forget_leavings, take_finished, take_leaving
+from unisono.decisions.membership.evaluators import (
+    lose_evaluators_of,
+    lose_silent_evaluators,
+    take_evaluator_exit,
+    take_from_evaluator,
+    take_open,
+    take_wanted,
+)
 from unisono.decisions.membership.health import lose_silent_workers, retry_exchange_when_due, take_suspect, watch
 from unisono.decisions.membership.machines import measure
 from unisono.decisions.membership.restarts import (
@@ -27,6 +35,8 @@ from unisono.messages import (
     Beat,
     Drain,
     Ended,
+    EvaluationsOpen,
+    EvaluationWanted,
     Failed,
     Finished,
     Hello,
@@ -47,6 +57,7 @@ from unisono.messages import (
     TalkDone,
     WorkerExit,
 )
+from unisono.spec import is_evaluator
 
 __all__ = ["Event", "Lags", "Tick", "TookOver", "take"]
 
@@ -97,6 +108,8 @@ def take(draft: Draft, event: Event) -> None:
             draft.put_agent(source, lags=True)
     elif source in draft.state.agents or isinstance(message, AgentHello):
         _take_from_agent(draft, source, message)
+    elif source in draft.state.evaluators or (is_evaluator(source) and isinstance(message, Hello)):
+        take_from_evaluator(draft, source, message)
     elif source in draft.state.workers or isinstance(message, Hello):
         _take_from_worker(draft, source, message)
     elif isinstance(message, Scale):
@@ -109,6 +122,7 @@ def take(draft: Draft, event: Event) -> None:
 
 def _pass_time(draft: Draft) -> None:
     lose_silent_workers(draft)
+    lose_silent_evaluators(draft)
     for agent_id, gone_at in draft.state.gone_at.items():
         if gone_at <= draft.now:
             agents.leave(draft, agent_id, Lost(reason="its agent has not connected again"))
@@ -120,6 +134,8 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
         case AgentHello():
             check_protocol(f"the agent of {message.host}", message.protocol)
             agents.join(draft, agent_id, message)
+        case WorkerExit() if message.worker_id in draft.state.evaluators:
+            take_evaluator_exit(draft, message)
         case WorkerExit():
             take_exit(draft, message)
         case Drain():
@@ -129,6 +145,8 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
             if not message.worker_ids:
                 draft.put_agent(agent_id, gone=why)
             agents.drain(draft, ids, why)
+            if not message.worker_ids:
+                lose_evaluators_of(draft, agent_id, why)
         case Offer():
             agents.offer(draft, agent_id, message.num_workers, message.reason)
         case Scale():
@@ -235,6 +253,10 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
             take_leaving(draft, worker, message)
         case Finished():
             take_finished(draft, worker, message)
+        case EvaluationWanted():
+            take_wanted(draft, worker, message)
+        case EvaluationsOpen():
+            take_open(draft, message)
         case TalkCall():
             take_talk_call(draft, worker, message)
         case TalkDone():

@@ -144,6 +144,9 @@ class Draft:
         for worker in self.state.workers.values():
             if worker.state in ALIVE - {_S.ORDERED} or worker.state is _S.FINISHED:
                 self.send(worker.worker_id, ended)
+        for evaluator in self.state.evaluators.values():
+            if evaluator.is_alive:
+                self.send(evaluator.worker_id, ended)
         for agent_id in self.state.agents:
             self.send(agent_id, ended)
 

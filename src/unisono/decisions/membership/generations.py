@@ -10,6 +10,7 @@ from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
 from unisono.decisions.membership.agents import drain_withdrawn
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
+from unisono.decisions.membership.evaluators import forget_evaluations, holds_joins, settle_evaluations
 from unisono.decisions.membership.heirs import is_cut_off
 from unisono.decisions.membership.machines import free_machines, tell_wanted
 from unisono.decisions.membership.restarts import turn_agents_away
@@ -35,6 +36,7 @@ def follow_up(draft: Draft) -> None:
         _plan(draft)
     if draft.state.ended is None:
         settle(draft)
+        settle_evaluations(draft)
         turn_agents_away(draft)
         free_machines(draft)
         tell_wanted(draft)
@@ -54,6 +56,7 @@ def _go_on_without_the_lost(draft: Draft) -> None:
         _go_on_without_state(draft, why)
         return
     if not survivors:
+        forget_evaluations(draft)
         _announce(draft, [newcomer.worker_id for newcomer in fresh], why, immediate=True)
         return
     for newcomer in fresh:
@@ -88,6 +91,7 @@ def _go_on_without_state(draft: Draft, why: str) -> None:
         return
     if state.committed < 0 and any(not w.draining for w in draft.workers(_S.ORDERED, _S.STARTING, _S.READY)):
         draft.put(held=False)
+        forget_evaluations(draft)
         _announce(draft, [], f"{why}; no step was done, so the run begins again", immediate=True)
         return
     draft.end(False, f"{why}; no worker that holds the run's state is left")
@@ -149,7 +153,7 @@ def _plan_next(draft: Draft) -> None:
     state, policy = draft.state, draft.state.policy
     holding = draft.workers(_S.HOLDING)
     staying = [w.worker_id for w in holding if not w.draining]
-    admitted = _ready(draft)[: max(policy.maximum - len(staying), 0)]
+    admitted = [] if holds_joins(state) else _ready(draft)[: max(policy.maximum - len(staying), 0)]
     if not staying and draft.workers(_S.ORDERED, _S.STARTING, _S.READY):
         staying = [w.worker_id for w in holding]  # until a newcomer has taken over the state
     wanted = staying + admitted

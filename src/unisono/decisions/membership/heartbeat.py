@@ -41,9 +41,17 @@ def routine_of_many(state: State, beats: Sequence[BeatOf], now: float) -> tuple[
     if state.ended is not None:
         return state, ()
     rule, workers, witnessed_at = _Rule.of(state, now), dict(state.workers), state.witnessed_at
+    evaluators = dict(state.evaluators)
     rest: Sequence[BeatOf] = ()
     for number, each in enumerate(beats):
         worker, beat = workers.get(each.worker_id), each.beat
+        if (evaluator := evaluators.get(each.worker_id)) is not None:
+            if beat.seconds_at > rule.shortest_s and not beat.waiting:
+                rest = tuple(beats[number:])
+                break
+            heard_at = max(evaluator.heard_at, now - each.seconds_ago)
+            evaluators[each.worker_id] = dataclasses.replace(evaluator, heard_at=heard_at, beat=beat)
+            continue
         if worker is None or worker.closed_at is not None or Beat not in TRANSITIONS[worker.state]:
             continue
         if worker.beat is not None and beat.progress < worker.beat.progress:
@@ -55,7 +63,7 @@ def routine_of_many(state: State, beats: Sequence[BeatOf], now: float) -> tuple[
         workers[each.worker_id] = worker.heard(heard_at, beat)
         if worker.state is state.witness_state:
             witnessed_at = max(witnessed_at, heard_at)
-    return dataclasses.replace(state, workers=workers, witnessed_at=witnessed_at), rest
+    return dataclasses.replace(state, workers=workers, evaluators=evaluators, witnessed_at=witnessed_at), rest
 
 
 class _Rule(NamedTuple):

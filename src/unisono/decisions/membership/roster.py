@@ -27,13 +27,17 @@ from unisono.decisions.membership.hangs import Hang, Limits
 from unisono.decisions.membership.suspicion import Suspicions
 from unisono.decisions.membership.team import team_of
 from unisono.errors import UsageError
-from unisono.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
+from unisono.messages import Beat, Ended, EvaluationWanted, Failed, Leaving, MemberInfo, Notice, TalkCall
 from unisono.spec import Partition
 
 __all__ = [
     "ALIVE",
     "GONE",
+    "START_HANGS",
     "Agent",
+    "Evaluation",
+    "Evaluator",
+    "EvaluatorStage",
     "How",
     "Policy",
     "State",
@@ -215,6 +219,65 @@ class Worker:
         return f"worker {self.worker_id} (pid {self.info.pid})" if self.info else f"worker {self.worker_id}"
 
 
+class EvaluatorStage(enum.Enum):
+    """The stages of an evaluator's life; the value is what the user reads."""
+
+    ORDERED = "ordered"
+    STARTING = "starting"
+    """It runs the script up to its first training loop."""
+    FOLLOWING = "following"
+    """It waits for an evaluation, or does one."""
+    FINISHED = "finished"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """A worker that follows the run to evaluate (`unisono.decisions.membership.evaluators`)."""
+
+    worker_id: str
+    agent: str = ""
+    stage: EvaluatorStage = EvaluatorStage.ORDERED
+    info: MemberInfo | None = None
+    heard_at: float = 0.0
+    """Time of its last message; while it is ordered: time at which it was to be started."""
+    closed_at: float | None = None
+    beat: Beat | None = None
+    call: TalkCall | None = None
+    """The call before the training at which it waits."""
+
+    @property
+    def number(self) -> int:
+        digits = self.worker_id[1:]
+        return int(digits) if digits.isdecimal() else 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self.stage is not EvaluatorStage.GONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An evaluation that was taken, and whose totals not all members have yet."""
+
+    wanted: EvaluationWanted
+    asker: str
+    """The member that asked, and gives the models to the evaluator."""
+    evaluator: str = ""
+    """Who does it; "": nobody yet."""
+    tries: int = 0
+    """Evaluators that were lost while they did it."""
+    totals: bytes = b""
+    """What the evaluator has sent; empty: nothing yet."""
+    is_open: bool = False
+    """No evaluator does it any more: the members compute it when they come to it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether evaluators have nothing more to do with it."""
+        return self.is_open or bool(self.totals)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agent:
     agent_id: str
@@ -309,6 +372,13 @@ class State:
     """Positions, in the step under way, at which workers hung; the others went on without them."""
     calls: tuple[EarlyCall, ...] = ()
     """What workers say to each other before they join, by the number of the call."""
+    evaluators: Mapping[str, Evaluator] = field(default_factory=dict)
+    """Beside the workers, and never among them."""
+    num_evaluators: int = 0
+    """Number of evaluators so far: names are not used again."""
+    evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
+    last_evaluation: int = -1
+    """The newest evaluation that was taken."""
     leaving: Mapping[str, Leaving] = field(default_factory=dict)
     """Worker that has left a training loop -> its report."""
     suspected_at: float | None = None
@@ -395,6 +465,18 @@ class State:
         due = _Silence.of(self, now)
         return {worker.worker_id: due.at(worker) for worker in self.workers.values() if worker.state not in GONE}
 
+    def evaluators_due(self) -> dict[str, float]:
+        """Return when each evaluator counts as lost if no message arrives any more."""
+        policy, due = self.policy, {}
+        for worker_id, one in self.evaluators.items():
+            if one.stage is EvaluatorStage.ORDERED:
+                due[worker_id] = one.heard_at + START_HANGS * policy.hang_s
+            elif one.is_alive and one.closed_at is not None:
+                due[worker_id] = one.closed_at + policy.reconnect_s
+            elif one.is_alive:
+                due[worker_id] = one.heard_at + max(policy.heartbeat_timeout_s, policy.hang_s)
+        return due
+
     @property
     def limits(self) -> Limits:
         """Times after which a worker without progress is late, or hangs; longer where steps are slow."""
@@ -438,12 +520,17 @@ def resumed(
         )
         for worker_id, worker in state.workers.items()
     }
+    evaluators = {
+        worker_id: dataclasses.replace(one, heard_at=max(one.heard_at - since, now), closed_at=None)
+        for worker_id, one in state.evaluators.items()
+    }
     seat = seat or seat_of(state)
     agents = {i: agent if i == seat else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()}
     state = dataclasses.replace(
         state,
         term=term,
         workers=workers,
+        evaluators=evaluators,
         agents=agents,
         seat=seat,
         head=head,
@@ -496,6 +583,7 @@ def _due_at(state: State, now: float) -> float | None:
     policy = state.policy
     times = [_Silence.of(state, now).soonest(state.workers.values())]
     times += state.gone_at.values()
+    times += state.evaluators_due().values()
     if state.suspected_at is not None:
         times.append(state.suspected_at + policy.suspect_s)
     soonest = min(times)

@@ -8,6 +8,8 @@ from typing import Final
 from unisono.decisions.membership.roster import WorkerState
 from unisono.messages import (
     Beat,
+    EvaluationsOpen,
+    EvaluationWanted,
     Failed,
     Finished,
     Hello,
@@ -28,7 +30,20 @@ _S = WorkerState
 _STAY: Final = None
 
 _REPORTS: Final[Mapping[type[Message], WorkerState | None]] = dict.fromkeys(
-    (Hello, Beat, Ready, Holding, Suspect, StepDone, Failed, Leaving, TalkDone), _STAY
+    (
+        Hello,
+        Beat,
+        Ready,
+        Holding,
+        Suspect,
+        StepDone,
+        Failed,
+        Leaving,
+        TalkDone,
+        EvaluationWanted,
+        EvaluationsOpen,
+    ),
+    _STAY,
 )
 _ENDS: Final[Mapping[type[Message], WorkerState | None]] = {Finished: _S.FINISHED, Left: _S.LEFT}
 

@@ -1,0 +1,570 @@
+"""Local steps: replicas train for some steps by themselves, then their parameters are averaged (local SGD, DiLoCo).
+
+A **round** is one iteration of the training loop. Within it a worker computes the replicas that it was given, one after
+the other. For the steps of a replica the worker is a run alone: these have the same class, the same checks and the same
+summation tree as those of a plain ``run.steps``, with this process as their only member.
+
+Local SGD: Stich, "Local SGD converges fast and communicates little", ICLR 2019. DiLoCo: Douillard et al., "DiLoCo:
+Distributed low-communication training of language models", 2023.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from unisono.decisions.checks import Rehearsal
+from unisono.decisions.cursor import Recipe, seed_of
+from unisono.decisions.plan import Plan
+from unisono.errors import StepError, UsageError
+from unisono.exchange.flat import FlatLayout
+from unisono.faults import point
+from unisono.microbatch.data import Batches, Request
+from unisono.microbatch.folding import Fingerprint, GradientFolder
+from unisono.microbatch.guards import Structure, UnusedGradients
+from unisono.microbatch.losses import Reduction
+from unisono.microbatch.randomness import seed_at
+from unisono.process import Process
+from unisono.rounds.agreement import Agreement
+from unisono.rounds.changes import ERROR, Changes, Coded, Plain
+from unisono.rounds.gradient import StepContext
+from unisono.rounds.life import Rounds
+from unisono.rounds.members import Members
+from unisono.rounds.replicas import Ended, ReplicaRound, Trained
+from unisono.rounds.team import LOST, AloneTeam, Samples, Team
+from unisono.state.packing import pack, to_bytes
+from unisono.state.replicas import Header, Replicas, ReplicaState, common, give, restore, take
+from unisono.state.sums import Sums, as_sum
+from unisono.state.tracked import Tracked
+from unisono.telemetry import StepTelemetry
+from unisono.training.localround import InnerStep, LocalRound, ReplicaSamples, Replication
+from unisono.training.upcoming import Upcoming
+
+__all__ = ["Delta", "InnerState", "LocalSteps"]
+
+InnerState = Literal["kept", "fresh"]
+"""Whether a replica keeps the state of its optimizers from round to round."""
+Delta = Literal["fp32", "int8"]
+"""What the changes of the replicas travel as."""
+AVERAGE: Final = "average"
+
+
+class LocalSteps:
+    """Rounds of local steps, as a strategy of the training loop.
+
+    Args:
+        outer: gets the mean change of the replicas as a gradient; None: parameters become the mean of the replicas'.
+    """
+
+    num_more = 0
+    overlaps = False
+    """The steps of a replica change parameters before all members have told each other of their checkpoints."""
+
+    def __init__(
+        self,
+        replication: Replication,
+        samples: ReplicaSamples,
+        num_steps: int,
+        *,
+        tracked: Tracked,
+        replicas: Replicas,
+        device: torch.device,
+        outer: torch.optim.Optimizer | None,
+        inner_state: InnerState,
+        copies: int,
+        delta: Delta,
+        reduction: Reduction,
+        rehearses: bool,
+    ) -> None:
+        if inner_state not in ("kept", "fresh"):
+            raise UsageError(f'inner_state is "kept" or "fresh", got {inner_state!r}')
+        if delta not in ("fp32", "int8"):
+            raise UsageError(f'delta is "fp32" or "int8", got {delta!r}')
+        if copies < 1:
+            raise UsageError(f"copies must be at least 1, got {copies}")
+        self._replication = replication
+        self._samples = samples
+        self._num_steps = num_steps
+        self._replicas = replicas
+        self._device = device
+        self._outer = outer
+        self._outer_name = _name_of(tracked, outer)
+        self._inner_state = inner_state
+        self._keeps = inner_state == "kept"
+        self._delta = delta
+        self._num_copies = copies if self._keeps or delta == "int8" else 0
+        self._reduction = reduction
+        self._rehearses = rehearses
+        self._tracked = tracked.apart(self._outer_name)
+        self._optimizers = self._tracked.optimizers
+        self._objects = {
+            name: value for name, value in self._tracked.objects.items() if not isinstance(value, nn.Module)
+        }
+        self._start: list[Tensor] = []
+        self._is_applying = False
+        self._folder: GradientFolder | None = None
+        self._handles: list[RemovableHandle] = []
+        self._now: LocalRound | None = None
+        self._place = -1
+        self._changes: Changes
+        self._check(tracked)
+
+    def _check(self, tracked: Tracked) -> None:
+        """Refuse what has no meaning in rounds.
+
+        Raises:
+            UsageError: names it.
+        """
+        if not self._optimizers:
+            raise UsageError(
+                "run.local_steps trains replicas with a tracked optimizer of their own: run.track(optimizer=optimizer)"
+            )
+        if sharded := [*tracked.sharded]:
+            raise UsageError(
+                f"{sharded[0]} is sharded (unisono.shard), and within run.local_steps each replica has a state of its "
+                "own, which lies on the workers that compute it and on copies= others anyway; use the optimizer itself"
+            )
+        if self._tracked.carried:
+            raise UsageError(
+                f"{next(iter(self._tracked.carried))} is a unisono.Carried, whose rows pass from each step to the "
+                "next; within run.local_steps each replica would have rows of its own. Use run.steps for them"
+            )
+        for name, value in self._objects.items():
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                raise UsageError(
+                    f"{name} is a GradScaler, whose scale follows the gradients of each replica, and all replicas must "
+                    "have it alike; train in bfloat16, or in float32 with GradScaler(enabled=False)"
+                )
+
+    @property
+    def num_replicas(self) -> int:
+        return self._replication.replicas
+
+    @property
+    def recipe(self) -> Recipe:
+        return {
+            "replicas": self._replication.replicas,
+            "inner_steps": self._replication.inner_steps,
+            "inner_state": self._inner_state,
+            "delta": self._delta,
+            "outer": type(self._outer).__qualname__ if self._outer is not None else AVERAGE,
+        }
+
+    @property
+    def scale(self) -> float:
+        """A power of two that all weights are divided by, so that changes have the magnitude of a mean."""
+        part = self._samples.part(0)
+        samples = part.batch_size // self.num_replicas * self._replication.inner_steps
+        return float(2.0 ** math.floor(math.log2(samples)))
+
+    def steps_of(self, number: int) -> range:
+        """Return the global batches of a round."""
+        return self._replication.steps_of(number, self._num_steps)
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def num_done(self, number: int) -> int:
+        return number
+
+    def may_save(self, number: int) -> bool:
+        return True
+
+    def open(self, context: StepContext, first: int) -> None:
+        self._context = context
+        context.agreement.unit = "the first micro-batch of replica"
+        team = context.rounds.team
+        if team.size > self.num_replicas and team.rank == 0:
+            warnings.warn(
+                f"{team.size} workers share {self.num_replicas} replicas: {team.size - self.num_replicas} of them have "
+                "nothing to compute, and only keep copies of states; use more replicas or fewer workers",
+                stacklevel=2,
+            )
+        if self._outer is not None:
+            self._handles.append(self._outer.register_step_pre_hook(lambda *_: self._check_outer()))
+        self._team = _InnerTeam(team, self._device)
+        self._inner_rounds = Rounds(self._team, self._tracked, balance=False)
+        self._structure = Structure(self._tracked)
+        ids = context.rounds.members.worker_ids
+        has_state = self._num_copies > 0
+        self._replicas.begin(self._optimizers, self.num_replicas, ids, keep=has_state)
+
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> LocalRound:
+        unused.leave_out(self._outer_name)
+        self._unused, self._process = unused, process
+        self._now = LocalRound(self, self._context, number, process)
+        self._team.round = number
+        return self._now
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+        self._start = []
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        """Yield the micro-batches that this worker will probably compute next, by `Replication.place`."""
+        replication, members = self._replication, upcoming.members
+        if self._place >= 0:
+            step, replica = replication.at(self._place)
+            round_ = step // replication.inner_steps
+            yield from self._requests(range(step, self.steps_of(round_).stop), replica)
+            for other in self._predicted(members):
+                if other > replica:
+                    yield from self._requests(self.steps_of(round_), other)
+            first = round_ + 1
+        else:
+            first = self._now.number if self._now is not None else 0
+        for number in range(first, replication.num_rounds(self._num_steps)):
+            for replica in self._predicted(members):
+                yield from self._requests(self.steps_of(number), replica)
+
+    def _predicted(self, members: Members) -> Sequence[int]:
+        ranges = members.predicted(self.num_replicas).ranges
+        return ranges[members.rank] if members.rank < len(ranges) else ()
+
+    def _requests(self, steps: range, replica: int) -> Iterator[Request]:
+        for step in steps:
+            for leaf in range(self._samples.part(replica).position(step).num_leaves):
+                yield self._replication.place(step, replica), 0, leaf
+
+    # -- a round -------------------------------------------------------------------------------------
+
+    def begin_round(self, now: LocalRound) -> ReplicaRound:
+        """Remember the boundary from which all replicas of the round begin. Local."""
+        context = self._context
+        self._outer_folder = folder = context.folder()
+        if any(optimizer.state for optimizer in self._optimizers.values()):
+            raise StepError(
+                "an optimizer of the replicas has made a step between two rounds, when it belongs to none of them: "
+                "update the model within `for step in round`, or let the outer optimizer do it"
+            )
+        context.rounds.members.release_results()
+        with torch.no_grad():
+            parameters = [parameter for _, parameter in folder.trained]
+            if len(self._start) != len(parameters) or any(
+                a.shape != b.shape or a.dtype != b.dtype for a, b in zip(self._start, parameters, strict=True)
+            ):
+                self._start = [torch.empty_like(parameter) for parameter in parameters]
+            for start, parameter in zip(self._start, parameters, strict=True):
+                start.copy_(parameter)
+                parameter.grad = None
+        self._structure.renew()
+        self._averaged = self._averages()
+        self._common = common(self._objects)
+        self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
+        self._place = -1
+        self._changes = Plain(folder) if self._delta == "fp32" else Coded(folder)
+        return ReplicaRound(
+            context,
+            now.number,
+            self._replicas,
+            self.num_replicas,
+            self,
+            self._changes,
+            folder,
+            self._start,
+            copies=self._num_copies,
+        )
+
+    def apply(self, done: ReplicaRound) -> None:
+        """Make the new global model of the mean over the replicas. The same on all members."""
+        context, folder = self._context, self._outer_folder
+        restore(self._objects, done.ended[0].common)
+        self._structure.restore_modes()
+        slot = context.rounds.members.slots.results[-1]  # it may have moved since the commit
+        means = self._changes.means(slot)
+        folder.buffers.apply(slot.buffers)
+        seed_at(context.seed, "update", done.number)
+        self._context.clock.switch("update")
+        owned = _parameters(self._outer)
+        with torch.no_grad():
+            for (_, parameter), mean in zip(folder.trained, means, strict=True):
+                if id(parameter) in owned:
+                    parameter.grad = mean.to(parameter.dtype)
+                else:
+                    parameter.copy_(parameter.to(mean.dtype) - mean)
+        if self._outer is not None:
+            self._is_applying = True
+            try:
+                self._outer.step()
+            finally:
+                self._is_applying = False
+        for _, parameter in folder.trained:
+            parameter.grad = None
+        context.rounds.members.release_results()
+
+    def train(self, replica: int, *, compares: bool) -> Generator[InnerStep, None, Trained]:
+        """Train one replica from the round's boundary."""
+        now = self._now
+        assert now is not None
+        context = self._inner_context(replica, compares=compares)
+        given = self._replicas.now.pop(replica) if self._num_copies else {}
+        self._go_to_boundary(given if self._keeps else {})
+        weight = weighted_loss = 0.0
+        totals: dict[str, Tensor] = {}
+        for number in now.steps:
+            step = yield from self._step(context, number, replica)
+            gradient = step.round
+            share = gradient.weight / self.scale
+            weight += share
+            weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
+            for name, value in step.totals.items():
+                totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
+        state = take(self._optimizers)
+        if not self._keeps:
+            state = {}
+        if self._delta == "int8":
+            state[ERROR] = {0: self._error(given)}
+        self._check_end(replica)
+        found = common(self._objects)
+        self._structure.restore_modes()
+        header = Header.of(pack(state, "replica"))
+        ended = Ended(found.digests, to_bytes(totals), header, weight, found.content if replica == 0 else b"")
+        for _, parameter in self._outer_folder.trained:
+            parameter.grad = None
+        self._inner_rounds.members.release_results()
+        first = context.agreement.own if isinstance(context.agreement, _FirstMicrobatch) else None
+        return Trained(weighted_loss, state, ended, first)
+
+    def rehearse(self, replica: int) -> Generator[InnerStep, None, Fingerprint | None]:
+        """Compute the first step of a replica of another member, and forget it."""
+        now = self._now
+        assert now is not None
+        context = self._inner_context(replica, compares=True)
+        if not context.fetcher.comes(now.steps.start, 0):
+            return None
+        self._go_to_boundary({})
+        yield from self._step(context, now.steps.start, replica)
+        take(self._optimizers)
+        self._check_end(replica)
+        restore(self._objects, self._common.content)
+        self._structure.restore_modes()
+        with torch.no_grad():
+            for (_, parameter), start in zip(self._outer_folder.trained, self._start, strict=True):
+                parameter.copy_(start)
+                parameter.grad = None
+        self._outer_folder.buffers.restore()
+        self._inner_rounds.members.release_results()
+        assert isinstance(context.agreement, _FirstMicrobatch)
+        return context.agreement.own
+
+    def _go_to_boundary(self, state: ReplicaState) -> None:
+        """Begin a replica: what all replicas have alike is that of the boundary. Parameters and buffers are already."""
+        restore(self._objects, self._common.content)
+        self._structure.restore_modes()
+        give(self._optimizers, state)
+
+    def _step(self, context: StepContext, number: int, replica: int) -> Generator[InnerStep, None, InnerStep]:
+        """Yield one step of a replica to the script."""
+        now = self._now
+        assert now is not None
+        self._place = self._replication.place(number, replica)
+        seed_at(context.seed, "step", number)
+        point("local.inner_step", replica)
+        step = InnerStep(context, number, unused=self._unused, process=self._process)
+        now.enter(step)
+        yield step  # after an error of the script, `now` still knows the step
+        now.enter(None)
+        step.close()
+        self._check_trained(replica)
+        return step
+
+    def _error(self, given: ReplicaState) -> Tensor:
+        """Return what was lost of a replica's changes so far."""
+        known: Tensor | None = given.get(ERROR, {}).get(0)
+        if known is None:
+            return torch.zeros(Coded.num_values(self._outer_folder), device=self._device)
+        return known.to(self._device)
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        """Return the layout of what the members sum."""
+        return folder.layout if self._delta == "fp32" else Coded.layout_of(folder)
+
+    def _check_trained(self, replica: int) -> None:
+        """Raise StepError if the script has frozen or unfrozen a parameter within a round."""
+        trained, before = self._tracked.trained(), self._outer_folder.trained
+        if len(trained) != len(before) or any(a is not b for (_, a), (_, b) in zip(trained, before, strict=True)):
+            raise StepError(
+                f"a parameter was frozen or unfrozen within the steps of replica {replica}: do that between two rounds"
+            )
+
+    def _check_end(self, replica: int) -> None:
+        """Check that a replica has changed only what it may change.
+
+        Raises:
+            StepError: a frozen parameter was written, or an average of weights was updated.
+        """
+        for name, parameter, version in self._frozen:
+            if parameter._version != version:
+                raise StepError(
+                    f"parameter {name!r} needs no gradient and was written within the steps of replica {replica}; "
+                    "write it after `for step in round`"
+                )
+        for name, count in self._averages().items():
+            if count != self._averaged[name]:
+                raise StepError(
+                    f"{name} (an AveragedModel) was updated within the steps of replica {replica}: update it after "
+                    "`for step in round`, with the new global model"
+                )
+
+    # -- what the steps of a replica need ------------------------------------------------------------
+
+    def _inner_context(self, replica: int, *, compares: bool) -> StepContext:
+        """Return the context of a replica's steps: a run with this process as its only member.
+
+        Args:
+            compares: take the fingerprint of the first micro-batch of the first step.
+        """
+        context = self._context
+        self._tracked.sums = Sums()
+        kind = _FirstMicrobatch if compares else Agreement
+        agreement = kind(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
+        return dataclasses.replace(
+            context,
+            rounds=self._inner_rounds,
+            folder=self._inner_folder,
+            fetcher=_Batches(context.fetcher, self._replication, replica),
+            cursor=self._samples.part(replica),
+            seed=seed_of(context.seed, "replica", context.phase, replica),
+            first_number=0,
+            note_plan=lambda number, *_: self._note(number, replica),
+            agreement=agreement,
+            tracked=self._tracked,
+        )
+
+    def _note(self, number: int, replica: int) -> None:
+        self._place = self._replication.place(number, replica)
+
+    def _inner_folder(self) -> GradientFolder:
+        outer = self._outer_folder
+        extras = self._tracked.sums.extras()
+        if self._folder is not None and self._folder.is_for(outer.trained, self._tracked.buffers(), extras):
+            return self._folder
+        if self._folder is not None:
+            self._folder.close()
+        frozen = [(name, one) for name, one in self._tracked.parameters() if not one.requires_grad]
+        self._folder = GradientFolder(
+            outer.trained,
+            self._tracked.buffers(),
+            frozen,
+            self._tracked.calls,
+            self._inner_rounds.slots,
+            extras=extras,
+            means=self._reduction == "mean",
+        )
+        self._inner_rounds.use_layout(self._folder.layout)
+        return self._folder
+
+    def _averages(self) -> dict[str, int]:
+        """Return how often each average of weights was updated."""
+        modules = self._tracked.modules.items()
+        return {name: int(module.n_averaged) for name, module in modules if isinstance(module, AveragedModel)}
+
+    def _check_outer(self) -> None:
+        if not self._is_applying:
+            raise StepError(
+                f"{self._outer_name}.step() was called by the script; run.local_steps calls it itself, at the end of "
+                "each `for step in round`, with the mean change of the replicas as the gradient"
+            )
+
+
+class _Batches:
+    """The micro-batches of one replica, counted from 0."""
+
+    def __init__(self, whole: Batches, replication: Replication, replica: int) -> None:
+        self._whole = whole
+        self._replication = replication
+        self._replica = replica
+
+    def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
+        return self._whole.fetch(self._replication.place(step, self._replica), leaf, turn)
+
+    def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
+        return self._whole.comes(self._replication.place(step, self._replica), leaf, turn)
+
+
+class _FirstMicrobatch(Agreement):
+    """Takes the fingerprint of the first micro-batch of a replica, to be compared with another worker's.
+
+    Attributes:
+        own: that fingerprint.
+    """
+
+    own: Fingerprint | None = None
+
+    def start_step(self, number: int, total: int) -> None:
+        pass
+
+    def rehearsal(self, plan: Plan) -> Rehearsal | None:
+        return Rehearsal(own=0, other=None) if self.own is None else None
+
+    def note_own(self, fingerprint: Fingerprint) -> None:
+        self.own = fingerprint
+
+    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
+        return telemetry
+
+    def check(self, telemetry: Sequence[StepTelemetry]) -> None:
+        pass
+
+
+class _InnerTeam(AloneTeam):
+    """The team of a replica's steps, which has this worker only; the others hear of its progress.
+
+    Attributes:
+        round: the number of the round, within the loop.
+    """
+
+    round = 0
+
+    def __init__(self, whole: Team, device: torch.device) -> None:
+        super().__init__(device)
+        self._whole = whole
+
+    def check(self) -> None:
+        with contextlib.suppress(*LOST):  # a replica that is begun is finished: nobody has to compute it again
+            self._whole.check()
+
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        self._whole.at(phase=phase, step=self.round, microbatch=microbatch, evaluates=evaluates, samples=samples)
+
+
+def _name_of(tracked: Tracked, outer: torch.optim.Optimizer | None) -> str:
+    """Return the name under which the outer optimizer is tracked.
+
+    Raises:
+        UsageError: it is not tracked, or it is no optimizer.
+    """
+    if outer is None:
+        return ""
+    if not isinstance(outer, torch.optim.Optimizer):
+        raise UsageError(f"outer is an optimizer of torch over the model's parameters, or None; got {outer!r}")
+    for name, value in tracked.optimizers.items():
+        if value is outer:
+            return name
+    raise UsageError(
+        "the outer optimizer is not tracked, so its momentum would reach neither workers that join nor checkpoints: "
+        "run.track(outer=outer)"
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer | None) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {id(parameter) for group in groups for parameter in group["params"]}

@@ -1,0 +1,255 @@
+"""Evaluation beside the training: the same totals, whoever computes them, and a training that does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.waiting import PATIENT
+from tests.workers.conftest import Command, Unisono
+from tests.workers.evaluated_training import EVALUATORS
+from tests.workers.gates import Gates
+from tests.workers.models import Cnn, Images, bits_of
+from tests.workers.processes import Seat
+from tests.workers.static_team import Place, train_on
+from unisono.checkpoint import files
+from unisono.journal import compare
+from unisono.testing import Faults, Outcome, run_workers
+
+SCRIPT = Path(__file__).with_name("evaluated_training.py")
+STEPS, LOOPS = 8, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _totals(seat: Seat, place: Place, wait: bool, asks: bool) -> dict[str, Any]:
+    """Train three steps, evaluate after each, and ask for the result a step later."""
+    found = []
+    with place.run(seed=5) as run:
+        model = Cnn()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+
+        def count(batch: Any) -> dict[str, Any]:
+            x, y = batch
+            scores = model(x)
+            return {"right": (scores.argmax(1) == y).sum(), "loss": F.cross_entropy(scores, y, reduction="sum")}
+
+        for step in run.steps(Images(), batch_size=8, microbatches=4, max_steps=3):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            if asks:
+                found += [evaluation.result() for evaluation in run.pending]
+            if wait:
+                found.append(run.evaluate(Images(), count, batch_size=5))
+            else:
+                run.evaluate(Images(), count, batch_size=5, wait=False)
+                assert run.pending[-1].step == step.place
+        if asks:
+            found += [evaluation.result() for evaluation in run.pending]
+            assert run.pending == []
+        drawn = torch.rand(3)
+    return {"totals": bits_of(found), "model": bits_of(model.state_dict()), "drawn": bits_of(drawn)}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_an_evaluator_the_members_compute_it_at_once(size: int) -> None:
+    (first,) = train_on("shared", 1, _totals, True, True)
+    by_rank = train_on("shared", size, _totals, False, True)
+    assert {each["totals"] for each in by_rank} == {first["totals"]}
+    assert {each["model"] for each in by_rank} == {first["model"]}
+    assert len({each["drawn"] for each in by_rank}) == 1
+
+
+# -- with evaluators ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs of one worker without evaluators, by how many steps later they ask for results (0: never)."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("UNISONO_NURSERY", standing_nursery)
+        for later in (0, 2):
+            found[later] = tmp_path_factory.mktemp("alone") / "run"
+            outcome = run_workers(SCRIPT, 1, directory=found[later], arguments=arguments(later))
+            assert outcome.exit_code == 0, outcome.output
+            assert len(outcome.evaluations) == 8
+    return found
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def arguments(later: int = 2) -> list[str]:
+    return ["--steps", str(STEPS), "--loops", str(LOOPS), "--later", str(later)]
+
+
+def check(outcome: Outcome, run_dir: Path, alone: Path) -> None:
+    assert outcome.exit_code == 0, outcome.output
+    assert compare(alone, run_dir).startswith(f"identical: {STEPS * LOOPS} steps")
+
+
+def start(unisono: Unisono, run_dir: Path, gates: Gates, *options: object, later: int = 2) -> Command:
+    return unisono(
+        "run", SCRIPT, "--run-dir", run_dir, *options, "--", *arguments(later), "--gates", gates.folder, "--save"
+    )
+
+
+def finish(command: Command, run_dir: Path, alone: Path) -> None:
+    assert command.wait() == 0, command.err
+    assert compare(alone, run_dir).startswith(f"identical: {STEPS * LOOPS} steps")
+
+
+def saved(run_dir: Path) -> list[int]:
+    return [files.step_of(path) for path in files.complete(run_dir / files.FOLDER)]
+
+
+@pytest.mark.usefixtures("nursery")
+def test_the_members_train_on_and_checkpoints_wait(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+) -> None:
+    """A checkpoint without the totals could not be gone on from: the models of that step are over by then."""
+    with Gates(tmp_path / "gates", (0, 7, EVALUATORS)) as gates:
+        command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", 1, later=0)
+        command.line("evaluator e0 follows the run")
+        gates.open(0)
+        gates.wait(EVALUATORS)
+        gates.wait(7, workers=2)  # with two evaluations under way
+        assert saved(run_dir) == []
+        gates.open(EVALUATORS)
+        gates.open(7)
+        finish(command, run_dir, alone[0])
+    assert saved(run_dir)[-1] == STEPS * LOOPS
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_newcomer_comes_when_the_totals_are_known_and_asks_for_them_as_all_others(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+) -> None:
+    with Gates(tmp_path / "gates", (0, 2, 3, EVALUATORS)) as gates:
+        command = start(unisono, run_dir, gates, "--workers", "1:2", "--evaluators", 1, "--wait-for", 1)
+        command.line("evaluator e0 follows the run")
+        gates.open(0)
+        gates.wait(2)
+        gates.wait(EVALUATORS)
+        unisono("scale", run_dir, 2).wait()
+        gates.open(EVALUATORS)
+        gates.open(2, command.generation("w1 joins"))
+        gates.open(3)
+        finish(command, run_dir, alone[2])
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_machine_joins_to_evaluate_and_leaves(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+) -> None:
+    with Gates(tmp_path / "gates", (0, 3, EVALUATORS)) as gates:
+        command = start(unisono, run_dir, gates, "--workers", 2)
+        gates.wait(0)
+        url = json.loads((run_dir / "head.json").read_text())["url"]
+        guest = unisono("join", url, "--token-file", run_dir / "token", "--evaluate", "-n", 1)
+        command.line("evaluator e0 follows the run")
+        gates.open(0)
+        gates.wait(EVALUATORS)
+        gates.wait(3, workers=2)
+        guest.process.send_signal(signal.SIGINT)
+        assert guest.wait() == 0, guest.err
+        command.line("no evaluator does the evaluation of step 1: the members compute it")
+        gates.open(EVALUATORS)
+        gates.open(3)
+        finish(command, run_dir, alone[2])
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_that_was_stopped_goes_on_with_the_totals(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+) -> None:
+    """The end waits for the evaluation, so the last checkpoint has its totals."""
+    with Gates(tmp_path / "gates", (0, 2, EVALUATORS)) as gates:
+        command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", 1)
+        command.line("evaluator e0 follows the run")
+        gates.open(0)
+        gates.wait(EVALUATORS)
+        gates.wait(2, workers=2)
+        assert unisono("stop", run_dir).wait() == 0
+        command.line("the run ends at the end of the step")
+        gates.open(2)
+        gates.open(EVALUATORS)
+        assert command.wait() == 0, command.err
+    assert saved(run_dir)[-1] in (2, 3)
+    outcome = run_workers(SCRIPT, 3, directory=run_dir, arguments=[*arguments(), "--save"])
+    check(outcome, run_dir, alone[2])
+
+
+@pytest.mark.usefixtures("nursery")
+def test_the_head_dies_while_an_evaluation_is_under_way(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+) -> None:
+    with Gates(tmp_path / "gates", (0, 3, EVALUATORS)) as gates:
+        command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", 1)
+        command.line("evaluator e0 follows the run")
+        gates.open(0)
+        gates.wait(EVALUATORS)
+        gates.wait(3, workers=2)
+        os.kill(int(json.loads((run_dir / "head.json").read_text())["pid"]), signal.SIGKILL)
+        command.line("another one takes over")
+        gates.open(EVALUATORS)
+        gates.open(3)
+        finish(command, run_dir, alone[2])
+
+
+FAULTS = {
+    "an evaluator is killed in a batch": Faults().kill("e0", at="evaluation.batch", skip=2),
+    "an evaluator is killed while it gets the models": Faults().kill("e0", at="evaluation.fetching", skip=1),
+    "an evaluator raises": Faults().fail("e0", at="evaluation.batch"),
+    "rank 0 is killed before it asks": Faults().kill("w0", at="evaluation.asked"),
+    "rank 0 is killed while it gives the models": Faults().kill("w0", at="evaluation.giving", skip=1),
+    "rank 0 is killed when it knows the answer": Faults().kill("w0", at="talked", step=4, skip=1),
+    "another worker is killed before it knows the answer": Faults().kill("w1", at="in_talk", step=4, skip=1),
+    "a worker is killed while the result is shared": Faults().kill("w1", at="talked", step=3),
+    "both kinds are killed": Faults()
+    .kill("e0", at="evaluation.batch")
+    .kill("e1", at="evaluation.batch")
+    .kill("w0", at="in_talk", step=3),
+}
+ALWAYS = ("an evaluator is killed in a batch", "rank 0 is killed while it gives the models", "both kinds are killed")
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("what", FAULTS if os.environ.get("UNISONO_TEST_ALL") else ALWAYS)
+def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) -> None:
+    options = [*PATIENT, "--evaluators", "1"]
+    outcome = run_workers(SCRIPT, 2, directory=run_dir, arguments=arguments(), options=options, faults=FAULTS[what])
+    check(outcome, run_dir, alone[2])
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("what", ["--shard", "--local", "--twice"])
+def test_it_goes_with_other_strategies_and_with_several_evaluations_of_a_step(what: str, tmp_path: Path) -> None:
+    given = ["--steps", "12", what]
+    before = run_workers(SCRIPT, 1, directory=tmp_path / "alone", arguments=given[: 2 if what == "--shard" else 3])
+    assert before.exit_code == 0, before.output
+    faults = Faults().kill("e0", at="evaluation.batch").kill("w0", at="in_talk", step=4, skip=1)
+    options = [*PATIENT, "--evaluators", "2"]
+    outcome = run_workers(SCRIPT, 3, directory=tmp_path / "run", arguments=given, options=options, faults=faults)
+    assert outcome.exit_code == 0, outcome.output
+    assert compare(tmp_path / "alone", tmp_path / "run").startswith("identical")

@@ -1,0 +1,46 @@
+"""Workers join and leave a run with a sharded optimizer, and not one bit changes, nor is one state lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.workers.conftest import Unisono
+from tests.workers.gates import Gates
+from unisono.journal import compare
+from unisono.testing import run_workers
+
+pytestmark = pytest.mark.usefixtures("nursery")
+
+SCRIPT = Path(__file__).with_name("sharded_training.py")
+STEPS = 24
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_machine_that_joins_takes_its_part_and_gives_it_back_when_it_leaves(
+    copies: int, unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of four workers leave together, at the end of a step: as many as there are copies, or more."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    calm, directory = tmp_path / "calm", tmp_path / "run"
+    outcome = run_workers(SCRIPT, 1, directory=calm, arguments=["--copies", "0", "--steps", str(STEPS)])
+    assert outcome.exit_code == 0, outcome.output
+    with Gates(tmp_path / "gates", (3, 8, 14, 20)) as gates:
+        options = ("-n", 2, "--run-dir", directory, "--max-restarts", 0)
+        arguments = ("--steps", STEPS, "--copies", copies, "--gates", gates.folder)
+        command = unisono("run", SCRIPT, *options, "--", *arguments)
+        gates.wait(3)
+        url = json.loads((directory / "head.json").read_text())["url"]
+        guest = unisono("join", url, "--token-file", directory / "token", "-n", 2)
+        gates.open(3, command.generation("; generation 2 with"))
+        gates.open(8, command.generation("with 4 workers"))
+        gates.wait(14)
+        guest.process.send_signal(signal.SIGTERM)
+        gates.open(14, command.generation("w2 and w3 leave"))
+        assert guest.wait() == 0, guest.err
+        gates.open(20)
+        assert command.wait() == 0, command.err
+    assert compare(calm, directory).startswith(f"identical: {STEPS} steps")

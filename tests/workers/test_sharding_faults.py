@@ -1,0 +1,180 @@
+"""Losses with a sharded optimizer: wherever in an update, or while states move, a worker is lost, no bit changes.
+
+By default a sample: every point of the update on three workers of one host, and others over a network. UNISONO_TEST_ALL
+runs every point x rank x number of workers x exchange.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import PATIENT, WAIT_S
+from tests.workers.losses import ended_workers
+from unisono.faults import POINTS
+from unisono.journal import compare
+from unisono.testing import Faults, Outcome, run_workers
+
+pytestmark = pytest.mark.usefixtures("nursery")
+
+SCRIPT = Path(__file__).with_name("sharded_training.py")
+STEPS = 8
+STEP = 3
+UPDATE_POINTS = ["shard.updated", "shard.delivered", "shard.committed"]
+NEAR_POINTS = ["reduced", "committed", "after_step"]
+MOVE_POINTS = ["shard.moving", "shard.moved"]
+CHECKPOINT_POINTS = ["shard.in_lending"]
+EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
+ALONE = [*PATIENT, "--max-restarts", "0"]
+
+Case = tuple[str, int, str, int]
+"""Exchange, number of workers, point, rank: who is killed where."""
+
+
+def all_cases(points: Sequence[str], *sizes: int) -> Iterator[Case]:
+    for exchange in EXCHANGES:
+        for workers in sizes:
+            for at in points:
+                for rank in range(workers):
+                    yield exchange, workers, at, rank
+
+
+SAMPLE = [
+    ("shared", 3, "shard.updated", 0),
+    ("shared", 3, "shard.delivered", 1),
+    ("shared", 3, "shard.committed", 2),
+    ("shared", 2, "committed", 0),
+    ("gloo", 3, "shard.updated", 1),
+    ("two-level", 4, "shard.delivered", 2),
+]
+MOVES = [("shared", 4, "shard.moving", 1), ("gloo", 4, "shard.moved", 2)]
+if os.environ.get("UNISONO_TEST_ALL"):
+    SAMPLE, MOVES = list(all_cases([*UPDATE_POINTS, *NEAR_POINTS], 2, 3)), list(all_cases(MOVE_POINTS, 4))
+
+
+def run(
+    directory: Path,
+    workers: int | str,
+    copies: int,
+    faults: Faults | None = None,
+    options: Sequence[str] = ALONE,
+    arguments: Sequence[str] = (),
+) -> Outcome:
+    arguments = ["--copies", str(copies), *arguments]
+    return run_workers(
+        SCRIPT, workers, directory=directory, arguments=arguments, options=options, faults=faults, timeout_s=WAIT_S
+    )
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """One worker with the replicated optimizer, to which nothing happens."""
+    directory = tmp_path_factory.mktemp("calm") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run(directory, 1, 0)
+    assert outcome.exit_code == 0, outcome.output
+    assert len(set(outcome.digests)) == STEPS
+    return directory, outcome
+
+
+def assert_same_bits(directory: Path, hurt: Outcome, calm: tuple[Path, Outcome]) -> None:
+    assert hurt.exit_code == 0, hurt.output
+    assert hurt.digests == calm[1].digests, hurt.output
+    assert hurt.final == calm[1].final, hurt.output
+    assert compare(calm[0], directory).startswith("identical: ")
+
+
+def test_the_points_are_those_that_there_are() -> None:
+    assert sorted(at for at in POINTS if at.startswith("shard.")) == sorted(
+        [*UPDATE_POINTS, *MOVE_POINTS, *CHECKPOINT_POINTS]
+    )
+
+
+@pytest.mark.parametrize(("exchange", "workers", "at", "rank"), SAMPLE)
+def test_a_kill_in_an_update_changes_no_bit(
+    exchange: str, workers: int, at: str, rank: int, calm: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """Two copies, one loss: the others have what it had, whoever has heard of the end of the update and who has not."""
+    options = [*ALONE, "--exchange", *EXCHANGES[exchange]]
+    hurt = run(tmp_path / "run", workers, 2, Faults().kill(f"w{rank}", step=STEP, at=at), options)
+    assert f"w{rank}" in ended_workers(hurt.output), hurt.output
+    assert_same_bits(tmp_path / "run", hurt, calm)
+    assert max(hurt.generations) > 1
+
+
+@pytest.mark.parametrize(("at", "rank"), [("shard.updated", 1), ("shard.committed", 0)])
+def test_a_newcomer_takes_the_place_of_a_lost_worker(
+    at: str, rank: int, calm: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """It comes with no state, and gets its part after the first update."""
+    hurt = run(tmp_path / "run", "3:3", 2, Faults().kill(f"w{rank}", step=STEP, at=at), PATIENT)
+    assert f"w{rank}" in ended_workers(hurt.output), hurt.output
+    assert_same_bits(tmp_path / "run", hurt, calm)
+    held = [line.split(" holds ")[1].split() for line in hurt.output.splitlines() if " holds " in line]
+    assert len(held) == 3, hurt.output
+    assert all(0 < len(each) < 8 for each in held), hurt.output
+    assert sorted(index for each in held for index in each) == sorted(2 * list("01234567"))
+
+
+@pytest.mark.parametrize(("exchange", "workers", "at", "rank"), MOVES)
+def test_a_kill_while_states_move_changes_no_bit(
+    exchange: str, workers: int, at: str, rank: int, calm: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """Three copies: a worker is lost in a step, and another one when the states of that one move."""
+    first = (rank + 1) % workers
+    faults = Faults().kill(f"w{first}", step=STEP, at="after_backward").kill(f"w{rank}", step=STEP, at=at)
+    options = [*ALONE, "--exchange", *EXCHANGES[exchange]]
+    hurt = run(tmp_path / "run", workers, 3, faults, options)
+    assert {f"w{rank}", f"w{first}"} <= ended_workers(hurt.output), hurt.output
+    assert_same_bits(tmp_path / "run", hurt, calm)
+
+
+def test_two_workers_lost_at_the_same_point_of_an_update_with_three_copies(
+    calm: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    faults = Faults().kill("w0", step=STEP, at="shard.updated").kill("w2", step=STEP, at="shard.updated")
+    hurt = run(tmp_path / "run", 4, 3, faults)
+    assert {"w0", "w2"} <= ended_workers(hurt.output), hurt.output
+    assert_same_bits(tmp_path / "run", hurt, calm)
+
+
+def test_one_loss_after_the_other_down_to_one_worker(calm: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """After a loss the states get their copies again, so the next one is survived as well."""
+    faults = (
+        Faults()
+        .kill("w3", step=1, at="after_backward")
+        .kill("w0", step=3, at="shard.delivered")
+        .kill("w2", step=5, at="after_backward")
+    )
+    hurt = run(tmp_path / "run", 4, 2, faults)
+    assert_same_bits(tmp_path / "run", hurt, calm)
+    assert [len(workers) for workers in hurt.times.values()][-1] == 1
+    assert "w1 holds 0 1 2 3 4 5 6 7" in hurt.output or "w0 holds 0 1 2 3 4 5 6 7" in hurt.output
+
+
+def test_without_states_one_copy_survives_a_loss_too(tmp_path: Path) -> None:
+    """SGD without momentum: whoever is left can compute any update, if the worker is lost before its update began."""
+    arguments = ["--optimizer", "sgd"]
+    calm, hurt = tmp_path / "calm", tmp_path / "hurt"
+    run(calm, 1, 0, None, arguments=arguments)
+    faults = Faults().kill("w1", step=2, at="after_backward").kill("w0", step=STEP, at="before_combine")
+    outcome = run(hurt, 3, 1, faults, arguments=arguments)
+    assert {"w0", "w1"} <= ended_workers(outcome.output), outcome.output
+    assert outcome.exit_code == 0, outcome.output
+    assert compare(calm, hurt).startswith("identical: ")
+
+
+def test_with_all_copies_the_run_ends_and_says_what_was_lost(tmp_path: Path) -> None:
+    """The run goes on from the newest checkpoint, which the error names."""
+    faults = Faults().kill("w1", step=5, at="after_backward")
+    hurt = run(tmp_path / "run", 3, 1, faults, arguments=["--checkpoint-every", "2"])
+    assert hurt.exit_code != 0
+    assert "was held by w1 (unisono.shard with copies=1)" in hurt.output, hurt.output
+    assert "StateLost" in hurt.output
+    assert re.search(r"Go on from the newest checkpoint, .*/checkpoints/step-0*[24] ", hurt.output), hurt.output
+    assert not [line for line in hurt.lines if line["kind"] == "step"][5:]

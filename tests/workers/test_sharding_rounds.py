@@ -1,0 +1,115 @@
+"""Who has heard of the end of an update, or of a move, and who has not: a scripted head, real exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import unisono
+from tests.workers.models import bits_of
+from tests.workers.processes import Seat, Team
+from tests.workers.test_rounds import Script, ScriptedTeam
+from unisono.errors import PeerLost
+from unisono.exchange.pages import WorkerPage
+from unisono.rounds.admission import Admission
+from unisono.rounds.clock import Clock
+from unisono.rounds.life import Rounds
+from unisono.rounds.team import LOST
+from unisono.rounds.update import shared_updates
+from unisono.state.tracked import Tracked
+
+NUM_STEPS = 4
+CALLS = {
+    "who has what was said": ("gather", 1),
+    "states have moved": ("gather", 2),
+    "an update was sent": ("deliver", 2),
+    "an update is over": ("gather", 3),
+    "the next update was sent": ("deliver", 3),
+    "the next update is over": ("gather", 4),
+}
+"""After which exchange b and c notice a loss, where a may have gone on."""
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, number: int) -> None:
+    """One step with gradients that are known in advance; then the script changes the weights, as it may."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+
+
+def made() -> tuple[nn.Module, optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
+    return model, optim.AdamW(model.parameters(), lr=0.1)
+
+
+def take_part(seat: Seat, call: str, number: int) -> None:
+    """Says the bits of the model, and of the states that it holds."""
+    name = "abc"[seat.rank]
+    page = WorkerPage()
+    seat.say(page.address)
+    team, tracked = ScriptedTeam(name, Script(""), page, seat.hear()), Tracked()
+    rounds = Rounds(team, tracked, balance=False)
+    model, plain = made()
+    optimizer = unisono.shard(plain, copies=2)
+    tracked.add({"model": model, "optimizer": optimizer})
+    assert Admission(rounds).join(0, {}, lambda: None)
+    if name != "a":
+        _lose_after(rounds.members, call, number)
+    try:
+        with shared_updates(rounds, tracked, lambda: "nothing", Clock()):
+            for step in range(NUM_STEPS):
+                train(model, optimizer, step)
+    except LOST:
+        assert name == "c"
+    team.exchange.close()
+    states = optimizer.state_dict()["state"]
+    held = {index: bits_of(state) for index, state in states.items() if not state["exp_avg"].is_meta}
+    seat.say((name != "c", bits_of(model.state_dict()), held))
+    seat.hear()  # others may still read this one's memory
+
+
+def _lose_after(members: Any, call: str, number: int) -> None:
+    """Once, after the exchange of this number: it is done, and this member does not get to know."""
+    original: Callable[..., Any] = getattr(members, call)
+    count = 0
+
+    def lost_once(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = original(*arguments)
+        if count == number:
+            raise PeerLost("c is gone")
+        return result
+
+    setattr(members, call, lost_once)
+
+
+@pytest.mark.parametrize("where", CALLS)
+def test_whoever_has_heard_of_the_end_all_get_there(where: str) -> None:
+    """A may be a round ahead, and its weights are not those of the update any more; b gets what it lacks, and no more.
+
+    In the end the two that are left hold all states, with the bits of a replicated optimizer.
+    """
+    model, optimizer = made()
+    for step in range(NUM_STEPS):
+        train(model, optimizer, step)
+    expected = {index: bits_of(state) for index, state in optimizer.state_dict()["state"].items()}
+    with Team(3, take_part, *CALLS[where]) as team:
+        pages = {name: team.hear(rank) for rank, name in enumerate("abc")}
+        for rank in range(3):
+            team.say(rank, pages)
+        for is_left, found, held in [team.hear(rank) for rank in range(3)]:
+            if is_left:
+                assert found == bits_of(model.state_dict())
+                assert held == expected
+        for rank in range(3):
+            team.say(rank, "done")
