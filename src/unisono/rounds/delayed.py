@@ -338,6 +338,7 @@ class Pipeline:
         self._load(first)
         self.met([report.ahead for report in self._rounds.reports()])
         self._rounds.ahead = self
+        self._members.drain = self.drain
         self._tracked.pending.current = self._pending
 
     def _load(self, first: int) -> None:
