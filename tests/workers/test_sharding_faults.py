@@ -27,6 +27,12 @@ STEP = 3
 UPDATE_POINTS = ["shard.updated", "shard.delivered", "shard.committed"]
 NEAR_POINTS = ["reduced", "committed", "after_step"]
 MOVE_POINTS = ["shard.moving", "shard.moved"]
+DELIVERY_POINTS = {
+    "shared": ["deliver.staged"],
+    "gloo": ["deliver.sent", "deliver.received"],
+    "two-level": ["deliver.staged", "deliver.sent", "deliver.received"],
+}
+"""Those that a delivery comes to in an exchange."""
 CHECKPOINT_POINTS = ["shard.in_lending"]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 ALONE = [*PATIENT, "--max-restarts", "0"]
@@ -50,10 +56,21 @@ SAMPLE = [
     ("shared", 2, "committed", 0),
     ("gloo", 3, "shard.updated", 1),
     ("two-level", 4, "shard.delivered", 2),
+    ("shared", 3, "deliver.staged", 0),
+    ("gloo", 3, "deliver.sent", 1),
+    ("two-level", 4, "deliver.received", 3),
 ]
 MOVES = [("shared", 4, "shard.moving", 1), ("gloo", 4, "shard.moved", 2)]
 if os.environ.get("UNISONO_TEST_ALL"):
     SAMPLE, MOVES = list(all_cases([*UPDATE_POINTS, *NEAR_POINTS], 2, 3)), list(all_cases(MOVE_POINTS, 4))
+    SAMPLE += [
+        (exchange, workers, at, rank)
+        for exchange, points in DELIVERY_POINTS.items()
+        for workers in (3, 4)  # with 2 workers and 2 copies, nothing is delivered
+        for at in points
+        for rank in range(workers)
+        if (exchange, workers) != ("two-level", 3)
+    ]
 
 
 def run(
