@@ -44,7 +44,7 @@ def main() -> None:
             torch.randn(NUM_SAMPLES, 12, generator=draw), torch.randint(0, 4, (NUM_SAMPLES,), generator=draw)
         )
         model = nn.Sequential(
-            nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 20), nn.ReLU(), nn.Linear(20, 4)
+            nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 12), nn.ReLU(), nn.Linear(12, 4)
         )
         optimizer = OPTIMIZERS[arguments.optimizer](model.parameters(), lr=0.01)
         if arguments.copies:
