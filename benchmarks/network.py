@@ -186,11 +186,13 @@ def teams(what: Comparison, lab: Lab, sides: Sequence[str], exchange: str) -> It
 
 def _commands(name: str, what: Comparison, lab: Lab, exchange: str, folder: Path) -> list[list[str]]:
     side, _, wire = name.partition("-")
+    delay = side.removeprefix("delay") if side.startswith("delay") else "0"
+    kind = "unisono" if delay != "0" else side
     options = [
-        *(side, SIZES[what.size], "--microbatches", str(what.microbatches), "--workers", str(what.workers)),
+        *(kind, SIZES[what.size], "--microbatches", str(what.microbatches), "--workers", str(what.workers)),
         *("--control", str(folder / f"{name}.socket"), "--wire", wire or "fp32"),
     ]
-    if side != "unisono":
+    if kind != "unisono":
         meeting = ["--meeting", str(folder / f"meeting-{name}")] if side == "ddp" else []
         return [
             [
@@ -199,7 +201,8 @@ def _commands(name: str, what: Comparison, lab: Lab, exchange: str, folder: Path
             ]
             for rank in range(what.workers)
         ]
-    run, members, port = folder / f"run-{name}", str(what.members), PORT + bool(wire)
+    options += ["--delay", delay]
+    run, members, port = folder / f"run-{name}", str(what.members), PORT + bool(wire) + 2 * int(delay)
     this = [sys.executable, "-m", "unisono"]
     head = ["run", "-m", "benchmarks.sides", "--workers", members, "--run-dir", str(run), "--exchange", exchange]
     network = ["--bind", lab.address(1), "--port", str(port), "--aside-s", "600", "--hang-s", "600"]
@@ -276,6 +279,11 @@ def figures_of(what: Comparison, result: dict[str, Any]) -> tuple[dict[str, floa
         ratio = median_interval([each / bound for each in step["unisono"]])
         figures[f"ratio_to_bound.{what.name}"] = ratio.median
         row[3], row[4], row[6] = f"{1000 * compute_s:.1f}", f"{bound:.1f}", str(ratio)
+    for side in step:
+        if side.startswith("delay"):
+            ratio = median_interval([a / b for a, b in zip(step[side], step["unisono"], strict=True)])
+            figures[f"ratio_to_no_delay.{side}.{what.name}"] = ratio.median
+            row[0] += f" ({side}: {ratio} of no delay)"
     return figures, row
 
 
@@ -292,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--microbatches", type=int, default=0, help="default: two a worker, so that bytes are a ring's")
     parser.add_argument("--exchange", default="auto")
     parser.add_argument("--congestion", default="", metavar="NAME", help="TCP's control; default: this machine's")
-    parser.add_argument("--sides", default="unisono,ddp,plain", metavar="A,B")
+    parser.add_argument("--sides", default="unisono,ddp,plain", metavar="A,B", help="also delay1, delay2 ...")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, default=0, help="of a turn; default: as many as take a while")
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and all turns")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from benchmarks.report import median_interval, print_table, write_json
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 LENGTH, WIDTH, DEPTH, BATCH = 64, 64, 2, 64
 MICROBATCHES = (8, 64)
-WARM_UP = 2
+WARM_UP = 1
 
 Wire = Literal["fp32", "bf16"]
 WIRES: tuple[Wire, Wire] = ("fp32", "bf16")
@@ -103,18 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     figures, runs, rows = dict[str, float](), list[dict[str, Any]](), []
     for microbatches in MICROBATCHES:
-        turns = [
-            {
-                wire: step_s(wire, microbatches, num_steps=max(2, 16 // microbatches))
-                for wire in WIRES[:: 1 - 2 * (n % 2)]
-            }
-            for n in range(options.turns)
-        ]
-        ratio = median_interval([turn["bf16"] / turn["fp32"] for turn in turns])
         losses = [
             {wire: test_loss(wire, microbatches, seed, options.steps) for wire in WIRES}
             for seed in range(1, options.seeds + 1)
         ]
+        print(f"M={microbatches}: {losses}", file=sys.stderr, flush=True)
+        turns = [
+            {wire: step_s(wire, microbatches, max(1, 16 // microbatches)) for wire in WIRES[:: 1 - 2 * (number % 2)]}
+            for number in range(options.turns)
+        ]
+        print(f"M={microbatches}: {turns}", file=sys.stderr, flush=True)
+        ratio = median_interval([turn["bf16"] / turn["fp32"] for turn in turns])
         more = [each["bf16"] - each["fp32"] for each in losses]
         spread = statistics.stdev([each["fp32"] for each in losses]) if len(losses) > 1 else 0.0
         figures[f"step_ratio.{microbatches}"] = ratio.median

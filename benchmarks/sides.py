@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import resource
 import signal
 import time
@@ -69,6 +70,23 @@ class Control:
         return True
 
 
+class Stalls:
+    """Stops this worker for a while now and then, each worker at times of its own; the same in every run.
+
+    Args:
+        chance: of a stall in a step.
+    """
+
+    def __init__(self, seed: int, chance: float, seconds: float) -> None:
+        self._draw = random.Random(seed)
+        self._chance, self._seconds = chance, seconds
+
+    def wait(self) -> None:
+        """Once in every step."""
+        if self._draw.random() < self._chance:
+            time.sleep(self._seconds)
+
+
 def with_unisono(
     case: Case,
     microbatches: int,
@@ -78,11 +96,14 @@ def with_unisono(
     balance: bool,
     workers: int = 1,
     wire: Literal["fp32", "bf16"] = "fp32",
+    delay: int = 0,
+    stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """The library as its users use it: alone, or one of the workers of ``unisono run``.
 
     Args:
         workers: are waited for before the first step that counts; some of them may join the run.
+        stalls: chance of a stall in a step of a worker, and its seconds.
     """
     with unisono.Run(directory or None, seed=1, balance=balance) as run:
         model = case.model()
@@ -91,19 +112,30 @@ def with_unisono(
         batch_size = case.microbatch_size * microbatches
         dataset = case.data(batch_size * BATCHES)
         is_waited_for = True
-        for step in run.steps(dataset, batch_size=batch_size, microbatches=microbatches, epochs=1 << 20, wire=wire):
+        stalled = Stalls(run.rank, *stalls)
+        options = {"batch_size": batch_size, "microbatches": microbatches, "epochs": 1 << 20}
+        for step in run.steps(dataset, **options, wire=wire, delay=delay):
             if is_waited_for and run.num_workers >= workers:
                 control.hello(run.rank)
                 is_waited_for = False
             if not is_waited_for and not control.go_on():
                 break
+            stalled.wait()
             for inputs, labels in step:
                 step.backward(case.loss(model, inputs, labels), weight=len(labels))
             optimizer.step()
 
 
 def with_ddp(
-    case: Case, microbatches: int, control: Control, *, rank: int, size: int, meeting: str, wire: str = "fp32"
+    case: Case,
+    microbatches: int,
+    control: Control,
+    *,
+    rank: int,
+    size: int,
+    meeting: str,
+    wire: str = "fp32",
+    stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """DistributedDataParallel, one replica; "bf16": gradients are sent, and added up, as bfloat16."""
     _prepare()
@@ -112,7 +144,7 @@ def with_ddp(
     if wire == "bf16":
         model.register_comm_hook(None, lambda state, bucket: as_bfloat16(bucket))  # torch looks at annotations
     control.hello(rank)
-    _loop(model, case, microbatches, control, rank=rank, size=size)
+    _loop(model, case, microbatches, control, rank=rank, size=size, stalls=stalls)
     dist.destroy_process_group()
 
 
@@ -165,11 +197,14 @@ def _loop(
     rank: int,
     size: int,
     before_update: Callable[[], object] | None = None,
+    stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
+    stalled = Stalls(rank, *stalls)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     own = microbatches // size
     batches = _batches(case.data(case.microbatch_size * microbatches * BATCHES), case.microbatch_size)
     while control.go_on():
+        stalled.wait()
         optimizer.zero_grad()
         everyones = [next(batches) for _ in range(microbatches)]
         for place, fetch in enumerate(everyones[rank * own : (rank + 1) * own]):
@@ -216,7 +251,10 @@ def main() -> None:
     parser.add_argument("--keep-freed-memory", action="store_true", help="as the library does it, also on other sides")
     parser.add_argument("--unbalanced", action="store_true", help="every worker computes as many micro-batches")
     parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="as what gradients travel")
+    parser.add_argument("--delay", type=int, default=0, help="of run.steps")
+    parser.add_argument("--stalls", type=float, nargs=2, default=(0.0, 0.0), metavar=("CHANCE", "SECONDS"))
     arguments = parser.parse_args()
+    stalls = (arguments.stalls[0], arguments.stalls[1])
     bind_to_parent(signal.SIGKILL)
     if arguments.keep_freed_memory:
         keep_freed_memory(os.environ)
@@ -233,6 +271,8 @@ def main() -> None:
             balance=not arguments.unbalanced,
             workers=arguments.workers,
             wire=arguments.wire,
+            delay=arguments.delay,
+            stalls=stalls,
         )
     elif arguments.side == "ddp":
         with_ddp(
@@ -243,6 +283,7 @@ def main() -> None:
             size=arguments.workers,
             meeting=arguments.meeting,
             wire=arguments.wire,
+            stalls=stalls,
         )
     else:
         with_plain_loop(

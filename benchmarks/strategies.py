@@ -1,6 +1,6 @@
 """Which strategy for which bottleneck: those of the library and of others, each in turns with DistributedDataParallel.
 
-python -m benchmarks.strategies                              # everything: about an hour
+python -m benchmarks.strategies                              # everything: half an hour
 python -m benchmarks.strategies --quick --settings host      # some minutes
 python -m benchmarks.strategies --settings 100m --sides "unisono,unisono bf16,ddp bf16"
 
@@ -11,10 +11,12 @@ The same model, data, optimizer and micro-batches for all sides (`benchmarks.str
 - ``1g`` and ``100m``: four hosts on links of 1 Gbit/s and 100 Mbit/s, 4 MB (namespaces of this machine, as in
   `benchmarks.network`; root).
 
+In each setting the sides that may help there take part.
+
 Each side is started together with DDP, and they take turns, a whole number of averaging rounds each; a time is the mean
 over a turn, because what a strategy saves in one step it may spend in another. Bytes are those that leave the first
-host's network device, whoever sent them. The loss is that of samples that nobody trained on, after the same number of
-samples for all sides, with the same learning rate for all, which is tuned for none.
+host's network device, whoever sent them. The loss is that of samples that nobody trained on, after as many steps of
+4 MB on one host for all sides, with one learning rate for all, which is tuned for none.
 """
 
 from __future__ import annotations
@@ -57,14 +59,21 @@ class Setting:
     link: str = ""
     """Of the hosts, each with one worker; "": all workers on one."""
     stall_ms: float = 0.0
+    sides: tuple[str, ...] = tuple(SIDES)
+    """That are measured here if the caller names none."""
 
+
+_SHARDED = ("unisono", "unisono shard 2", "unisono shard 1", "ddp zero", "fsdp2")
+_LATE = ("unisono delay 1", "unisono local", "unisono diloco", "torch local", "torchft local")
+_FEWER_BYTES = ("unisono bf16", "ddp bf16", "unisono local fresh", "unisono diloco int8")
 
 SETTINGS = {
-    "host": Setting(size=100),
-    "stalls": Setting(size=4, stall_ms=200.0),
-    "1g": Setting(size=4, link="1g"),
-    "100m": Setting(size=4, link="100m"),
+    "host": Setting(size=100, sides=_SHARDED),
+    "stalls": Setting(size=4, stall_ms=200.0, sides=("unisono", *_LATE)),
+    "1g": Setting(size=4, link="1g", sides=("unisono", *_FEWER_BYTES, *_LATE)),
+    "100m": Setting(size=4, link="100m", sides=("unisono", *_FEWER_BYTES, *_LATE)),
 }
+LOSS_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +174,11 @@ def _measure(team: Team, number: int) -> None:
     team.blocks.append(Block(statistics.mean(times), (team.cpu_s() - before) / number))
 
 
-def final_loss(side: str, size: int, plan: Plan, num_steps: int) -> float:
+def final_loss(side: str, plan: Plan, num_steps: int) -> float:
     """Train on one host, and return the loss of samples that nobody has trained on."""
     folder = Path(tempfile.mkdtemp(prefix="unisono-benchmark-"))
     result = folder / "result.json"
-    setting = Setting(size=size)
+    setting = Setting(size=LOSS_SIZE)
     try:
         environment = {"steps": str(num_steps), "result": str(result)}
         with started({side: partial(_trainings, side, setting, plan, environment)}, 0) as (team,):
@@ -209,8 +218,6 @@ def row_of(name: str, side: str, result: Mapping[str, Any], loss: float | None) 
         f"peak_mib.{place}": result["peak_mib"][side],
         f"sent_mb.{place}": statistics.median(result["sent_mb"][side]),
     }
-    if loss is not None:
-        figures[f"loss.{place}"] = loss
     row = [
         *(name, side, f"{figures[f'step_ms.{place}']:.1f}", f"{statistics.median(step[BASE]):.1f}", str(ratio)),
         *(f"{figures[f'cpu_ms.{place}']:.0f}", f"{result['peak_mib'][side]:.0f}"),
@@ -222,18 +229,18 @@ def row_of(name: str, side: str, result: Mapping[str, Any], loss: float | None) 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", default=",".join(SETTINGS), metavar="A,B", help=f"of {', '.join(SETTINGS)}")
-    parser.add_argument("--sides", default=",".join(SIDES), metavar="A,B", help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--sides", default="", metavar="A,B", help=f"of {', '.join(SIDES)}; default: the setting's")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, help="of a global batch; default: one a worker")
     parser.add_argument("--inner-steps", type=int, default=10, help="between two averagings, where a side averages")
     parser.add_argument("--loss-steps", type=int, default=200, help="steps to the loss; 0: leave it out")
-    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="three turns, and no loss")
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and all turns")
     options = parser.parse_args(arguments)
-    settings, sides = options.settings.split(","), options.sides.split(",")
-    for wanted, there in ((settings, SETTINGS), (sides, SIDES)):
-        if unknown := [name for name in wanted if name not in there]:
+    settings, wanted = options.settings.split(","), [side for side in options.sides.split(",") if side]
+    for named, there in ((settings, SETTINGS), (wanted, SIDES)):
+        if unknown := [name for name in named if name not in there]:
             parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(there)}")
     lacking = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
     if lacking and any(SETTINGS[name].link for name in settings):
@@ -245,22 +252,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         inner_steps=options.inner_steps,
         turns=3 if options.quick else options.turns,
     )
-    runs, figures, rows, losses = [], dict[str, float](), [], dict[tuple[str, int], float]()
+    runs, figures, rows, losses = [], dict[str, float](), [], dict[str, float]()
     for name in settings:
-        for side in sides:
+        for side in wanted or SETTINGS[name].sides:
             if reason := missing(side):
-                print(f"{side} is left out: {reason}", file=sys.stderr, flush=True)
+                print(f"{name}: {side} is left out: {reason}", file=sys.stderr, flush=True)
                 continue
-            known = (side, SETTINGS[name].size)
             try:
+                if options.loss_steps and not options.quick and side not in losses:
+                    losses[side] = figures[f"loss.{side.replace(' ', '_')}"] = final_loss(
+                        side, plan, options.loss_steps
+                    )
                 result = compare(side, SETTINGS[name], plan)
-                if options.loss_steps and not options.quick and known not in losses:
-                    losses[known] = final_loss(side, SETTINGS[name].size, plan, options.loss_steps)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 notes = "\n".join(getattr(error, "__notes__", []))
                 print(f"{name}: {side} is left out, it failed: {error}\n{notes}", file=sys.stderr, flush=True)
                 continue
-            found, row = row_of(name, side, result, losses.get(known))
+            found, row = row_of(name, side, result, losses.get(side))
             figures.update(found)
             runs.append({"setting": name, "side": side, **result})
             rows.append(row)

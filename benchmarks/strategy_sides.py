@@ -332,6 +332,7 @@ SIDES: dict[str, Callable[[Task, Watch], None]] = {
     "unisono bf16": _with_options(with_steps, wire="bf16"),
     "unisono delay 1": _with_options(with_steps, delay=1),
     "unisono local": _with_options(with_local_steps, momentum=0.0),
+    "unisono local fresh": _with_options(with_local_steps, momentum=0.0, inner_state="fresh"),
     "unisono diloco": _with_options(with_local_steps, momentum=0.9),
     "unisono diloco int8": _with_options(with_local_steps, momentum=0.9, delta="int8"),
     "ddp": with_ddp,

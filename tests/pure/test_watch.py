@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.pure.test_journal import end, evaluation, step
 from unisono.errors import UsageError
-from unisono.events import Announcement, Event, RunStarted
+from unisono.events import Announcement, EvaluationFinished, Event, RunStarted, StepFinished
+from unisono.journal import JOURNAL, Journal
 from unisono.watch import SINKS, Sink, Stream, make, named
+from unisono.watch.since import Once, since
 
 
 class Kept:
@@ -125,3 +128,34 @@ def test_a_sink_of_the_command_line_is_found_by_its_name_or_its_place() -> None:
 def test_a_sink_that_is_not_there_is_named(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         named(text)
+
+
+def late() -> list[StepFinished | EvaluationFinished]:
+    """What a journal has of a run that asks three steps later for its evaluations after steps 2 and 4."""
+    return [
+        *(step(number) for number in range(4)),
+        evaluation(2, right=1),
+        *(step(number) for number in range(4, 7)),
+        evaluation(4, right=3),
+        step(7),
+        evaluation(8, right=7),
+    ]
+
+
+def test_tools_get_an_evaluation_that_has_its_line_after_later_steps_and_get_it_once() -> None:
+    once = Once()
+    once.begin(0)
+    told = [event for event in [*late(), *late()] if once.is_new(event)]
+    assert told == late()
+
+
+@pytest.mark.parametrize("first", range(9))
+def test_a_tool_that_knows_the_first_steps_gets_what_stands_after_them(first: int, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / JOURNAL)
+    journal.start(writer=True)
+    for event in late():
+        journal.emit(event)
+    journal.close()
+    told = [(type(event), event.step) for event in since(tmp_path, first)]
+    start = 0 if first == 0 else late().index(step(first - 1)) + 1
+    assert told == [(type(event), event.step) for event in late()[start:]]

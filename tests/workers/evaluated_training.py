@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.workers.gates import wait_at
+from unisono.training.local import LocalRound
 
 EVALUATORS = 1000
 
@@ -29,6 +31,8 @@ def main() -> None:
     parser.add_argument("--loops", type=int, default=1)
     parser.add_argument("--later", type=int, default=2, help="ask for results so many steps later; 0: never")
     parser.add_argument("--twice", action="store_true", help="two evaluations at each place")
+    parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--local", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
@@ -38,6 +42,8 @@ def main() -> None:
         data = TensorDataset(torch.randn(54, 12, generator=draw), torch.randint(0, 4, (54,), generator=draw))
         model = nn.Sequential(nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        if arguments.shard:
+            optimizer = unisono.shard(optimizer, copies=2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         assert run.broadcast("said") == "said"
@@ -58,21 +64,34 @@ def main() -> None:
             if arguments.twice:
                 run.evaluate(data, count, batch_size=9, wait=False)
 
+        def look(step: unisono.Step | LocalRound) -> None:
+            for evaluation in run.pending:
+                if arguments.later and evaluation.step + arguments.later <= step.place:
+                    evaluation.result()
+            if step.number % 3 == 1:
+                evaluate()
+
+        def train(step: unisono.Step) -> None:
+            for inputs, labels in step:
+                step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
+                step.add(seen=len(labels))
+            optimizer.step()
+            scheduler.step()
+
+        given: dict[str, Any] = {"batch_size": 24, "microbatches": 8, "epochs": 1000, "max_steps": arguments.steps}
         for _ in range(arguments.loops):
-            for step in run.steps(data, batch_size=24, microbatches=8, epochs=1000, max_steps=arguments.steps):
-                if run.rank >= 0:
-                    wait_at(arguments.gates / str(step.place))
-                for inputs, labels in step:
-                    step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
-                    step.add(seen=len(labels))
-                optimizer.step()
-                scheduler.step()
-                assert step.totals["seen"] == step.num_samples
-                for evaluation in run.pending:
-                    if arguments.later and evaluation.step + arguments.later <= step.place:
-                        evaluation.result()
-                if step.number % 3 == 1:
-                    evaluate()
+            if arguments.local:
+                for round_ in run.local_steps(data, replicas=2, inner_steps=2, drop_last=True, **given):
+                    for step in round_:
+                        train(step)
+                    look(round_)
+            else:
+                for step in run.steps(data, **given):
+                    if run.rank >= 0:
+                        wait_at(arguments.gates / str(step.place))
+                    train(step)
+                    assert step.totals["seen"] == step.num_samples
+                    look(step)
             evaluate()
 
 

@@ -240,3 +240,16 @@ def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) 
     options = [*PATIENT, "--evaluators", "1"]
     outcome = run_workers(SCRIPT, 2, directory=run_dir, arguments=arguments(), options=options, faults=FAULTS[what])
     check(outcome, run_dir, alone[2])
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("what", ["--shard", "--local", "--twice"])
+def test_it_goes_with_other_strategies_and_with_several_evaluations_of_a_step(what: str, tmp_path: Path) -> None:
+    given = ["--steps", "12", what]
+    before = run_workers(SCRIPT, 1, directory=tmp_path / "alone", arguments=given[: 2 if what == "--shard" else 3])
+    assert before.exit_code == 0, before.output
+    faults = Faults().kill("e0", at="evaluation.batch").kill("w0", at="in_talk", step=4, skip=1)
+    options = [*PATIENT, "--evaluators", "2"]
+    outcome = run_workers(SCRIPT, 3, directory=tmp_path / "run", arguments=given, options=options, faults=faults)
+    assert outcome.exit_code == 0, outcome.output
+    assert compare(tmp_path / "alone", tmp_path / "run").startswith("identical")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
@@ -314,6 +314,48 @@ def test_a_team_gives_the_bits_of_one_worker(
         assert compare(folder / name, tmp_path / name).startswith("identical: ")
 
 
+class Parents(Dataset[tuple[Tensor, Tensor, int]]):
+    """Samples that know which process has loaded them."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return torch.randn(12), torch.tensor(index % 4), os.getpid()
+
+
+def test_loader_processes_fetch_what_the_replicas_need() -> None:
+    """In the order in which a worker computes its replicas, one after the other, round after round."""
+
+    def train(loader_workers: int) -> tuple[dict[str, int], set[int]]:
+        found = set()
+        with AloneRun(seed=5) as run:
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for round_ in run.local_steps(
+                Parents(),
+                batch_size=8,
+                microbatches=4,
+                replicas=2,
+                inner_steps=2,
+                epochs=2,
+                loader_workers=loader_workers,
+            ):
+                for step in round_:
+                    for x, y, parent in step:
+                        found |= set(parent.tolist())
+                        F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            return bits(model), found
+
+    expected, own = train(0)
+    loaded, others = train(1)
+    assert loaded == expected
+    assert own == {os.getpid()}
+    assert os.getpid() not in others, "a batch was fetched by the worker itself: the forecast was wrong"
+
+
 def _train_with_memory(seat: Seat, place: Place) -> str:
     num_seen = 0
     try:
@@ -412,6 +454,15 @@ def test_the_last_worker_computes_all_replicas(calm: Outcome, tmp_path: Path) ->
     hurt = run(tmp_path / "run", 3, faults, [*PATIENT, "--max-restarts", "0"])
     assert_same_bits(hurt, calm)
     assert list(hurt.times[ROUNDS - 1]) == ["w1"]
+
+
+@pytest.mark.usefixtures("nursery")
+def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
+    """A micro-batch of a replica that raises on one worker only makes that worker the suspect, and costs no bit."""
+    hurt = run(tmp_path / "run", 3, Faults().fail("w1", step=ROUND, at="before_backward"))
+    assert_same_bits(hurt, calm)
+    assert "is suspect: micro-batch" in hurt.output
+    assert "another worker tries it" in hurt.output
 
 
 @pytest.mark.usefixtures("nursery")

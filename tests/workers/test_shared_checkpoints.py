@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("nursery")
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 ALONE = [*PATIENT, "--max-restarts", "0"]
 LAST_STEP = 12
-# (point, worker, how many times it passes by): of the last checkpoint, which all write together.
-SAMPLE = [("checkpoint_copied", "w0"), ("checkpoint_part_written", "w1"), ("checkpoint_before_manifest", "w0")]
+SAMPLE = [("checkpoint_part_written", "w1"), ("checkpoint_before_manifest", "w0")]
 POINTS_AT_END = [(at, worker) for at in CHECKPOINT_POINTS for worker in ("w0", "w1", "w2")] if ALL else SAMPLE
 
 
@@ -50,13 +49,11 @@ def test_the_last_checkpoint_is_whole_whoever_is_lost_while_all_write_it(
         SCRIPT, 3, directory=directory, faults=faults, options=ALONE, arguments=["--every", "0", "--copies", "2"]
     )
     assert hurt.exit_code == 0, hurt.output
-    if ALL is False or at in ("checkpoint_copied", "checkpoint_part_written") or worker == "w0":
+    if at in ("checkpoint_copied", "checkpoint_part_written") or worker == "w0":  # who publishes
         assert worker in ended_workers(hurt.output), hurt.output
     assert is_same(hurt, calm), hurt.output
     check_readable(directory)
     assert steps(directory) == [LAST_STEP]
-    again = run_workers(SCRIPT, 2, directory=directory, options=["--resume", str(directory)])
-    assert is_same(again, calm), again.output
 
 
 @pytest.mark.parametrize("number", range(8) if ALL else range(1))
@@ -101,7 +98,7 @@ def test_losing_a_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, ca
     assert LAST_STEP in steps(directory)
 
 
-LENDING = [("w0", ["--every", "0"]), ("w2", ["--every", "3"])]
+LENDING = [("w0", ["--every", "0"])]
 if ALL:
     LENDING = [(worker, ["--every", every]) for worker in ("w0", "w1", "w2", "w3") for every in ("0", "3")]
 

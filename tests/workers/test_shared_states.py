@@ -27,8 +27,9 @@ from unisono.decisions.cadence import Position, assign_parts
 from unisono.errors import CheckpointError, DivergenceError, UsageError
 from unisono.journal import read as read_journal
 from unisono.rundir import RunDirectory
-from unisono.state.packing import digest_of_state, pack, pack_held
+from unisono.state.packing import digest_of_state, pack, pack_held, unpack
 from unisono.state.sharded import held_digests, states_in
+from unisono.state.tracked import Tracked
 from unisono.training import run as running
 
 CPU = torch.device("cpu")
@@ -210,6 +211,7 @@ POLICY = unisono.Checkpoints(every_steps=3, keep=100)
 def run_of(seat: Seat, place: Place, directory: str, reaching: Collection[int], **options: Any) -> unisono.Run:
     """The run of a process that sees the directory, or does not."""
     running.uuid.uuid4 = lambda: uuid.UUID(int=7)  # type: ignore[assignment]  # one run, in processes without a head
+    snapshot.LATE_BYTES = 1  # whatever can be, is copied while the next step computes
     if seat.rank not in reaching:
         RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]
         directory = f"{directory}-of-another-machine"
@@ -314,6 +316,50 @@ def test_each_member_loads_only_what_it_will_hold(
     assert sorted(index for one in held for index in one) == list(range(len(list(Mlp().parameters()))))
     assert all(len(one) > 0 for one in held)
     assert all(all(one.values()) for one in held)
+
+
+# -- newcomers ---------------------------------------------------------------------------------------
+
+
+def tracked(*, copies: int) -> Tracked:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if copies:
+        unisono.shard(optimizer, copies=copies)
+    found = Tracked()
+    found.add({"model": model, "optimizer": optimizer})
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return found
+
+
+def test_a_newcomer_gets_no_state_and_knows_what_there_is() -> None:
+    members, newcomer = tracked(copies=2), tracked(copies=2)
+    packed = pack(members.state(), "tracked")
+    assert not [path for path in packed.paths if "exp_avg" in path]
+    newcomer.load(unpack(packed.skeleton, packed.tensors))
+    optimizer = newcomer.sharded["optimizer"]
+    assert optimizer.held() == {}
+    expected = members.objects["optimizer"].state_dict()["state"]
+    found = optimizer.state_dict()["state"]
+    assert list(found) == list(expected)
+    assert all(found[index][key].is_meta for index, state in expected.items() for key in state)
+
+
+@pytest.mark.parametrize(("run", "worker"), [(2, 0), (0, 2)])
+def test_a_newcomer_whose_script_does_not_shard_alike_is_refused(run: int, worker: int) -> None:
+    with pytest.raises(UsageError, match=r"all workers must call unisono\.shard alike"):
+        tracked(copies=worker).load(tracked(copies=run).state())
+
+
+def test_a_checkpoint_of_either_loads_into_the_other() -> None:
+    """Here one worker holds everything: what is loaded is the same as what was saved, whoever saves and loads."""
+    for ours in (0, 2):
+        for theirs in (0, 2):
+            saved = tracked(copies=theirs)
+            loaded = tracked(copies=ours)
+            loaded.load(saved.whole_state())
+            assert bits_of(loaded.whole_state()) == bits_of(saved.whole_state())
 
 
 # -- copies of a state -------------------------------------------------------------------------------

@@ -153,6 +153,21 @@ def test_a_sharded_optimizer_gets_the_same_gradients(kind: str, size: int, alone
     assert train_on(kind, size, _train_sharded) == [right] * size
 
 
+def _train_delayed(seat: Seat, place: Place) -> Outcome:
+    with place.run(None, seed=SEED) as run:
+        return dataclasses.replace(RECIPES["cnn"], wire="bf16").train(run, 12, delay=1)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("gloo", 3)])
+def test_delayed_gradients_are_rounded_as_well(kind: str, size: int) -> None:
+    outcomes = {}
+    for wire in ("fp32", "bf16"):
+        with AloneRun(seed=SEED) as run:
+            outcomes[wire] = dataclasses.replace(RECIPES["cnn"], wire=wire).train(run, 12, delay=1)  # type: ignore[arg-type]
+    assert outcomes["fp32"] != outcomes["bf16"]
+    assert train_on(kind, size, _train_delayed) == [outcomes["bf16"]] * size
+
+
 def test_what_is_compared_is_rounded(alone: tuple[Path, Outcomes], tmp_path: Path) -> None:
     """It would differ from a run that is not."""
     _, outcomes = alone
@@ -211,7 +226,7 @@ def test_a_kill_changes_no_bit(
     exchange: str, workers: int, microbatches: int, at: str, rank: int, calm: dict[int, RunOutcome], tmp_path: Path
 ) -> None:
     """Survivors keep what they have rounded, and form what is missing."""
-    faults = Faults().kill(f"w{rank}", step=2, at=at)
+    faults = Faults().kill(f"w{rank}", step=3, at=at)  # a whole batch: everybody has a part
     options = ["--exchange", exchange, *OPTIONS.get(exchange, [])]
     hurt = train(tmp_path / "run", workers, microbatches, *options, faults=faults)
     assert hurt.exit_code == 0, hurt.output

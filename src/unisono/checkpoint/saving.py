@@ -2,8 +2,9 @@
 
 `Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps.
 `unisono.decisions.cadence` decides what the reports mean for all members; all work that waits for a disk is done by the
-`Writer`. All members hold the same bits, so any of them can write any part, and at the end of a training one member
-writes everything.
+`Writer`. Where all members hold the same bits, any of them can write any part, and at the end of a training one member
+writes everything. Where states are shared out, a part is written by one that holds it, and at the end of a training
+all write together (`unisono.training.sharing`).
 """
 
 from __future__ import annotations

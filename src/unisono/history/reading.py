@@ -173,12 +173,12 @@ class History:
 
     def _evaluations(self, name: str, first: int, last: int, points: int, series: _Series) -> None:
         key = name.partition("/")[2]
-        there = [
+        there = sorted(  # the line of an evaluation beside the training may come after those of later ones
             (step, time, float(totals[key]))
             for block in self._lines.blocks
             for step, time, totals in block.evaluations
             if key in totals and first <= step <= last + 1
-        ]
+        )
         each = max(1, math.ceil(len(there) / points))
         for start in range(0, len(there), each):
             part = there[start : start + each]

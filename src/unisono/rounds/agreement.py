@@ -133,6 +133,11 @@ class Agreement:
             return None
         return rehearsal(plan, self._members.rank, total).other
 
+    @property
+    def own(self) -> Fingerprint | None:
+        """The micro-batch of this step that this member has computed and another one computes as well."""
+        return self._own
+
     def note_own(self, fingerprint: Fingerprint) -> None:
         """Keep the fingerprint of this member's micro-batch that another one computes as well."""
         self._own = fingerprint

@@ -201,6 +201,28 @@ class DelayedRound(GradientRound):
         """Yield a micro-batch of a member that was lost after the commit, for its sums."""
         yield from self._compute_again(leaf)
 
+    def look_back(self) -> Iterator[object]:
+        """Yield a micro-batch of this step once more in a later iteration, to compare its gradient.
+
+        Raises:
+            DivergenceError: it is not the same.
+        """
+        own = self._context.agreement.own
+        if own is None:
+            return
+        yield from self._aside(own.leaf)
+        again = self._folder.fingerprint(own.leaf)
+        if again.digest != own.digest:
+            raise DivergenceError(
+                f"micro-batch {own.leaf} of step {self.at} was computed again one step later, with the parameters and "
+                "buffers that it had, and its gradient is not the same: "
+                f"{own.difference(again, 'the first time', 'the second')}. After the loss of a worker, micro-batches "
+                "of steps whose gradients are under way are computed again, and would change the result. Something in "
+                "the inner loop depends on a variable that the script sets outside of it: compute it there from "
+                "step.number, which is the number of the micro-batch's step, or keep it in a tracked buffer. Nothing "
+                "was updated"
+            )
+
     # -- ahead ---------------------------------------------------------------------------------------
 
     def plan_ahead(self) -> Plan:
@@ -416,8 +438,17 @@ class Pipeline:
             self._submit(number, round_, plan)
             self._active = None
             point("delay.under_way")
+            yield from self._look_back(number - 1)
         except LOST as lost:
             self._rounds.regroup(lost)
+
+    def _look_back(self, number: int) -> Iterator[Any]:
+        """Compute a micro-batch of the step before again, where a rehearsal has left a fingerprint of it."""
+        arrived = self._arrived.get(number)
+        round_ = self._open.get(number) or (arrived.round if arrived is not None else None)
+        if round_ is not None and number in self._values:
+            with self._as_of(number, round_):
+                yield from round_.look_back()
 
     def _own_context(self) -> StepContext:
         """Return the context of one step: what several steps share, and comparisons of its own."""

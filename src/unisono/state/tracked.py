@@ -445,9 +445,9 @@ class Tracked:
         for name, part in state["objects"].items():
             self._objects[name].load_state_dict(part)
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the parts of the state that are Unisono's own."""
-        return {"own": {name: part.state_dict() for name, part in self._own.items()}}
+    def own_state(self, names: Collection[str]) -> dict[str, Any]:
+        """Return these parts of the state that are Unisono's own."""
+        return {"own": {name: self._own[name].state_dict() for name in names}}
 
     def load_own(self, state: dict[str, Any]) -> None:
         """Load what `own_state` has returned."""

@@ -49,6 +49,9 @@ __all__ = ["SECRET", "About", "Evaluating", "Evaluation", "Evaluations", "Reques
 
 SECRET: Final = "models for an evaluator"
 """What the key of `unisono.rounds.handover` is derived for."""
+NAME: Final = "evaluations"
+TOLD: Final = ("sums", "talk", NAME)
+"""What an evaluator gets besides the models: what has happened in the loops that its script skips."""
 MOST_UNDER_WAY: Final = 4
 """Evaluations under way; the next call of ``run.evaluate`` waits for the oldest. Each costs a copy of the models."""
 
@@ -260,7 +263,7 @@ class Evaluations:
         self._apart = apart
         self._num = 0  # for rehearsals
         self._register = _Register(lambda number: self._outcome(number) or b"")
-        tracked.own("evaluations", self._register)
+        tracked.own(NAME, self._register)
         self._under_way: dict[int, _UnderWay] = {}
         self._handles: dict[int, Evaluation] = {}
         self._where: tuple[int, int | None] | None = None
@@ -460,7 +463,7 @@ class Evaluations:
             return False
         kept = Kept(self._tracked)
         if handover is not None:
-            handover.give(kept.packed, pack(clone_of(self._tracked.own_state()), "state"))
+            handover.give(kept.packed, pack(clone_of(self._tracked.own_state(TOLD)), "state"))
         self._under_way[wanted.number] = _UnderWay(request, kept, handover)
         return True
 

@@ -377,10 +377,8 @@ class LocalSteps:
         point("local.inner_step", replica)
         step = InnerStep(context, number, unused=self._unused, process=self._process)
         now.enter(step)
-        try:
-            yield step
-        finally:
-            now.enter(None)
+        yield step  # after an error of the script, `now` still knows the step
+        now.enter(None)
         step.close()
         self._check_trained(replica)
         return step

@@ -23,24 +23,32 @@ __all__ = ["Memory", "Once", "since"]
 BLOCK_BYTES: Final = 1 << 16
 TOOLS: Final = "tools"
 """Folder in the directory of a run."""
+MOST_REMEMBERED: Final = 4096
+"""Evaluations."""
 BURST_S: Final = 0.005
 PAUSE_S: Final = 0.01
 """An old journal is read in bursts, because a thread that computes takes the interpreter from the training."""
 
 
 def since(directory: Path, step: int) -> Iterator[StepFinished | EvaluationFinished]:
-    """Yield the journal's events from this step on: steps, and evaluations that so many steps or more preceded.
+    """Yield the journal's events from this step on: steps, and the evaluations after the line of the step before.
+
+    An evaluation beside the training has its line where the script asks for the result, after later steps.
 
     A line that is broken ends it; a journal that cannot be read has no events.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (directory / JOURNAL).open("rb") as file:
         file.seek(_offset(file, step))
-        began = time.monotonic()
+        began, is_there = time.monotonic(), step <= 0
         for text in file:
             if not text.endswith(b"\n"):
                 return
             event = from_line(json.loads(text))
-            if isinstance(event, StepFinished | EvaluationFinished) and event.step >= step:
+            if isinstance(event, StepFinished):
+                is_there = is_there or event.step >= step - 1
+            if isinstance(event, StepFinished | EvaluationFinished) and (
+                event.step >= step or (is_there and isinstance(event, EvaluationFinished))
+            ):
                 yield event
             if time.monotonic() - began > BURST_S:
                 time.sleep(PAUSE_S)
@@ -70,7 +78,7 @@ class Once:
 
     def __init__(self) -> None:
         self._step = -1
-        self._evaluated: set[tuple[str, ...]] = set()  # after the newest step
+        self._evaluated: dict[tuple[int, tuple[str, ...]], None] = {}  # the newest ones
 
     def begin(self, step: int) -> None:
         """Begin anew: all before this step is known."""
@@ -88,12 +96,13 @@ class Once:
             if event.step <= self._step:
                 return False
             self._step = event.step
-            self._evaluated.clear()  # an evaluation after n steps comes before step n
-        elif isinstance(event, EvaluationFinished):
-            key = tuple(event.totals)
-            if event.step <= self._step or key in self._evaluated:
+        elif isinstance(event, EvaluationFinished):  # perhaps after later steps
+            key = event.step, tuple(event.totals)
+            if key in self._evaluated:
                 return False
-            self._evaluated.add(key)
+            self._evaluated[key] = None
+            if len(self._evaluated) > MOST_REMEMBERED:
+                del self._evaluated[next(iter(self._evaluated))]
         return True
 
 
