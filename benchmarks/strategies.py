@@ -16,7 +16,8 @@ In each setting the sides that may help there take part.
 Each side is started together with DDP, and they take turns, a whole number of averaging rounds each; a time is the mean
 over a turn, because what a strategy saves in one step it may spend in another. Bytes are those that leave the first
 host's network device, whoever sent them. The loss is that of samples that nobody trained on, after as many steps of 4 MB
-on one host for all sides, with one learning rate for all, which is tuned for none.
+for all sides, with one learning rate for all, which is tuned for none. Workers have equal shares (no balance), so that
+all take as many steps.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Plan:
 def _commands(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder: Path) -> list[list[str]]:
     """Return the commands of a side's processes, each on its host."""
     name = side.replace(" ", "-")
-    options = [side, *plan.options(setting), "--control", str(folder / f"{side}.socket")]
+    options = [side, *plan.options(setting), "--unbalanced", "--control", str(folder / f"{side}.socket")]
     if not side.startswith("unisono"):
         this = [sys.executable, "-m", "benchmarks.strategy_sides", *options, "--meeting", str(folder / name)]
         own = [[*this, "--rank", str(rank)] for rank in range(plan.workers)]
@@ -123,7 +124,7 @@ def _commands(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder: 
     patient = ["sh", "-c", 'until test -s "$0"; do sleep 0.1; done; exec "$@"', str(run / "head.json")]
     join = [*this, "join", f"wss://{address}:{PORT}", "--token-file", str(run / "token"), "--workers", "1"]
     return [
-        [*lab.inside(1), *head, "--", *options, "--unbalanced"],
+        [*lab.inside(1), *head, "--", *options],
         *([*lab.inside(host), *patient, *join] for host in range(2, plan.workers + 1)),
     ]
 
