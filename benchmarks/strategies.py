@@ -7,7 +7,7 @@ python -m benchmarks.strategies --settings 100m --sides "unisono,unisono bf16,dd
 The same model, data, optimizer and micro-batches for all sides (`benchmarks.strategy_sides`), in some settings:
 
 - ``host``: four workers of one host, 100 MB of gradients: the update and the memory are what costs.
-- ``stalls``: the same workers, 4 MB, and now and then one of them is held up for 200 ms.
+- ``stalls``: the same workers, 4 MB, and now and then one of them is held up for 60 ms.
 - ``1g`` and ``100m``: four hosts on links of 1 Gbit/s and 100 Mbit/s, 4 MB (namespaces of this machine, as in
   `benchmarks.network`; root).
 
@@ -15,8 +15,9 @@ In each setting the sides that may help there take part.
 
 Each side is started together with DDP, and they take turns, a whole number of averaging rounds each; a time is the mean
 over a turn, because what a strategy saves in one step it may spend in another. Bytes are those that leave the first
-host's network device, whoever sent them. The loss is that of samples that nobody trained on, after as many steps of
-4 MB on one host for all sides, with one learning rate for all, which is tuned for none.
+host's network device, whoever sent them. The loss is that of samples that nobody trained on, after as many steps of the
+smaller model for all sides, with one learning rate for all, which is tuned for none. Workers have equal shares (no
+balance), so that all take as many steps.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _FEWER_BYTES = ("unisono bf16", "ddp bf16", "unisono local fresh", "unisono dilo
 
 SETTINGS = {
     "host": Setting(size=100, sides=_SHARDED),
-    "stalls": Setting(size=4, stall_ms=200.0, sides=("unisono", *_LATE)),
+    "stalls": Setting(size=4, stall_ms=60.0, sides=("unisono", *_LATE)),
     "1g": Setting(size=4, link="1g", sides=("unisono", *_FEWER_BYTES, *_LATE)),
     "100m": Setting(size=4, link="100m", sides=("unisono", *_FEWER_BYTES, *_LATE)),
 }
@@ -95,7 +96,7 @@ class Plan:
 def _commands(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder: Path) -> list[list[str]]:
     """Return the commands of a side's processes, each on its host."""
     name = side.replace(" ", "-")
-    options = [side, *plan.options(setting), "--control", str(folder / f"{side}.socket")]
+    options = [side, *plan.options(setting), "--unbalanced", "--control", str(folder / f"{side}.socket")]
     if not side.startswith("unisono"):
         this = [sys.executable, "-m", "benchmarks.strategy_sides", *options, "--meeting", str(folder / name)]
         own = [[*this, "--rank", str(rank)] for rank in range(plan.workers)]
@@ -123,7 +124,7 @@ def _commands(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder: 
     patient = ["sh", "-c", 'until test -s "$0"; do sleep 0.1; done; exec "$@"', str(run / "head.json")]
     join = [*this, "join", f"wss://{address}:{PORT}", "--token-file", str(run / "token"), "--workers", "1"]
     return [
-        [*lab.inside(1), *head, "--", *options, "--unbalanced"],
+        [*lab.inside(1), *head, "--", *options],
         *([*lab.inside(host), *patient, *join] for host in range(2, plan.workers + 1)),
     ]
 
