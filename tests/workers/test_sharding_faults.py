@@ -202,7 +202,7 @@ def test_without_states_one_copy_survives_a_loss_too(tmp_path: Path) -> None:
 
 def test_with_all_copies_the_run_ends_and_says_what_was_lost(tmp_path: Path) -> None:
     """The run goes on from the newest checkpoint, which the error names."""
-    faults = Faults().kill("w1", step=5, at="after_backward")
+    faults = Faults().kill("w1", step=5, at="before_combine")
     hurt = run(tmp_path / "run", 3, 1, faults, arguments=["--checkpoint-every", "2"])
     assert hurt.exit_code != 0
     assert "was held by w1 (unisono.shard with copies=1)" in hurt.output, hurt.output
