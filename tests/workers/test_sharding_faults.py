@@ -131,7 +131,7 @@ def test_new_parameters_do_not_travel_to_hosts_that_have_computed_them(
     options = [*ALONE, "--exchange", *EXCHANGES["two-level"]]
     sent = []
     for copies in (2, 0):
-        outcome = run(tmp_path / str(copies), 4, copies, options=options)
+        outcome = run(tmp_path / str(copies), 4, copies, options=options, arguments=["--unbalanced"])
         assert_same_bits(tmp_path / str(copies), outcome, calm)
         sent.append([line["sent_bytes"] for line in outcome.lines if line["kind"] == "step"])
     assert sent[0] == sent[1]
