@@ -524,9 +524,6 @@ class Pipeline:
                 "while the next ones begin, so all names must be there in the first step: add zeros there"
             )
         del self._arrived[number]
-        finished = self._rounds.finished
-        if isinstance(finished, _Committed) and finished.arrived is arrived:
-            finished.arrived = None  # from here on the script may write to it
         is_current = arrived.summed is not None and arrived.summed.generation == self._members.team.generation
         if arrived.summed is not None and arrived.share is not None and is_current and not arrived.is_stale:
             self._members.note(arrived.summed)
@@ -542,8 +539,11 @@ class Pipeline:
         if arrived.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of step {number} have weight 0: there is no mean gradient")
         folder.buffers.start_step()
-        folder.show(arrived.slot)
-        before, self._shown = self._shown, arrived.slot
+        shown = arrived.slot
+        if self._members.size > 1:  # the script may write to what it gets, and others may need the sum as it is
+            shown = arrived.slot.copy_to(self.new_slot(arrived.slot.layout))
+        folder.show(shown)
+        before, self._shown = self._shown, shown
         if before is not None and not is_held(before):
             self._free.append(before)
         seed_at(self._context.seed, "update", self._context.first_number + number)

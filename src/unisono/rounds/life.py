@@ -75,6 +75,7 @@ class Rounds:
         self.number = 0
         self.before_departure: Callable[[], None] | None = None
         self.ahead: Ahead | None = None
+        self._is_owed = False  # this member is behind, and has not played the round again in which it is
         self._recipe: Recipe = {}
         self._round: Round | None = None
         self._finished: Finished = Nothing()
@@ -122,7 +123,8 @@ class Rounds:
         standing, self._standing = self._standing, Level()
         if isinstance(standing, Level):
             return round_.first_plan()
-        if isinstance(standing, Behind):  # the others wait for this member in a meeting
+        is_owed, self._is_owed = self._is_owed, False
+        if isinstance(standing, Behind) and not is_owed:  # the others wait for this member in a meeting
             standing = self._meet()
         return self._plan(round_, standing)
 
@@ -155,6 +157,8 @@ class Rounds:
     def regroup(self, lost: Exception) -> None:
         """Meet the survivors of a loss that was noticed between two rounds. Collective."""
         self._standing = self._regroup(lost)
+        # Others may have finished a sum that was under way here: they stand by in the next round that this one plays.
+        self._is_owed = self.is_behind
 
     @property
     def is_level(self) -> bool:
