@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import msgspec
@@ -75,9 +75,9 @@ class Arrived:
     is_stale: bool = False
     """What the members have said with it does not count any more."""
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, float]:
-        """The total weight, scaled, and the weighted loss."""
+        """The total weight, scaled, and the weighted loss. Read before the slot is used for another step."""
         weight, weighted_loss = self.slot.scalars.tolist()
         return weight, weighted_loss
 
