@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import msgspec
@@ -75,9 +75,9 @@ class Arrived:
     is_stale: bool = False
     """What the members have said with it does not count any more."""
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, float]:
-        """The total weight, scaled, and the weighted loss."""
+        """The total weight, scaled, and the weighted loss. Read before the slot is used for another step."""
         weight, weighted_loss = self.slot.scalars.tolist()
         return weight, weighted_loss
 
@@ -511,7 +511,7 @@ class Pipeline:
 
     def finish(self, number: int) -> None:
         """Note that a step is committed."""
-        self._open.pop(number)
+        self._open.pop(number, None)  # there is none where the script has left the loop, and a loss came after that
         self._first = number + 1
 
     # -- applying ------------------------------------------------------------------------------------
@@ -672,16 +672,17 @@ class Pipeline:
         exchange.broadcast(slot.memory[: slot.layout.num_rows * ROW_BYTES], source)
         if not behind:
             return
-        number = next(iter(self._open))
-        round_ = self._open[number]
-        assert round_ is not None
+        number = self._first
         telemetry = {one: StepTelemetry.unpack(each) for one, each in zip(said.workers, said.telemetry, strict=True)}
         summed = Summed(slot, said.digest, telemetry)
         has_new = any(each.new_sums for each in telemetry.values())
-        totals = self._tracked.sums.read(slot.extras[: round_.num_sums])
-        arrived = Arrived(number, slot, said.digest, totals, has_new, summed, None, round_)
-        if not self._is_left:
-            self._arrived[number] = arrived
+        if self._is_left:  # nobody applies it, and it is kept for others that have not seen the commit
+            arrived = Arrived(number, slot, said.digest, {}, has_new, summed)
+        else:
+            round_ = self._open[number]
+            assert round_ is not None
+            totals = self._tracked.sums.read(slot.extras[: round_.num_sums])
+            self._arrived[number] = arrived = Arrived(number, slot, said.digest, totals, has_new, summed, None, round_)
         for node in self._members.slots.ahead.pop(number, {}).values():
             self._members.release(node)
         self._rounds.commit(_Committed(self._members, slot.layout, arrived, number, said.digest, has_new))
