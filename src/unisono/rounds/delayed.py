@@ -6,11 +6,11 @@ committed in the order of the steps, each as in `unisono.exchange`, so two membe
 however far apart their scripts are. Commits are what `unisono.rounds.life` counts.
 
 **After a loss** the survivors meet (`unisono.rounds.life`), at whatever places of the script they are. A member that
-has a commit which another has not seen sends it the result, unless the script has had its hands on it; then it stands
-by. From there on, until step n + D (n is the first step without a commit, the same for all), nobody computes anything
-ahead, so all collective work comes in the order of the script again, which is the same for all. In iteration n + D
-every member is in its inner loop, and needs the gradient of step n: there all compute together what is missing of the
-steps n to n + D, one after the other, each with the parameters and buffers of its own time, and go on as before.
+has a commit which another has not seen sends it the result. From there on, until step n + D (n is the first step
+without a commit, the same for all), nobody computes anything ahead, so all collective work comes in the order of the
+script again, which is the same for all. In iteration n + D every member is in its inner loop, and needs the gradient of
+step n: there all compute together what is missing of the steps n to n + D, one after the other, each with the
+parameters and buffers of its own time, and go on as before.
 
 Between two iterations nothing can be computed, because the micro-batches are the script's. Where members change, a
 checkpoint is taken, or the script evaluates, the sums under way are waited for; if a member is lost just then, the
@@ -43,7 +43,7 @@ from unisono.microbatch.randomness import seed_at
 from unisono.rounds.background import Background, Task
 from unisono.rounds.gradient import GradientRound, StepContext
 from unisono.rounds.life import DELAYED
-from unisono.rounds.members import Members, Summed
+from unisono.rounds.members import Summed
 from unisono.rounds.standing import plan_of
 from unisono.rounds.sums import SumsRound
 from unisono.rounds.team import LOST
@@ -100,34 +100,15 @@ class _Gift(msgspec.Struct, frozen=True):
     telemetry: list[bytes]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Committed:
-    """The newest commit of a step, kept for members that have not seen it.
+    """The newest commit of a step, kept for members that have not seen it: they are sent the result."""
 
-    Attributes:
-        arrived: the result, as long as the script has not had its hands on it.
-    """
-
-    members: Members
     layout: FlatLayout
-    arrived: Arrived | None
-    step: int
-    digest: int
-    has_new_sums: bool
+    arrived: Arrived
 
     def stand_by(self, plan: Plan) -> None:
-        self.members.team.check()
-        with self.members.waiting():
-            own = self.members.announce(StepTelemetry(new_sums=self.has_new_sums))
-            combined = combine(self.members.exchange, Share(plan.num_leaves, plan.nodes, {}), own)
-        self.members.release(combined.slot)
-        if combined.digest != self.digest:
-            raise DivergenceError(
-                f"step {self.step} was computed again after a loss and its sums have digest {combined.digest:016x}, "
-                f"not {self.digest:016x}. Either a micro-batch does not give the same gradient on every worker, or "
-                "later than at first (see docs/guarantees.md for what a micro-batch may depend on, and docs/delay.md), "
-                "or the hardware of a worker is broken"
-            )
+        raise AssertionError("the result of a delayed sum is sent to members that have not seen its commit")
 
 
 class _Values:
@@ -505,9 +486,7 @@ class Pipeline:
         arrived = Arrived(number, combined.slot, combined.digest, totals, has_new, summed, share, round_)
         if not self._is_left:
             self._arrived[number] = arrived
-        # What was played after a loss is repeated as any other round is.
-        kept = arrived if share is not None else None
-        return _Committed(self._members, combined.slot.layout, kept, number, combined.digest, has_new)
+        return _Committed(combined.slot.layout, arrived)
 
     def finish(self, number: int) -> None:
         """Note that a step is committed."""
@@ -607,14 +586,10 @@ class Pipeline:
             yield from self._add_up(self._arrived[step])
 
     def _is_next_later(self, number: int) -> bool:
-        """Return whether others have applied the step that was just committed, and need the next one in the iteration
-        after this one, and not now.
+        """Return whether the step that was just committed has come from a member that was through with this iteration,
+        so that what is missing of the next one is computed later by all.
         """
-        if not self._rounds.is_behind:
-            return False
-        reports = self._rounds.reports()
-        newest = max(report.round for report in reports)
-        return all(report.at > number for report in reports if report.round == newest)
+        return any(report.at > number for report in self._rounds.reports())
 
     def plan_of(self, number: int, num_leaves: int) -> Plan:
         """Return the plan of what is missing of a step, by what all members have reported after the loss."""
@@ -653,17 +628,17 @@ class Pipeline:
             self._drop()
 
     def sends(self) -> bool:
-        finished = self._rounds.finished
-        return isinstance(finished, _Committed) and finished.arrived is not None
+        return isinstance(self._rounds.finished, _Committed)
 
     def give(self, source: int, *, behind: bool) -> None:
         exchange, finished = self._members.exchange, self._rounds.finished
         gift = b""
         if self._members.rank == source:
             assert isinstance(finished, _Committed)
-            assert finished.arrived is not None
             slot, known = finished.arrived.slot, finished.arrived.telemetry
-            gift = msgspec.msgpack.encode(_Gift(finished.digest, list(known), [each.pack() for each in known.values()]))
+            gift = msgspec.msgpack.encode(
+                _Gift(finished.arrived.digest, list(known), [each.pack() for each in known.values()])
+            )
         else:
             layout = self._members.slots.layout
             assert layout is not None
@@ -683,9 +658,10 @@ class Pipeline:
             assert round_ is not None
             totals = self._tracked.sums.read(slot.extras[: round_.num_sums])
             self._arrived[number] = arrived = Arrived(number, slot, said.digest, totals, has_new, summed, None, round_)
-        for node in self._members.slots.ahead.pop(number, {}).values():
+        slots = self._members.slots
+        for node in (slots.nodes if number == self._playing else slots.ahead.pop(number, {})).values():
             self._members.release(node)
-        self._rounds.commit(_Committed(self._members, slot.layout, arrived, number, said.digest, has_new))
+        self._rounds.commit(_Committed(slot.layout, arrived))
         self.finish(number)
 
     def report(self) -> tuple[int, int, list[tuple[int, list[Node]]]]:
