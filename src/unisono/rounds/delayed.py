@@ -309,6 +309,7 @@ class Pipeline:
         self._resumes_at: int | None = None  # the iteration in which this member computes what is missing
         self._shown: Slot | None = None
         self._free: list[Slot] = []
+        self._applied: list[Arrived] = []  # their slots may still be sent to others
         self._held: list[dict[int, Sequence[tuple[int, int]]]] = []
         self._is_left = False
         # Others may have met this member after a loss already, and compute nothing ahead.
@@ -521,6 +522,7 @@ class Pipeline:
         shown = arrived.slot
         if self._members.size > 1:  # the script may write to what it gets, and others may need the sum as it is
             shown = arrived.slot.copy_to(self.new_slot(arrived.slot.layout))
+            self._recycle(arrived)
         folder.show(shown)
         before, self._shown = self._shown, shown
         if before is not None and not is_held(before):
@@ -695,6 +697,7 @@ class Pipeline:
         self._arrived.clear()
         self._values.clear()
         self._shown = None
+        self._applied.clear()
         self._free.clear()
         if not self._tasks:
             self._drop()
@@ -724,6 +727,14 @@ class Pipeline:
         if self._free:
             return self._free.pop()
         return Slot(layout, torch.zeros(layout.slot_bytes, dtype=torch.uint8, device=self._device))
+
+    def _recycle(self, arrived: Arrived) -> None:
+        """Use the slots of sums again that are applied, but for the newest commit, which others may need. Local."""
+        finished = self._rounds.finished
+        newest = finished.arrived if isinstance(finished, _Committed) else None
+        self._applied.append(arrived)
+        self._free += [one.slot for one in self._applied if one is not newest]
+        self._applied = [one for one in self._applied if one is newest]
 
     def _pending(self) -> list[Gradient]:
         return [
