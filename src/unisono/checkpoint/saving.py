@@ -499,7 +499,8 @@ class Saver:
             return snapshot.final.exists()
         done: Future[float] = Future()
         done.set_result(0.0)
-        under_way = self._under_way = _UnderWay(self._step, whole.generation, rank, snapshot, done)
+        step = snapshot.manifest.step
+        under_way = self._under_way = _UnderWay(step, whole.generation, rank, snapshot, done)
         under_way.publication = self._writer.publish(snapshot, done, whole.parts)
         self._writer.drain()
         self._conclude(under_way)
