@@ -43,8 +43,9 @@ MOST_BYTES = 1 << 20
 class VisitedStep(Step):
     """A step of the run, as an evaluator sees it: it is over, and has no batch."""
 
-    def __init__(self, cursor: Cursor, order: EvaluationWanted, process: Process) -> None:
+    def __init__(self, cursor: Cursor, order: EvaluationWanted, num_steps: int, process: Process) -> None:
         self._cursor = cursor
+        self._num_steps = num_steps  # whoever has a delay makes some more, after the last global batch
         self._position = cursor.position(order.number_in_loop)
         self._process = process
         self._loss = order.loss
@@ -60,7 +61,27 @@ class VisitedStep(Step):
     @property
     def index(self) -> int:
         """Of this step within its epoch, from 0."""
-        return self.number % self._cursor.steps_per_epoch
+        last = self._num_steps - 1
+        return min(self.number, last) % self._cursor.steps_per_epoch + max(0, self.number - last)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete, from 0."""
+        return self._cursor.position(min(self.number, self._num_steps - 1)).epoch
+
+    @property
+    def is_last_of_epoch(self) -> bool:
+        """Whether the next step begins another epoch."""
+        return self.number < self._num_steps and self.index + 1 == self._cursor.steps_per_epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the global batch; 0 where there is none."""
+        return self._position.num_samples if self.number < self._num_steps else 0
+
+    def sample_indices(self, microbatch: int) -> list[int]:
+        """Return the samples of one of this step's micro-batches."""
+        return self._cursor.indices(self.number, microbatch)
 
     @property
     def loss(self) -> float:
@@ -120,7 +141,7 @@ class Follower:
         try:
             while (order := self._next(phase)) is not None:
                 at_step(order.step)
-                self.step = VisitedStep(loop.cursor, order, self._process)
+                self.step = VisitedStep(loop.cursor, order, loop.num_steps, self._process)
                 yield self.step
                 self._give_up("the script has not come to the call of run.evaluate in that step")
         finally:
