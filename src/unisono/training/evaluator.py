@@ -12,6 +12,7 @@ so, and the members compute the totals. So nothing that goes wrong here changes 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ from unisono.training.loop import TrainingLoop
 from unisono.training.step import State, Step
 from unisono.training.talking import Place
 
-__all__ = ["Follower", "VisitedStep"]
+__all__ = ["Follower", "VisitedRound", "VisitedStep", "visited"]
 
 MOST_BYTES = 1 << 20
 """Of the totals that go through the head."""
@@ -107,6 +108,39 @@ class VisitedStep(Step):
         return iter(())
 
 
+class VisitedRound(VisitedStep):
+    """A round of local steps, as an evaluator sees it: it is over, and has no step."""
+
+    def __init__(
+        self, cursor: Cursor, order: EvaluationWanted, num_rounds: int, process: Process, steps: range
+    ) -> None:
+        super().__init__(cursor, order, num_rounds, process)
+        self.steps = steps
+        self.weight = math.nan
+        """An evaluator does not know it."""
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were complete when the round began, from 0."""
+        return self._cursor.position(self.steps.start).epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the round, of all replicas."""
+        return sum(self._cursor.position(step).num_samples for step in self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def visited(loop: TrainingLoop, order: EvaluationWanted, process: Process) -> VisitedStep:
+    """Return what the script gets in the iteration of an order."""
+    steps = loop.round_of(order.number_in_loop)
+    if steps is None:
+        return VisitedStep(loop.cursor, order, loop.num_steps, process)
+    return VisitedRound(loop.cursor, order, loop.num_steps, process, steps)
+
+
 class Follower:
     """This worker's part in a run, as an evaluator.
 
@@ -141,7 +175,7 @@ class Follower:
         try:
             while (order := self._next(phase)) is not None:
                 at_step(order.step)
-                self.step = VisitedStep(loop.cursor, order, loop.num_steps, self._process)
+                self.step = visited(loop, order, self._process)
                 yield self.step
                 self._give_up("the script has not come to the call of run.evaluate in that step")
         finally:
