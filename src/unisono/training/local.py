@@ -175,6 +175,9 @@ class LocalSteps:
     def num_done(self, number: int) -> int:
         return number
 
+    def round_of(self, number: int) -> range | None:
+        return self.steps_of(number)
+
     def may_save(self, number: int) -> bool:
         return True
 
