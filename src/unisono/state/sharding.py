@@ -352,8 +352,8 @@ def shard(optimizer: O, *, copies: int = 2) -> O:
     Raises:
         UsageError: this optimizer cannot be shared out; says why.
     """
-    if copies < 1:
-        raise UsageError(f"copies is the number of workers that hold each state, at least 1; got {copies}")
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise UsageError(f"copies is the number of workers that hold each state, at least 1; got {copies!r}")
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"unisono.shard takes an optimizer of torch.optim, got a {type(optimizer).__qualname__}")
     if isinstance(optimizer, ShardedOptimizer):
