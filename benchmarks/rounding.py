@@ -12,6 +12,7 @@ What the wire gains, between hosts, is measured by ``python -m benchmarks.networ
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
@@ -30,13 +31,14 @@ from benchmarks.report import median_interval, print_table, write_json
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 LENGTH, WIDTH, DEPTH, BATCH = 64, 64, 2, 64
-MICROBATCHES = (8, 64)
+MICROBATCHES = [8, 64]
 WARM_UP = 1
 
 Wire = Literal["fp32", "bf16"]
 WIRES: tuple[Wire, Wire] = ("fp32", "bf16")
 
 
+@functools.cache
 def texts() -> tuple[Windows, Windows]:
     """Windows to train on, and those of every tenth page to test on."""
     pages = [path.read_bytes() for path in sorted(DOCUMENTS.glob("*.md"))]
@@ -98,12 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400, help="of a training")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=MICROBATCHES)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and the single runs")
     options = parser.parse_args(arguments)
+    if options.seeds < 1 or options.turns < 1:
+        parser.error("at least one seed and one turn")
     torch.set_num_threads(1)
     figures, runs, rows = dict[str, float](), list[dict[str, Any]](), []
-    for microbatches in MICROBATCHES:
+    for microbatches in options.microbatches:
         losses = [
             {wire: test_loss(wire, microbatches, seed, options.steps) for wire in WIRES}
             for seed in range(1, options.seeds + 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.ownership import Owners, Place, living, lost, owners, shares
+from unisono.decisions.ownership import Owners, Place, living, lost, owners, senders, shares
 
 LAYERS = [2048, 8] * 12
 SIZES = st.lists(st.integers(0, 1000), max_size=30)
@@ -111,3 +111,11 @@ def test_parameters_that_come_later_get_owners_and_the_others_keep_theirs() -> N
     after = owners([*LAYERS, 8, 8], members, 2, table)
     assert moves(table, after[: len(LAYERS)]) == 0
     assert all(len(each) == 2 for each in after)
+
+
+def test_a_parameter_travels_only_to_hosts_on_which_nobody_has_it() -> None:
+    """Its owners on several hosts have computed the same value."""
+    hosts = ["a", "a", "a", "b", "b", "c", "c"]
+    assert senders(1, [False, True, False, False, True, False, False], hosts) == [(1, (0, 2, 5, 6)), (4, (3,))]
+    assert senders(2, [False, True, True, False, False, False, False], hosts) == [(2, (0, 3, 4, 5, 6))]
+    assert senders(0, [True] * 7, hosts) == []

@@ -20,7 +20,7 @@ import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.workers.gates import wait_at
-from unisono.training.local import LocalRound
+from unisono.training.localround import LocalRound
 
 EVALUATORS = 1000
 
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--twice", action="store_true", help="two evaluations at each place")
     parser.add_argument("--shard", action="store_true")
     parser.add_argument("--local", action="store_true")
+    parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
@@ -74,7 +75,8 @@ def main() -> None:
         def train(step: unisono.Step) -> None:
             for inputs, labels in step:
                 step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
-                step.add(seen=len(labels))
+                if not arguments.delay:
+                    step.add(seen=len(labels))
             optimizer.step()
             scheduler.step()
 
@@ -86,11 +88,11 @@ def main() -> None:
                         train(step)
                     look(round_)
             else:
-                for step in run.steps(data, **given):
+                for step in run.steps(data, delay=arguments.delay, **given):
                     if run.rank >= 0:
                         wait_at(arguments.gates / str(step.place))
                     train(step)
-                    assert step.totals["seen"] == step.num_samples
+                    assert arguments.delay or step.totals["seen"] == step.num_samples
                     look(step)
             evaluate()
 

@@ -268,8 +268,9 @@ class Recipe:
         run.track(**{name: value for name, value in tracked.items() if value is not None})
 
         data, losses = self.data(), []
-        for _ in range(self.phases):
+        if self.wire != "fp32":  # earlier versions, with which the bits are compared, know no wire
             options = {"wire": self.wire, **options}
+        for _ in range(self.phases):
             for step in run.steps(data, batch_size=BATCH_SIZE, microbatches=microbatches, epochs=2, **options):
                 if self.thaws and step.number == 1:
                     model.requires_grad_(True)

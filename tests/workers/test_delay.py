@@ -25,8 +25,10 @@ SEED = 3
 REFUSED = {"scaler", "thawing"}
 """What a delay cannot have: a GradScaler, and parameters that are trained from some step on."""
 SAMPLED = ("rare", "fused", "two phases")
+ROUNDED = "bf16 between hosts"
+"""The recipe ``rare`` with sums that are rounded on their way."""
 NAMES = [name for name in RECIPES if name not in REFUSED] if os.environ.get("UNISONO_TEST_ALL") else SAMPLED
-JOBS = [(name, delay) for name in NAMES for delay in (1, 2)]
+JOBS = [*((name, delay) for name in NAMES for delay in (1, 2)), (ROUNDED, 2)]
 TEAMS = [("shared", 2), ("shared", 3), ("gloo", 3), ("two-level", 3)]
 if os.environ.get("UNISONO_TEST_ALL"):
     TEAMS += [("shared", 4), ("shared", 5), ("shared", 8), ("gloo", 2), ("two-level", 4)]
@@ -37,6 +39,12 @@ def place_of(folder: Path, job: tuple[str, int]) -> Path:
     return folder / f"{job[0]} {job[1]}"
 
 
+def train(run: unisono.Run, name: str, delay: int) -> Outcome:
+    if name == ROUNDED:
+        return RECIPES["rare"].train(run, 6, delay=delay, wire="bf16")
+    return RECIPES[name].train(run, 6, delay=delay)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
     """Every recipe as one process trains it, and where its journals are."""
@@ -45,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outc
     outcomes = {}
     for name, delay in JOBS:
         with AloneRun(place_of(folder, (name, delay)), seed=SEED) as run:
-            outcomes[name, delay] = RECIPES[name].train(run, 6, delay=delay)
+            outcomes[name, delay] = train(run, name, delay)
     yield folder, outcomes
     torch.set_num_threads(before)
 
@@ -54,7 +62,7 @@ def _train_all(seat: Seat, place: Place, folder: Path) -> Outcomes:
     outcomes = {}
     for name, delay in JOBS:
         with place.run(place_of(folder, (name, delay)), seed=SEED) as run:
-            outcomes[name, delay] = RECIPES[name].train(run, 6, delay=delay)
+            outcomes[name, delay] = train(run, name, delay)
     return outcomes
 
 
@@ -223,7 +231,7 @@ def test_another_pass_over_the_batch_is_refused() -> None:
 
 def test_parameters_that_change_while_gradients_are_under_way_are_refused() -> None:
 
-    def train(run: unisono.Run) -> None:
+    def freeze(run: unisono.Run) -> None:
         model = nn.Sequential(nn.Linear(12, 33), nn.Linear(33, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
@@ -235,4 +243,4 @@ def test_parameters_that_change_while_gradients_are_under_way_are_refused() -> N
 
     run = AloneRun(seed=SEED)
     with pytest.raises(StepError, match="have changed within run"), run:
-        train(run)
+        freeze(run)

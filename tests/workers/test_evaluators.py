@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.nn import functional as F
 
 from tests.waiting import PATIENT
@@ -20,12 +21,14 @@ from tests.workers.gates import Gates
 from tests.workers.models import Cnn, Images, bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
+from unisono import cli
 from unisono.checkpoint import files
 from unisono.journal import compare
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(__file__).with_name("evaluated_training.py")
 STEPS, LOOPS = 8, 2
+ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,6 +77,19 @@ def test_without_an_evaluator_the_members_compute_it_at_once(size: int) -> None:
     assert {each["totals"] for each in by_rank} == {first["totals"]}
     assert {each["model"] for each in by_rank} == {first["model"]}
     assert len({each["drawn"] for each in by_rank}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("run", SCRIPT, "--evaluators", "-1"), "a run has 0 or more evaluators, got --evaluators -1"),
+        (("run", SCRIPT, "--plain", "--evaluators", "1"), "--evaluators is for scripts that use Unisono"),
+        (("join", "wss://t@h:1", "--evaluate", "--when-idle"), "--when-idle is for workers that train"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: tuple[object, ...], why: str) -> None:
+    outcome = CliRunner().invoke(cli._group, [*map(str, words)], standalone_mode=False)
+    assert why in f"{outcome.exception} {outcome.output}"
 
 
 # -- with evaluators ---------------------------------------------------------------------------------
@@ -235,7 +251,7 @@ ALWAYS = ("an evaluator is killed in a batch", "rank 0 is killed while it gives 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("what", FAULTS if os.environ.get("UNISONO_TEST_ALL") else ALWAYS)
+@pytest.mark.parametrize("what", FAULTS if ALL else ALWAYS)
 def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) -> None:
     options = [*PATIENT, "--evaluators", "1"]
     outcome = run_workers(SCRIPT, 2, directory=run_dir, arguments=arguments(), options=options, faults=FAULTS[what])
@@ -243,7 +259,7 @@ def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("what", ["--shard", "--local", "--twice"])
+@pytest.mark.parametrize("what", ["--shard", "--local", "--delay=2", "--twice"] if ALL else ["--shard", "--twice"])
 def test_it_goes_with_other_strategies_and_with_several_evaluations_of_a_step(what: str, tmp_path: Path) -> None:
     given = ["--steps", "12", what]
     before = run_workers(SCRIPT, 1, directory=tmp_path / "alone", arguments=given[: 2 if what == "--shard" else 3])

@@ -38,6 +38,8 @@ AT = [
     *(at for at in POINTS if at.startswith("local.") and at not in ("local.delivering", "local.coded")),
     *("before_backward", "after_backward", "published", "reduced", "committed", "after_step", "step_head"),
 ]
+LEFT_OUT = ("before_backward", "published", "step_head")
+"""Points where the plain training is killed in each exchange, too: here only with UNISONO_TEST_ALL=1."""
 
 
 def run(
@@ -273,7 +275,7 @@ TRAININGS: dict[str, Body] = {
     "int8": train_int8,
     "int8 fresh": partial(train_int8, inner_state="fresh"),
 }
-TEAMS = {"shared": (1, 2, 3, 5), "gloo": (3,), "two-level": (4,)}
+TEAMS = {"shared": (2, 5), "gloo": (3,), "two-level": (4,)}
 
 
 def bits(model: nn.Module) -> dict[str, int]:
@@ -393,8 +395,8 @@ def cases() -> list[tuple[str, int, str, int]]:
     ]
     if os.environ.get("UNISONO_TEST_ALL"):
         return every
-    names = list(EXCHANGES)
-    return [(names[number % 3], 2 + number // 3 % 2, at, number % 2) for number, at in enumerate(AT)]
+    names, points = list(EXCHANGES), [at for at in AT if at not in LEFT_OUT]
+    return [(names[number % 3], 2 + number // 3 % 2, at, number % 2) for number, at in enumerate(points)]
 
 
 @pytest.mark.usefixtures("nursery")
@@ -519,36 +521,16 @@ def test_a_worker_that_comes_later_takes_replicas_over(calm: Outcome, tmp_path: 
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize(("inner_state", "delta"), [("kept", "fp32"), ("fresh", "int8")])
-def test_a_checkpoint_goes_on_with_another_number_of_workers(inner_state: str, delta: str, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_another_number_of_workers(coded: Outcome, tmp_path: Path) -> None:
     """Momentum of replicas and outer optimizer, and errors, are in it: the bits are those of a run that never ended."""
-    arguments = ["--rounds", ROUNDS, "--inner-state", inner_state, "--delta", delta]
-
-    def go(directory: Path, workers: int, *more: object) -> Outcome:
-        return run_workers(
-            SCRIPT,
-            workers,
-            arguments=list(map(str, [*arguments, *more])),
-            directory=directory,
-            options=PATIENT,
-            timeout_s=WAIT_S,
-        )
-
-    whole = go(tmp_path / "whole", 1)
-    first = go(tmp_path / "run", 3, "--every", 2)
-    assert first.digests == whole.digests
+    first = run(tmp_path / "run", 3, arguments=["--delta", "int8", "--every", 2])
+    assert first.digests == coded.digests
+    resume = ["--resume", str(tmp_path / "run" / "checkpoints" / "step-0000000002")]
     for workers in (1, 2):
-        again = run_workers(
-            SCRIPT,
-            workers,
-            arguments=list(map(str, arguments)),
-            directory=tmp_path / f"again-{workers}",
-            options=[*PATIENT, "--resume", str(tmp_path / "run" / "checkpoints" / "step-0000000002")],
-            timeout_s=WAIT_S,
-        )
+        again = run(tmp_path / f"again-{workers}", workers, None, [*PATIENT, *resume], ["--delta", "int8"])
         assert again.exit_code == 0, again.output
-        assert again.digests == whole.digests
-        assert again.final == whole.final
+        assert again.digests == coded.digests
+        assert again.final == coded.final
 
 
 # -- what is refused ---------------------------------------------------------------------------------

@@ -27,6 +27,12 @@ STEP = 3
 UPDATE_POINTS = ["shard.updated", "shard.delivered", "shard.committed"]
 NEAR_POINTS = ["reduced", "committed", "after_step"]
 MOVE_POINTS = ["shard.moving", "shard.moved"]
+DELIVERY_POINTS = {
+    "shared": ["deliver.staged"],
+    "gloo": ["deliver.sent", "deliver.received"],
+    "two-level": ["deliver.staged"],
+}
+"""Those that a delivery comes to in an exchange; with two copies on two hosts nothing crosses."""
 CHECKPOINT_POINTS = ["shard.in_lending"]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 ALONE = [*PATIENT, "--max-restarts", "0"]
@@ -50,10 +56,21 @@ SAMPLE = [
     ("shared", 2, "committed", 0),
     ("gloo", 3, "shard.updated", 1),
     ("two-level", 4, "shard.delivered", 2),
+    ("shared", 3, "deliver.staged", 0),
+    ("gloo", 3, "deliver.sent", 1),
+    ("two-level", 4, "deliver.staged", 3),
 ]
 MOVES = [("shared", 4, "shard.moving", 1), ("gloo", 4, "shard.moved", 2)]
 if os.environ.get("UNISONO_TEST_ALL"):
     SAMPLE, MOVES = list(all_cases([*UPDATE_POINTS, *NEAR_POINTS], 2, 3)), list(all_cases(MOVE_POINTS, 4))
+    SAMPLE += [
+        (exchange, workers, at, rank)
+        for exchange, points in DELIVERY_POINTS.items()
+        for workers in (3, 4)  # with 2 workers and 2 copies, nothing is delivered
+        for at in points
+        for rank in range(workers)
+        if (exchange, workers) != ("two-level", 3)
+    ]
 
 
 def run(
@@ -105,6 +122,20 @@ def test_a_kill_in_an_update_changes_no_bit(
     assert f"w{rank}" in ended_workers(hurt.output), hurt.output
     assert_same_bits(tmp_path / "run", hurt, calm)
     assert max(hurt.generations) > 1
+
+
+def test_new_parameters_do_not_travel_to_hosts_that_have_computed_them(
+    calm: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """Two copies on two hosts: on each of them somebody has the new value."""
+    options = [*ALONE, "--exchange", *EXCHANGES["two-level"]]
+    sent = []
+    for copies in (2, 0):
+        outcome = run(tmp_path / str(copies), 4, copies, options=options)
+        assert_same_bits(tmp_path / str(copies), outcome, calm)
+        sent.append([line["sent_bytes"] for line in outcome.lines if line["kind"] == "step"])
+    assert sent[0] == sent[1]
+    assert min(sent[0]) > 0
 
 
 @pytest.mark.parametrize(("at", "rank"), [("shard.updated", 1), ("shard.committed", 0)])
@@ -171,7 +202,7 @@ def test_without_states_one_copy_survives_a_loss_too(tmp_path: Path) -> None:
 
 def test_with_all_copies_the_run_ends_and_says_what_was_lost(tmp_path: Path) -> None:
     """The run goes on from the newest checkpoint, which the error names."""
-    faults = Faults().kill("w1", step=5, at="after_backward")
+    faults = Faults().kill("w1", step=5, at="before_combine")
     hurt = run(tmp_path / "run", 3, 1, faults, arguments=["--checkpoint-every", "2"])
     assert hurt.exit_code != 0
     assert "was held by w1 (unisono.shard with copies=1)" in hurt.output, hurt.output

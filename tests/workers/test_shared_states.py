@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import uuid
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +23,11 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, StaticRun, train_on
 from tests.workers.test_checkpoint import InSight
 from unisono.checkpoint import files, saving, snapshot
+from unisono.checkpoint.files import FileFacts
 from unisono.checkpoint.loading import read
 from unisono.checkpoint.snapshot import Layout, held_by_all, tensor_names
 from unisono.decisions.cadence import Position, assign_parts
-from unisono.errors import CheckpointError, DivergenceError, UsageError
+from unisono.errors import DivergenceError, StateLost, UsageError
 from unisono.journal import read as read_journal
 from unisono.rundir import RunDirectory
 from unisono.state.packing import digest_of_state, pack, pack_held, unpack
@@ -112,7 +115,7 @@ def test_a_checkpoint_is_that_of_a_replicated_optimizer_and_each_worker_writes_w
 
 def test_what_no_worker_holds_any_more_is_not_written_and_named(tmp_path: Path) -> None:
     members = Members(tmp_path, [("w0",), ("gone",), *PAIRS[2:]])
-    with pytest.raises(CheckpointError, match=r"optimizer\.state\.1\.step were lost"):
+    with pytest.raises(StateLost, match=r"optimizer\.state\.1\.step were lost"):
         members.step()
 
 
@@ -212,8 +215,9 @@ def run_of(seat: Seat, place: Place, directory: str, reaching: Collection[int], 
     """The run of a process that sees the directory, or does not."""
     running.uuid.uuid4 = lambda: uuid.UUID(int=7)  # type: ignore[assignment]  # one run, in processes without a head
     snapshot.LATE_BYTES = 1  # whatever can be, is copied while the next step computes
+    if seat.rank > 0:
+        RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]  # the first member claims it
     if seat.rank not in reaching:
-        RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]
         directory = f"{directory}-of-another-machine"
     return StaticRun(place.exchange(), directory, seed=3, checkpoint=POLICY, **options)
 
@@ -250,6 +254,35 @@ def test_a_run_leaves_what_one_with_a_replicated_optimizer_leaves(
     finals = train_on(kind, size, _train, str(tmp_path / "run"), reaching, copies, None, {})
     assert trained(tmp_path / "run", finals[0]) == replicated
     assert set(finals) == {replicated.final}
+
+
+def _train_on_full_disk(seat: Seat, place: Place, directory: str, full: int) -> tuple[str, list[str]]:
+    """The bits, and what is warned of."""
+
+    def refuse(path: Path, *_: Any) -> FileFacts | None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    if seat.rank == full:
+        files.write_file = refuse  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with run_of(seat, place, directory, range(3)) as run:
+            final = train(run, 2)
+    return final, [str(one.message) for one in warned if "checkpoint" in str(one.message)]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_disk_that_is_full_costs_the_checkpoints_and_nothing_else(
+    full: int, replicated: Trained, tmp_path: Path
+) -> None:
+    """The members decide together that it has failed; the one that could not write says why, once for each."""
+    found = train_on("shared", 3, _train_on_full_disk, str(tmp_path / "run"), full)
+    assert {final for final, _ in found} == {replicated.final}
+    assert trained(tmp_path / "run", "").checkpoints == {}
+    for rank, (_, said) in enumerate(found):
+        at = [int(step) for one in said for step in re.findall(r"of step (\d+) was not written .* No space left", one)]
+        assert at == ([3, 6] if rank == full else [])
+    assert not list((tmp_path / "run" / files.FOLDER).glob(".*/part-*"))
 
 
 @pytest.fixture(scope="module")

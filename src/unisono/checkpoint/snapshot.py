@@ -22,7 +22,7 @@ from torch import Tensor
 from unisono.checkpoint import files
 from unisono.checkpoint.files import Entry, Manifest, Stream
 from unisono.decisions.cadence import Position, assign_parts
-from unisono.errors import CheckpointError
+from unisono.errors import StateLost
 from unisono.state.packing import Packed, pack_held
 
 __all__ = ["Camera", "Holders", "LateCopy", "Layout", "Loan", "Moment", "Snapshot", "held_by_all", "tensor_names"]
@@ -330,10 +330,10 @@ class Camera:
 
 
 def _check_held(packed: Packed, holders: Sequence[tuple[str, ...]], worker_ids: Collection[str]) -> None:
-    """Raise CheckpointError if no worker is left that holds some tensor."""
+    """Raise StateLost if no worker is left that holds some tensor."""
     for path, tensor, ids in zip(packed.paths, packed.tensors, holders, strict=True):
         if tensor.is_meta and not any(one in worker_ids for one in ids):
-            raise CheckpointError(
+            raise StateLost(
                 f"all workers that held {tensor_names([path])[0]} were lost, so the state of the run is not whole any "
                 "more and no checkpoint of it can be written. unisono.shard(optimizer, copies=...) says how many hold "
                 "each state; the run can go on from its newest checkpoint"

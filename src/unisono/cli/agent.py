@@ -61,5 +61,11 @@ def _join(going: str, options: Options, per_task: int | None) -> int:
     number = per_task or parse_workers(options.workers, run.threads).start
     check_workers(number)
     check_open_files(number)
-    machine = MachineSpec(run=run, num_workers=number, start=options.start, simulate_hosts=options.simulate_hosts)
+    machine = MachineSpec(
+        run=run,
+        num_workers=number,
+        num_evaluators=options.evaluators,
+        start=options.start,
+        simulate_hosts=options.simulate_hosts,
+    )
     return agent.join(machine, address.url, address.token)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Owners", "Place", "living", "lost", "owners", "shares"]
+__all__ = ["Owners", "Place", "living", "lost", "owners", "senders", "shares"]
 
 Owners = tuple[tuple[str, ...], ...]
 """By parameter: the ids of its owners. The first one sends the new values to those that own it not."""
@@ -60,6 +60,25 @@ def owners(sizes: Sequence[int], members: Sequence[Place], copies: int, held: Ow
     limit = SLACK * max(shares(sizes, fresh).values(), default=0)
     kept = _rebalanced(sizes, members, _distribute(sizes, members, copies, before), limit)
     return _with_senders(sizes, kept if _most(sizes, kept) <= limit else fresh)
+
+
+def senders(first: int, having: Sequence[bool], hosts: Sequence[str]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return who sends a parameter to whom: (source, targets). It travels to those hosts on which nobody has it yet.
+
+    Args:
+        first: the rank that sends it to other hosts, one of those that have it.
+        having: by rank, whether this member has it.
+        hosts: by rank.
+    """
+    near: dict[str, int] = {}
+    for rank in (first, *range(len(having))):
+        if having[rank]:
+            near.setdefault(hosts[rank], rank)
+    found: dict[int, list[int]] = {}
+    for rank, has in enumerate(having):
+        if not has:
+            found.setdefault(near.get(hosts[rank], first), []).append(rank)
+    return [(source, tuple(found[source])) for source in sorted(found)]
 
 
 class _Shares:

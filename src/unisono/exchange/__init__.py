@@ -287,10 +287,10 @@ class Exchange(Protocol):
         """Bring tensors from the members that have them to those that need them. Collective.
 
         The same parcels in the same order on all members; any number of them may have this member as their source, and
-        none or all. What one parcel writes is not part of another. A parcel travels once to each host that needs it,
-        and on a host its bytes are written once and read by all. When this returns, this member has all that it gets;
-        other members may still wait for theirs, and a round that acts on all of them follows with `all_gather`. If this
-        raises, what this member gets is arbitrary.
+        none or all. What a member gets in one parcel is part of no other that it gets or sends. A parcel travels once
+        to each host that needs it, and on a host its bytes are written once and read by all. When this returns, this
+        member has all that it gets; other members may still wait for theirs, and a round that acts on all of them
+        follows with `all_gather`. If this raises, what this member gets is arbitrary.
 
         Returns:
             How many bytes this member has sent to other hosts, where the exchange counts them.

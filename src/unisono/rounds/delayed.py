@@ -201,6 +201,10 @@ class DelayedRound(GradientRound):
         """Yield a micro-batch of a member that was lost after the commit, for its sums."""
         yield from self._compute_again(leaf)
 
+    def compute_with(self, folder: GradientFolder) -> None:
+        """Compute micro-batches with this folder, which may have room for more sums than that of the step."""
+        self._folder, self._num_sums = folder, len(self._sums.extras())
+
     def look_back(self) -> Iterator[object]:
         """Yield a micro-batch of this step once more in a later iteration, to compare its gradient.
 
@@ -334,6 +338,7 @@ class Pipeline:
         self._load(first)
         self.met([report.ahead for report in self._rounds.reports()])
         self._rounds.ahead = self
+        self._members.drain = self.drain
         self._tracked.pending.current = self._pending
 
     def _load(self, first: int) -> None:
@@ -446,7 +451,7 @@ class Pipeline:
         """Compute a micro-batch of the step before again, where a rehearsal has left a fingerprint of it."""
         arrived = self._arrived.get(number)
         round_ = self._open.get(number) or (arrived.round if arrived is not None else None)
-        if round_ is not None and number in self._values:
+        if round_ is not None and number in self._values and round_.layout == self._layout:
             with self._as_of(number, round_):
                 yield from round_.look_back()
 
@@ -572,7 +577,9 @@ class Pipeline:
             if then is not None:
                 then.put()
             if round_ is not None:
-                self._context.folder().start_step(round_.num_leaves)
+                folder = self._context.folder()
+                folder.start_step(round_.num_leaves)
+                round_.compute_with(folder)
                 self._context.guards.start_step()
             yield
         finally:

@@ -57,6 +57,8 @@ class Members:
         self.slots = Slots()
         self.agreed_generation = 0
         """The newest planned generation whose notice all members have: they can move there at the next boundary."""
+        self.drain: Callable[[], None] = _nothing
+        """Waits until no sum is under way in another thread, so that this one may use the exchange."""
         self._reporter = reporter
         self._layout = layout
         self._delivered_bytes = 0
@@ -109,6 +111,7 @@ class Members:
         """
         self.team.check()
         with self.team.waiting():
+            self.drain()
             return self.team.exchange.all_gather(payload)
 
     def deliver(self, parcels: Sequence[Parcel]) -> None:
@@ -181,6 +184,10 @@ class Members:
     def release_results(self) -> None:
         """Give the results of the last sums back, but those of which the script holds a gradient. Local."""
         self.slots.release_results(self.team.exchange)
+
+
+def _nothing() -> None:
+    pass
 
 
 class Gathered:

@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.decisions.ownership import Owners, Place, living, owners
+from unisono.decisions.ownership import Owners, Place, living, owners, senders
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
@@ -196,9 +196,8 @@ class UpdateRound(_Round):
         """Send new values to those that lack them."""
         parcels = []
         for index in self._todo:
-            source = self._sender(index, having)
-            targets = tuple(rank for rank, have in enumerate(having) if index not in have)
-            if targets:
+            first = self._sender(index, having)
+            for source, targets in senders(first, [index in have for have in having], self._members.team.hosts):
                 parcels.append(Parcel(source, targets, self._parameters[index].detach()))
         self._open = set(self._todo) - self._new
         self._members.deliver(parcels)

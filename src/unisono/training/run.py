@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from unisono import member as members
 from unisono import tasks
@@ -27,7 +26,7 @@ from unisono.decisions.cadence import Checkpoints
 from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
-from unisono.microbatch.data import MapDataset, Samples
+from unisono.microbatch.data import Samples
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
@@ -41,28 +40,26 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
 from unisono.state.packing import to_bytes
-from unisono.state.replicas import NAME, Replicas
+from unisono.state.replicas import Replicas
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.calls import Calls
-from unisono.training.delayed import Delayed, check_delay
 from unisono.training.ending import Ending, Reached
 from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
 from unisono.training.keeping import Keeper
-from unisono.training.local import Delta, InnerState, LocalSteps
-from unisono.training.localround import LocalRound, ReplicaSamples, Replication
-from unisono.training.loop import TrainingLoop, Wire, check_wire
+from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
-from unisono.training.schedule import MakeFetcher, Schedule, schedule
+from unisono.training.schedule import MakeFetcher, Schedule
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
-from unisono.training.step import Iteration, Step
+from unisono.training.step import Iteration
 from unisono.training.steps import Steps
-from unisono.training.strategies import Strategy, Synchronous
+from unisono.training.strategies import Strategy
 from unisono.training.talking import Place, Talk
+from unisono.training.trainings import Trainings
 from unisono.training.troubles import OwnTroubles
 from unisono.unwatched import IS_WATCHED
 from unisono.watch import Sink, named
@@ -70,7 +67,7 @@ from unisono.watch import Sink, named
 __all__ = ["Run"]
 
 
-class Run(Calls, Evaluating):
+class Run(Calls, Evaluating, Trainings):
     """One training job, which begins here and ends with the script::
 
         run = unisono.Run("runs/digits", seed=7)
@@ -369,186 +366,6 @@ class Run(Calls, Evaluating):
         """
         self._process.check("run.add_sink")
         self._recorder.add_sink(sink)
-
-    def steps(
-        self,
-        dataset: MapDataset | DataLoader[Any],
-        *,
-        microbatches: int,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        max_steps: int | None = None,
-        sampler: Iterable[int] | None = None,
-        shuffle: bool | None = None,
-        drop_last: bool | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int | None = None,
-        reduction: Reduction = "mean",
-        wire: Wire = "fp32",
-        delay: int = 0,
-    ) -> Steps[Step]:
-        """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
-
-        The epochs of a run are counted over all calls: each call goes on where the one before has ended, with the next
-        order of the data and the next augmentation. ``len()`` of the iterator is its number of steps.
-
-        Args:
-            dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
-                own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
-            batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
-                DataLoader or of the `unisono.BucketSampler`.
-            microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
-                bits, the number of workers does not. Choose it as the largest number of workers you expect, not more.
-            epochs: passes over the data.
-            max_steps: end earlier.
-            sampler: a sampler of torch, `unisono.BucketSampler`, or anything that gives the sample indices of an epoch
-                (``__iter__`` and ``__len__``) and draws from the global generators only.
-            shuffle: a new order in every epoch. Default: True; a DataLoader or a sampler decides by itself.
-            drop_last: leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly.
-            collate: list of samples -> batch; default: that of ``DataLoader``.
-            loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
-            reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
-                step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
-            wire: as what sums of float32 gradients travel between hosts. "bf16" halves the bytes, for slow links:
-                the sums of a fixed level of the tree (the lowest one with 8 nodes at most), and all above it, are
-                rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
-                bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
-            delay: D; the gradient of step s is applied after the inner loop of step s + D, so that sending it, summing
-                it and waiting for slow workers cost no time. Part of the recipe: the gradient is that of parameters
-                which are D updates old. There are D more steps: after the inner loop of the first D there is no
-                gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no micro-batches. Read
-                docs/delay.md before you use it.
-
-        Raises:
-            RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
-                in advance. Nothing was trained.
-            UsageError: nothing is tracked that could be trained.
-        """
-        self._process.check("run.steps")
-        planned = schedule(
-            dataset,
-            "run.steps",
-            microbatches=microbatches,
-            seed=self.seed,
-            first_epoch=self._num_epochs,
-            batch_size=batch_size,
-            epochs=epochs,
-            max_steps=max_steps,
-            sampler=sampler,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate=collate,
-            loader_workers=loader_workers,
-        )
-        check_wire(wire, self._tracked)
-        check_delay(delay, self._tracked)
-        strategy = Delayed(delay, planned.num_steps) if delay else Synchronous()
-        return self._begin_loop(planned, strategy, reduction, wire=wire)
-
-    def local_steps(
-        self,
-        dataset: MapDataset | DataLoader[Any],
-        *,
-        microbatches: int,
-        replicas: int,
-        inner_steps: int,
-        outer: torch.optim.Optimizer | None = None,
-        inner_state: InnerState = "kept",
-        delta: Delta = "fp32",
-        copies: int = 2,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        max_steps: int | None = None,
-        sampler: Iterable[int] | None = None,
-        shuffle: bool | None = None,
-        drop_last: bool | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int | None = None,
-        reduction: Reduction = "mean",
-    ) -> Steps[LocalRound]:
-        """Return an iterator over rounds in which replicas of the model train by themselves and are then averaged:
-        local SGD, or with an outer optimizer DiLoCo. Collective.
-
-        ::
-
-            outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-            run.track(model=model, optimizer=optimizer, outer=outer)
-            for round in run.local_steps(data, batch_size=64, microbatches=8, replicas=4, inner_steps=50, outer=outer):
-                for step in round:
-                    for batch in step:
-                        loss_of(model, batch).backward()
-                    optimizer.step()
-                round.log(loss=round.loss)
-
-        ``for step in round`` gives the steps of the replicas that this worker computes; after it the model is the new
-        global one on all workers. Replicas and inner steps are part of the recipe, the number of workers is not: with
-        fewer workers than replicas a worker computes several in turn, and a replica of a worker that is lost is
-        computed again by another one. A round counts as one step of the run: in the journal, and for checkpoints, which
-        are written between two rounds. See docs/local_steps.md.
-
-        Args:
-            dataset, batch_size, microbatches, sampler, shuffle, drop_last, collate, loader_workers, reduction: as of
-                `steps`. A batch is that of all replicas together; each gets an equal part of it, next to each other, of
-                ``microbatches / replicas`` micro-batches.
-            replicas: K, the number of replicas.
-            inner_steps: H, the steps of each replica in a round; the last round may have fewer.
-            outer: a tracked optimizer over the model's parameters, which gets their mean change as gradient, with the
-                sign of a gradient; None: each parameter becomes the weighted mean of the replicas' (local SGD).
-            inner_state: "kept": a replica keeps the state of its own optimizer from round to round, as in DiLoCo;
-                "fresh": it begins each round without.
-            delta: what the changes of the replicas travel as. "int8": 3 bytes for each parameter instead of 8, with
-                error feedback for each replica. Part of the recipe.
-            copies: how many workers hold the state of each replica between two rounds, on different machines where
-                there are several; the run survives the loss of all but one of them within a round. Changes no bit.
-            epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
-                together use up one by one.
-
-        Raises:
-            RecipeError: batch, micro-batches, replicas and dataset do not fit together. UsageError: something that is
-                tracked, or ``outer``, has no meaning in rounds; nothing was trained.
-        """
-        self._process.check("run.local_steps")
-        planned = schedule(
-            dataset,
-            "run.local_steps",
-            microbatches=microbatches,
-            seed=self.seed,
-            first_epoch=self._num_epochs,
-            batch_size=batch_size,
-            epochs=epochs,
-            max_steps=max_steps,
-            sampler=sampler,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate=collate,
-            loader_workers=loader_workers,
-        )
-        replication = Replication(replicas, inner_steps)
-        samples = ReplicaSamples(planned.cursor, replication)
-        if self._replicas is None:
-            self._replicas = Replicas()
-            self._tracked.own(NAME, self._replicas)
-        strategy = LocalSteps(
-            replication,
-            samples,
-            planned.num_steps,
-            tracked=self._tracked,
-            replicas=self._replicas,
-            device=self.device,
-            outer=outer,
-            inner_state=inner_state,
-            copies=copies,
-            delta=delta,
-            reduction=reduction,
-            rehearses=self._arithmetic.deterministic,
-        )
-        return self._begin_loop(
-            planned,
-            strategy,
-            reduction,
-            samples=samples,
-            num_iterations=replication.num_rounds(planned.num_steps),
-        )
 
     def _begin_loop(
         self,
