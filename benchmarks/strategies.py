@@ -218,6 +218,7 @@ def row_of(name: str, side: str, result: Mapping[str, Any], loss: float | None) 
         f"cpu_ms.{place}": statistics.median(result["cpu_ms"][side]),
         f"peak_mib.{place}": result["peak_mib"][side],
         f"sent_mb.{place}": statistics.median(result["sent_mb"][side]),
+        **({} if loss is None else {f"loss.{side.replace(' ', '_')}": loss}),
     }
     row = [
         *(name, side, f"{figures[f'step_ms.{place}']:.1f}", f"{statistics.median(step[BASE]):.1f}", str(ratio)),
@@ -260,20 +261,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{name}: {side} is left out: {reason}", file=sys.stderr, flush=True)
                 continue
             try:
-                if options.loss_steps and not options.quick and side not in losses:
-                    losses[side] = figures[f"loss.{side.replace(' ', '_')}"] = final_loss(
-                        side, plan, options.loss_steps
-                    )
+                for each in (side, BASE) if options.loss_steps and not options.quick else ():
+                    if each not in losses:
+                        losses[each] = final_loss(each, plan, options.loss_steps)
                 result = compare(side, SETTINGS[name], plan)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 notes = "\n".join(getattr(error, "__notes__", []))
                 print(f"{name}: {side} is left out, it failed: {error}\n{notes}", file=sys.stderr, flush=True)
                 continue
-            found, row = row_of(name, side, result, losses.get(side))
-            figures.update(found)
             runs.append({"setting": name, "side": side, **result})
-            rows.append(row)
-            print("  ".join(row), file=sys.stderr, flush=True)
+            for shown in (side,) if f"step_ms.{BASE}.{name}" in figures or side == BASE else (BASE, side):
+                found, row = row_of(name, shown, result, losses.get(shown))
+                figures.update(found)
+                rows.append(row)
+                print("  ".join(row), file=sys.stderr, flush=True)
             if options.json:
                 write_json(options.json, figures, runs)
     print_table(HEADER, rows)
