@@ -49,7 +49,7 @@ from unisono.rounds.sums import SumsRound
 from unisono.rounds.team import LOST
 from unisono.state.pending import Gradient
 from unisono.state.sums import Total
-from unisono.state.tracked import Tracked
+from unisono.state.values import Values
 from unisono.telemetry import StepTelemetry
 
 __all__ = ["Arrived", "Pipeline"]
@@ -109,49 +109,6 @@ class _Committed:
 
     def stand_by(self, plan: Plan) -> None:
         raise AssertionError("the result of a delayed sum is sent to members that have not seen its commit")
-
-
-class _Values:
-    """Parameters, buffers and modes of the tracked objects at one time."""
-
-    def __init__(self, tracked: Tracked, before: _Values | None = None) -> None:
-        """
-        Args:
-            before: earlier values; what has not changed since and is not trained shares their memory.
-        """
-        self._modes = [(part, part.training) for module in tracked.modules.values() for part in module.modules()]
-        live = [parameter for _, parameter in tracked.parameters()]
-        self._buffers = {
-            (owner, name): buffer
-            for module in tracked.modules.values()
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        }
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        known = {id(one): copy for one, copy in before._pairs} if before is not None else {}
-        for tensor in [*live, *self._buffers.values()]:
-            copy = known.get(id(tensor))
-            if copy is None or tensor.requires_grad or not _is_same(tensor, copy):
-                copy = tensor.detach().clone()
-            self._pairs.append((tensor, copy))
-
-    def put(self) -> None:
-        """Put them in force."""
-        with torch.no_grad():
-            for tensor, copy in self._pairs:
-                if tensor.shape == copy.shape:  # a cache may have grown
-                    tensor.copy_(copy)
-        for (owner, name), buffer in self._buffers.items():
-            owner._buffers[name] = buffer
-        for part, training in self._modes:
-            part.training = training
-
-
-def _is_same(tensor: Tensor, copy: Tensor) -> bool:
-    if tensor.shape != copy.shape or tensor.dtype != copy.dtype or not tensor.is_contiguous():
-        return False
-    return torch.equal(tensor.detach().reshape(-1).view(torch.uint8), copy.reshape(-1).view(torch.uint8))
 
 
 class DelayedRound(GradientRound):
@@ -302,7 +259,7 @@ class Pipeline:
         """The steps that are begun and not committed, in their order; None: this member has computed nothing of it."""
         self._first = min(first, num_batches)  # without a commit
         self._arrived: dict[int, Arrived] = {}
-        self._values: dict[int, _Values] = {}
+        self._values: dict[int, Values] = {}
         self._active: DelayedRound | None = None
         self._computing: int | None = None
         self._playing: int | None = None
@@ -399,7 +356,7 @@ class Pipeline:
     def _compute(self, number: int, folder: GradientFolder) -> Iterator[Any]:
         self._open[number] = None
         if self._members.size > 1 or self._is_recovering:
-            self._values[number] = _Values(self._tracked, self._values.get(number - 1))
+            self._values[number] = Values(self._tracked, self._values.get(number - 1))
         if not self._is_recovering:
             yield from self._compute_ahead(number, folder)
         if number == 0:  # the names of sums become known here, before the next step is laid out
@@ -553,7 +510,7 @@ class Pipeline:
             round_: whose micro-batches are computed again, to be summed by nobody.
         """
         then, self._active = self._values.get(number), round_
-        now = _Values(self._tracked)
+        now = Values(self._tracked)
         try:
             if then is not None:
                 then.put()
@@ -618,7 +575,7 @@ class Pipeline:
             slots.ahead[number], slots.nodes = slots.nodes, {}
             self._active = None
             if number not in self._values:
-                self._values[number] = _Values(self._tracked)
+                self._values[number] = Values(self._tracked)
         if self._background is not None:
             self._background.stop()
             self._background = None
