@@ -345,6 +345,12 @@ def test_of_checkpoints_and_evaluations_the_newest_is_said() -> None:
     assert (found.checkpoint, found.checkpoint_step, found.evaluation) == ("step-0000000001", 1, {"right": 4.5})
 
 
+def test_an_evaluation_of_older_models_that_is_told_later_does_not_hide_that_of_the_newest() -> None:
+    found = folded(*(step(number) for number in range(7)), evaluation(7, right=9), evaluation(3, right=5))
+    assert texts(found) == ["evaluation after 7 steps: right 9"]
+    assert found.evaluation == {"right": 9}
+
+
 def test_problems_and_slow_links_are_said_with_their_level() -> None:
     link = LinkSlow(source="red", target="blue", bytes_per_s=4e6, usual_bytes_per_s=1e8, seconds=0.25)
     found = folded(

@@ -35,10 +35,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--unbalanced", action="store_true", help="all workers compute as many micro-batches")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     every = arguments.checkpoint_every
-    with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=every) if every else None) as run:
+    checkpoint = unisono.Checkpoints(every_steps=every) if every else None
+    with unisono.Run(seed=3, checkpoint=checkpoint, balance=not arguments.unbalanced) as run:
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(
             torch.randn(NUM_SAMPLES, 12, generator=draw), torch.randint(0, 4, (NUM_SAMPLES,), generator=draw)

@@ -161,6 +161,37 @@ def test_the_journal_has_one_line_for_each_step(tmp_path: Path) -> None:
     assert all(math.isfinite(line["loss"]) for line in lines)
 
 
+def test_the_loss_of_a_step_stays_its_own() -> None:
+    """A script may keep steps, and read their losses when the memory of their gradients holds later ones."""
+    steps, losses = [], []
+    with AloneRun(seed=SEED) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(vectors(), batch_size=16, microbatches=4, epochs=2, delay=2):
+            for inputs, labels in step:
+                F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            steps.append(step)
+            losses.append(step.loss)
+    assert [step.loss for step in steps[2:]] == losses[2:]
+
+
+def test_a_call_in_an_iteration_has_the_place_that_the_script_reads() -> None:
+    """An evaluator gets this place as ``step.place``, by which a script may decide whether it evaluates."""
+    places = []
+    with AloneRun(seed=SEED) as run:
+        model = net()
+        run.track(model=model)
+        for _ in range(2):
+            for step in run.steps(vectors(), batch_size=16, microbatches=4, delay=2):
+                for inputs, labels in step:
+                    F.cross_entropy(model(inputs), labels).backward()
+                assert run._place("run.evaluate").step == step.place
+                places.append(step.place)
+    assert places == [*range(6), *range(4, 10)]
+
+
 # -- what the inner loop may depend on ----------------------------------------------------------------
 
 

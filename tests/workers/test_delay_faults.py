@@ -6,6 +6,7 @@ The checks run a sample. UNISONO_TEST_ALL=1 runs all.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ AT = [
 ]
 IN_THREAD = ("published", "reduced")
 """Points of the thread that sums, while the script is at any step: counted, and not by the step of the script."""
+AFTER_COMPUTING = ("delay.under_way", "delay.waiting", "delay.applied", "after_step")
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
 Case = tuple[str, int, str, int, int]
 """Exchange, number of workers, point, rank, delay."""
@@ -232,3 +234,18 @@ def test_another_delay_is_another_recipe(tmp_path: Path) -> None:
     refused = run(tmp_path / "run", 1, None, [*PATIENT, "--resume", "auto"], [*arguments, "--delay", "1"])
     assert refused.exit_code != 0
     assert "delay" in refused.output
+
+
+@pytest.mark.parametrize("seed", range(120) if os.environ.get("UNISONO_TEST_ALL") else (7, 45))
+def test_two_losses_at_any_points_change_no_bit(seed: int, calm: dict[int, Outcome], tmp_path: Path) -> None:
+    """The second while the others make up for the first: whoever has seen a commit sends the result to the others."""
+    draw = random.Random(seed)
+    exchange, workers, delay = draw.choice(list(EXCHANGES)), draw.choice([3, 4]), draw.choice([1, 2])
+    first, second = draw.sample(range(workers), 2)
+    faults = Faults().kill(f"w{first}", step=draw.randrange(1, STEPS), at=draw.choice(AFTER_COMPUTING))
+    faults = faults.kill(f"w{second}", at=draw.choice(["delay.again", "in_recovery", "delay.waiting", "committed"]))
+    hurt = run(
+        tmp_path / "run", workers, faults, [*PATIENT, "--exchange", *EXCHANGES[exchange]], ["--delay", str(delay)]
+    )
+    assert ended_workers(hurt.output), hurt.output
+    assert_same_bits(hurt, calm[delay])

@@ -551,6 +551,9 @@ def refused(
 def test_what_has_no_meaning_in_rounds_is_refused_before_training() -> None:
     refused(match="replicas must be at least 1", replicas=0)
     refused(match="inner_steps must be at least 1", inner_steps=0)
+    refused(match="replicas must be a whole number, got '2'", replicas="2")
+    refused(match=r"inner_steps must be a whole number, got 2\.5", inner_steps=2.5)
+    refused(match="copies must be a whole number, got True", copies=True)
     refused(
         match="not be shared out equally to 3 replicas|cannot be shared out equally to 3", error=RecipeError, replicas=3
     )

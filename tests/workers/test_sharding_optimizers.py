@@ -137,6 +137,10 @@ def test_wrong_calls_are_refused() -> None:
     optimizer = optim.SGD(parameters(), lr=0.1)
     with pytest.raises(unisono.UsageError, match="at least 1; got 0"):
         unisono.shard(optimizer, copies=0)
+    with pytest.raises(unisono.UsageError, match="at least 1; got '2'"):
+        unisono.shard(optimizer, copies="2")  # type: ignore[arg-type]
+    with pytest.raises(unisono.UsageError, match=r"at least 1; got 2\.5"):
+        unisono.shard(optimizer, copies=2.5)  # type: ignore[arg-type]
     with pytest.raises(unisono.UsageError, match="got a Mlp"):
         unisono.shard(Mlp())  # type: ignore[type-var]
     scheduled = optim.SGD(parameters(), lr=0.1)

@@ -25,6 +25,7 @@ ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 ALONE = [*PATIENT, "--max-restarts", "0"]
 LAST_STEP = 12
 SAMPLE = [("checkpoint_part_written", "w1"), ("checkpoint_before_manifest", "w0")]
+SIGHT_POINTS = ["checkpoint_part_written", "checkpoint_before_manifest"]
 POINTS_AT_END = [(at, worker) for at in CHECKPOINT_POINTS for worker in ("w0", "w1", "w2")] if ALL else SAMPLE
 
 
@@ -96,6 +97,21 @@ def test_losing_a_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, ca
     assert is_same(hurt, calm), hurt.output
     check_readable(directory)
     assert LAST_STEP in steps(directory)
+
+
+@pytest.mark.parametrize("at", CHECKPOINT_POINTS if ALL else SIGHT_POINTS)
+def test_losing_the_only_worker_that_sees_the_directory_costs_the_last_checkpoint_only(
+    at: str, calm: Outcome, tmp_path: Path
+) -> None:
+    """The others end the run, and say that nobody is left who could write."""
+    faults = Faults().kill("w0", at=at)
+    arguments = ["--every", "0", "--copies", "2", "--blind", "w1", "w2"]
+    hurt = run_workers(SCRIPT, 3, directory=tmp_path / "run", faults=faults, options=ALONE, arguments=arguments)
+    assert hurt.exit_code == 0, hurt.output
+    assert "w0" in ended_workers(hurt.output), hurt.output
+    assert "did step 11" in hurt.output, hurt.output
+    assert hurt.digests == calm.digests[: len(hurt.digests)], hurt.output
+    assert "no worker that is left sees that directory" in hurt.output, hurt.output
 
 
 LENDING = [("w0", ["--every", "0"])]

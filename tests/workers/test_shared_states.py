@@ -256,6 +256,51 @@ def test_a_run_leaves_what_one_with_a_replicated_optimizer_leaves(
     assert set(finals) == {replicated.final}
 
 
+def test_the_journal_names_the_step_of_a_checkpoint_at_the_end_of_a_loop(tmp_path: Path) -> None:
+    with AloneRun(tmp_path / "run", seed=3, checkpoint=unisono.Checkpoints(every_steps=100)) as run:
+        model = Mlp()
+        optimizer = unisono.shard(torch.optim.AdamW(model.parameters(), lr=0.01))
+        run.track(model=model, optimizer=optimizer)
+        for _ in range(2):
+            for step in run.steps(vectors(), batch_size=24, microbatches=6, max_steps=3):
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    at = [line["checkpoint"]["step"] for line in read_journal(tmp_path / "run") if line.get("checkpoint")]
+    assert at == [files.step_of(one) for one in files.complete(tmp_path / "run" / files.FOLDER)][:1]
+
+
+def train_channels_last(run: unisono.Run, copies: int) -> str:
+    """With states that do not lie in memory as a file has them."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(32, 2)]
+    model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if copies:
+        unisono.shard(optimizer, copies=copies)
+    run.track(model=model, optimizer=optimizer)
+    images = list(torch.randn(24, 3, 4, 4))
+    for step in run.steps(images, batch_size=24, microbatches=6, epochs=6):
+        for x in step:
+            wait_for_disk(run)
+            model(x).square().mean().backward()
+        optimizer.step()
+    return bits_of(model.state_dict())
+
+
+def _train_channels_last(seat: Seat, place: Place, directory: str) -> str:
+    with run_of(seat, place, directory, [0]) as run:
+        return train_channels_last(run, 1)
+
+
+def test_what_is_lent_lies_in_a_file_as_if_its_writer_had_held_it(tmp_path: Path) -> None:
+    """Also a state of a model in channels_last: its elements have another order in memory than in a file."""
+    with AloneRun(tmp_path / "alone", seed=3, checkpoint=POLICY) as run:
+        final = train_channels_last(run, 0)
+    finals = train_on("shared", 3, _train_channels_last, str(tmp_path / "run"))
+    assert trained(tmp_path / "run", finals[0]) == trained(tmp_path / "alone", final)
+
+
 def _train_on_full_disk(seat: Seat, place: Place, directory: str, full: int) -> tuple[str, list[str]]:
     """The bits, and what is warned of."""
 

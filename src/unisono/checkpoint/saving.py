@@ -476,25 +476,38 @@ class Saver:
         """Return the snapshot of which this member wrote a part in this generation. Local."""
         return self._last[generation]
 
-    def miss(self) -> None:
-        """Note that no member sees the directory. Local."""
+    def miss(self) -> str:
+        """Note that no member sees the directory; returns the reason, for the others. Local."""
         self._last_error = CheckpointError(UNSEEN)
+        return UNSEEN
 
-    def publish(self, worker_ids: Sequence[str], reaching: Collection[str], whole: WrittenPart) -> None:
+    def publish(self, worker_ids: Sequence[str], reaching: Collection[str], whole: WrittenPart) -> bool:
         """Publish the last checkpoint, where this member is the first that sees the directory. Local.
 
         May be called again when that member was lost; a checkpoint that it has published is not published again.
+
+        Returns:
+            Whether this member knows that it is published.
         """
-        snapshot = self._last[whole.generation]
-        rank, first = next((rank, one) for rank, one in enumerate(worker_ids) if one in reaching)
-        if first != self._worker_id or not snapshot.folder.exists():
-            return
+        seeing = [one for one in worker_ids if one in reaching]
+        if not seeing:
+            self.miss()
+        if self._worker_id not in seeing[:1]:
+            return False
+        snapshot, rank = self._last[whole.generation], worker_ids.index(self._worker_id)
+        if not snapshot.folder.exists():
+            return snapshot.final.exists()
         done: Future[float] = Future()
         done.set_result(0.0)
-        under_way = self._under_way = _UnderWay(self._step, whole.generation, rank, snapshot, done)
+        step = snapshot.manifest.step
+        under_way = self._under_way = _UnderWay(step, whole.generation, rank, snapshot, done)
         under_way.publication = self._writer.publish(snapshot, done, whole.parts)
         self._writer.drain()
         self._conclude(under_way)
+        if self._failure is None:
+            return True
+        (_, self._last_error), self._failure = self._failure, None
+        return False
 
     def settle(self, moment: Moment, whole: WrittenPart | None, *, has_failed: bool = False) -> None:
         """Conclude the last checkpoint, which is published, or was not needed, or has failed. Local.

@@ -153,8 +153,7 @@ class OverviewBuilder:
             case MachineGone():
                 self._forget(event)
             case EvaluationFinished():
-                self._evaluation = event
-                self._told.replace("evaluation", event.time, evaluation_words(event))
+                self._evaluate(event)
             case RunEnded():
                 self._end(event)
             case Problem():
@@ -169,6 +168,12 @@ class OverviewBuilder:
                 self._told.add(event.time, f"the journal lacks the {lines}: they could not be written", "warning")
 
     # -- the run -------------------------------------------------------------------------------------
+
+    def _evaluate(self, event: EvaluationFinished) -> None:
+        """Keep the evaluation of the newest models: one beside the training may be told after a later one."""
+        if self._evaluation is None or event.step >= self._evaluation.step:
+            self._evaluation = event
+            self._told.replace("evaluation", event.time, evaluation_words(event))
 
     def _begin(self, event: RunStarted) -> None:
         """Begin, or go on from a checkpoint: the steps after it are done again."""

@@ -6,11 +6,11 @@ committed in the order of the steps, each as in `unisono.exchange`, so two membe
 however far apart their scripts are. Commits are what `unisono.rounds.life` counts.
 
 **After a loss** the survivors meet (`unisono.rounds.life`), at whatever places of the script they are. A member that
-has a commit which another has not seen sends it the result, unless the script has had its hands on it; then it stands
-by. From there on, until step n + D (n is the first step without a commit, the same for all), nobody computes anything
-ahead, so all collective work comes in the order of the script again, which is the same for all. In iteration n + D
-every member is in its inner loop, and needs the gradient of step n: there all compute together what is missing of the
-steps n to n + D, one after the other, each with the parameters and buffers of its own time, and go on as before.
+has a commit which another has not seen sends it the result. From there on, until step n + D (n is the first step
+without a commit, the same for all), nobody computes anything ahead, so all collective work comes in the order of the
+script again, which is the same for all. In iteration n + D every member is in its inner loop, and needs the gradient of
+step n: there all compute together what is missing of the steps n to n + D, one after the other, each with the
+parameters and buffers of its own time, and go on as before.
 
 Between two iterations nothing can be computed, because the micro-batches are the script's. Where members change, a
 checkpoint is taken, or the script evaluates, the sums under way are waited for; if a member is lost just then, the
@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import msgspec
@@ -43,13 +43,13 @@ from unisono.microbatch.randomness import seed_at
 from unisono.rounds.background import Background, Task
 from unisono.rounds.gradient import GradientRound, StepContext
 from unisono.rounds.life import DELAYED
-from unisono.rounds.members import Members, Summed
+from unisono.rounds.members import Summed
 from unisono.rounds.standing import plan_of
 from unisono.rounds.sums import SumsRound
 from unisono.rounds.team import LOST
 from unisono.state.pending import Gradient
 from unisono.state.sums import Total
-from unisono.state.tracked import Tracked
+from unisono.state.values import Values
 from unisono.telemetry import StepTelemetry
 
 __all__ = ["Arrived", "Pipeline"]
@@ -75,9 +75,9 @@ class Arrived:
     is_stale: bool = False
     """What the members have said with it does not count any more."""
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, float]:
-        """The total weight, scaled, and the weighted loss."""
+        """The total weight, scaled, and the weighted loss. Read before the slot is used for another step."""
         weight, weighted_loss = self.slot.scalars.tolist()
         return weight, weighted_loss
 
@@ -100,77 +100,15 @@ class _Gift(msgspec.Struct, frozen=True):
     telemetry: list[bytes]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Committed:
-    """The newest commit of a step, kept for members that have not seen it.
+    """The newest commit of a step, kept for members that have not seen it: they are sent the result."""
 
-    Attributes:
-        arrived: the result, as long as the script has not had its hands on it.
-    """
-
-    members: Members
     layout: FlatLayout
-    arrived: Arrived | None
-    step: int
-    digest: int
-    has_new_sums: bool
+    arrived: Arrived
 
     def stand_by(self, plan: Plan) -> None:
-        self.members.team.check()
-        with self.members.waiting():
-            own = self.members.announce(StepTelemetry(new_sums=self.has_new_sums))
-            combined = combine(self.members.exchange, Share(plan.num_leaves, plan.nodes, {}), own)
-        self.members.release(combined.slot)
-        if combined.digest != self.digest:
-            raise DivergenceError(
-                f"step {self.step} was computed again after a loss and its sums have digest {combined.digest:016x}, "
-                f"not {self.digest:016x}. Either a micro-batch does not give the same gradient on every worker, or "
-                "later than at first (see docs/guarantees.md for what a micro-batch may depend on, and docs/delay.md), "
-                "or the hardware of a worker is broken"
-            )
-
-
-class _Values:
-    """Parameters, buffers and modes of the tracked objects at one time."""
-
-    def __init__(self, tracked: Tracked, before: _Values | None = None) -> None:
-        """
-        Args:
-            before: earlier values; what has not changed since and is not trained shares their memory.
-        """
-        self._modes = [(part, part.training) for module in tracked.modules.values() for part in module.modules()]
-        live = [parameter for _, parameter in tracked.parameters()]
-        self._buffers = {
-            (owner, name): buffer
-            for module in tracked.modules.values()
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        }
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        known = {id(one): copy for one, copy in before._pairs} if before is not None else {}
-        for tensor in [*live, *self._buffers.values()]:
-            copy = known.get(id(tensor))
-            if copy is None or tensor.requires_grad or not _is_same(tensor, copy):
-                copy = tensor.detach().clone()
-            self._pairs.append((tensor, copy))
-
-    def put(self) -> None:
-        """Put them in force."""
-        with torch.no_grad():
-            for tensor, copy in self._pairs:
-                if tensor.shape == copy.shape:  # a cache may have grown
-                    tensor.copy_(copy)
-        for (owner, name), buffer in self._buffers.items():
-            owner._buffers[name] = buffer
-        for part, training in self._modes:
-            part.training = training
-
-
-def _is_same(tensor: Tensor, copy: Tensor) -> bool:
-    if tensor.shape != copy.shape or tensor.dtype != copy.dtype or not tensor.is_contiguous():
-        return False
-    return torch.equal(tensor.detach().reshape(-1).view(torch.uint8), copy.reshape(-1).view(torch.uint8))
+        raise AssertionError("the result of a delayed sum is sent to members that have not seen its commit")
 
 
 class DelayedRound(GradientRound):
@@ -321,13 +259,14 @@ class Pipeline:
         """The steps that are begun and not committed, in their order; None: this member has computed nothing of it."""
         self._first = min(first, num_batches)  # without a commit
         self._arrived: dict[int, Arrived] = {}
-        self._values: dict[int, _Values] = {}
+        self._values: dict[int, Values] = {}
         self._active: DelayedRound | None = None
         self._computing: int | None = None
         self._playing: int | None = None
         self._resumes_at: int | None = None  # the iteration in which this member computes what is missing
         self._shown: Slot | None = None
         self._free: list[Slot] = []
+        self._applied: list[Arrived] = []  # their slots may still be sent to others
         self._held: list[dict[int, Sequence[tuple[int, int]]]] = []
         self._is_left = False
         # Others may have met this member after a loss already, and compute nothing ahead.
@@ -417,7 +356,7 @@ class Pipeline:
     def _compute(self, number: int, folder: GradientFolder) -> Iterator[Any]:
         self._open[number] = None
         if self._members.size > 1 or self._is_recovering:
-            self._values[number] = _Values(self._tracked, self._values.get(number - 1))
+            self._values[number] = Values(self._tracked, self._values.get(number - 1))
         if not self._is_recovering:
             yield from self._compute_ahead(number, folder)
         if number == 0:  # the names of sums become known here, before the next step is laid out
@@ -505,13 +444,11 @@ class Pipeline:
         arrived = Arrived(number, combined.slot, combined.digest, totals, has_new, summed, share, round_)
         if not self._is_left:
             self._arrived[number] = arrived
-        # What was played after a loss is repeated as any other round is.
-        kept = arrived if share is not None else None
-        return _Committed(self._members, combined.slot.layout, kept, number, combined.digest, has_new)
+        return _Committed(combined.slot.layout, arrived)
 
     def finish(self, number: int) -> None:
         """Note that a step is committed."""
-        self._open.pop(number)
+        self._open.pop(number, None)  # there is none where the script has left the loop, and a loss came after that
         self._first = number + 1
 
     # -- applying ------------------------------------------------------------------------------------
@@ -524,9 +461,6 @@ class Pipeline:
                 "while the next ones begin, so all names must be there in the first step: add zeros there"
             )
         del self._arrived[number]
-        finished = self._rounds.finished
-        if isinstance(finished, _Committed) and finished.arrived is arrived:
-            finished.arrived = None  # from here on the script may write to it
         is_current = arrived.summed is not None and arrived.summed.generation == self._members.team.generation
         if arrived.summed is not None and arrived.share is not None and is_current and not arrived.is_stale:
             self._members.note(arrived.summed)
@@ -542,8 +476,12 @@ class Pipeline:
         if arrived.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of step {number} have weight 0: there is no mean gradient")
         folder.buffers.start_step()
-        folder.show(arrived.slot)
-        before, self._shown = self._shown, arrived.slot
+        shown = arrived.slot
+        if self._members.size > 1:  # the script may write to what it gets, and others may need the sum as it is
+            shown = arrived.slot.copy_to(self.new_slot(arrived.slot.layout))
+            self._recycle(arrived)
+        folder.show(shown)
+        before, self._shown = self._shown, shown
         if before is not None and not is_held(before):
             self._free.append(before)
         seed_at(self._context.seed, "update", self._context.first_number + number)
@@ -572,7 +510,7 @@ class Pipeline:
             round_: whose micro-batches are computed again, to be summed by nobody.
         """
         then, self._active = self._values.get(number), round_
-        now = _Values(self._tracked)
+        now = Values(self._tracked)
         try:
             if then is not None:
                 then.put()
@@ -607,14 +545,10 @@ class Pipeline:
             yield from self._add_up(self._arrived[step])
 
     def _is_next_later(self, number: int) -> bool:
-        """Return whether others have applied the step that was just committed, and need the next one in the iteration
-        after this one, and not now.
+        """Return whether the step that was just committed has come from a member that was through with this iteration,
+        so that what is missing of the next one is computed later by all.
         """
-        if not self._rounds.is_behind:
-            return False
-        reports = self._rounds.reports()
-        newest = max(report.round for report in reports)
-        return all(report.at > number for report in reports if report.round == newest)
+        return any(report.at > number for report in self._rounds.reports())
 
     def plan_of(self, number: int, num_leaves: int) -> Plan:
         """Return the plan of what is missing of a step, by what all members have reported after the loss."""
@@ -641,7 +575,7 @@ class Pipeline:
             slots.ahead[number], slots.nodes = slots.nodes, {}
             self._active = None
             if number not in self._values:
-                self._values[number] = _Values(self._tracked)
+                self._values[number] = Values(self._tracked)
         if self._background is not None:
             self._background.stop()
             self._background = None
@@ -653,17 +587,17 @@ class Pipeline:
             self._drop()
 
     def sends(self) -> bool:
-        finished = self._rounds.finished
-        return isinstance(finished, _Committed) and finished.arrived is not None
+        return isinstance(self._rounds.finished, _Committed)
 
     def give(self, source: int, *, behind: bool) -> None:
         exchange, finished = self._members.exchange, self._rounds.finished
         gift = b""
         if self._members.rank == source:
             assert isinstance(finished, _Committed)
-            assert finished.arrived is not None
             slot, known = finished.arrived.slot, finished.arrived.telemetry
-            gift = msgspec.msgpack.encode(_Gift(finished.digest, list(known), [each.pack() for each in known.values()]))
+            gift = msgspec.msgpack.encode(
+                _Gift(finished.arrived.digest, list(known), [each.pack() for each in known.values()])
+            )
         else:
             layout = self._members.slots.layout
             assert layout is not None
@@ -672,19 +606,21 @@ class Pipeline:
         exchange.broadcast(slot.memory[: slot.layout.num_rows * ROW_BYTES], source)
         if not behind:
             return
-        number = next(iter(self._open))
-        round_ = self._open[number]
-        assert round_ is not None
+        number = self._first
         telemetry = {one: StepTelemetry.unpack(each) for one, each in zip(said.workers, said.telemetry, strict=True)}
         summed = Summed(slot, said.digest, telemetry)
         has_new = any(each.new_sums for each in telemetry.values())
-        totals = self._tracked.sums.read(slot.extras[: round_.num_sums])
-        arrived = Arrived(number, slot, said.digest, totals, has_new, summed, None, round_)
-        if not self._is_left:
-            self._arrived[number] = arrived
-        for node in self._members.slots.ahead.pop(number, {}).values():
+        if self._is_left:  # nobody applies it, and it is kept for others that have not seen the commit
+            arrived = Arrived(number, slot, said.digest, {}, has_new, summed)
+        else:
+            round_ = self._open[number]
+            assert round_ is not None
+            totals = self._tracked.sums.read(slot.extras[: round_.num_sums])
+            self._arrived[number] = arrived = Arrived(number, slot, said.digest, totals, has_new, summed, None, round_)
+        slots = self._members.slots
+        for node in (slots.nodes if number == self._playing else slots.ahead.pop(number, {})).values():
             self._members.release(node)
-        self._rounds.commit(_Committed(self._members, slot.layout, arrived, number, said.digest, has_new))
+        self._rounds.commit(_Committed(slot.layout, arrived))
         self.finish(number)
 
     def report(self) -> tuple[int, int, list[tuple[int, list[Node]]]]:
@@ -718,6 +654,7 @@ class Pipeline:
         self._arrived.clear()
         self._values.clear()
         self._shown = None
+        self._applied.clear()
         self._free.clear()
         if not self._tasks:
             self._drop()
@@ -747,6 +684,14 @@ class Pipeline:
         if self._free:
             return self._free.pop()
         return Slot(layout, torch.zeros(layout.slot_bytes, dtype=torch.uint8, device=self._device))
+
+    def _recycle(self, arrived: Arrived) -> None:
+        """Use the slots of sums again that are applied, but for the newest commit, which others may need. Local."""
+        finished = self._rounds.finished
+        newest = finished.arrived if isinstance(finished, _Committed) else None
+        self._applied.append(arrived)
+        self._free += [one.slot for one in self._applied if one is not newest]
+        self._applied = [one for one in self._applied if one is newest]
 
     def _pending(self) -> list[Gradient]:
         return [

@@ -21,6 +21,7 @@ from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Recipe
 from unisono.decisions.layout import StateLayout, replicated
 from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
 from unisono.errors import StepError
 from unisono.exchange.flat import FlatLayout
@@ -106,6 +107,8 @@ class Rounds:
                 break  # committed: whichever member is lost from here on, this one holds the result
             except LOST as lost:
                 plan = self._recover(round_, lost)
+                if self._round is None:  # a member that has finished the round has sent its result
+                    return
             except BaseException:
                 if self._round is round_:
                     self._round = None  # the script has left the round: the next report does not name it
@@ -127,9 +130,17 @@ class Rounds:
         return self._plan(round_, standing)
 
     def _recover(self, round_: Round, lost: Exception) -> Plan:
-        """A member was lost: meet the survivors; returns the plan of what is missing. Collective."""
+        """A member was lost: meet the survivors; returns the plan of what is missing. Collective.
+
+        Where another member has sent the result of the round, there is no round any more, and the plan counts for
+        nothing.
+        """
         have = round_.interrupt()
-        return self._plan(round_, self._regroup(lost, have))
+        met = self._regroup(lost, have)
+        if self._round is None:
+            self._standing = met
+            return even_plan(self.team.size, 1)
+        return self._plan(round_, met)
 
     def _plan(self, round_: Round, met: Met | Behind) -> Plan:
         self._standing = met if isinstance(met, Behind) else Level()
@@ -174,11 +185,6 @@ class Rounds:
         """Return what the members have reported when they met last; nothing if all are level."""
         return () if isinstance(self._standing, Level) else self._standing.reports
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether others have finished the round that this member is in."""
-        return isinstance(self._standing, Behind)
-
     def abandon(self) -> None:
         """Stop what is under way, because the run ends in this process. Local."""
         if self.ahead is not None:
@@ -200,6 +206,7 @@ class Rounds:
 
     def _catch_up(self, reports: Sequence[Report], have: Collection[Node] = ()) -> Met | Behind:
         """Stand by the members that are a round behind, after a meeting, until none is. Collective."""
+        before = self.number
         while True:
             try:
                 rounds = {report.round for report in reports}
@@ -213,6 +220,8 @@ class Rounds:
                         self.ahead.met([report.ahead for report in reports])
                     return Met(reports)
                 if self._is_given(reports):
+                    if self.number > before:
+                        have, self._round, self.slots.nodes = (), None, {}
                     reports = self.team.meet(self.report(have))
                     continue
                 if min(rounds) == self.number:

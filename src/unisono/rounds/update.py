@@ -49,6 +49,8 @@ class _Having(msgspec.Struct, frozen=True):
 
     have: list[int] = []
     """The parameters of which it has the new values, or the states that it holds."""
+    known: list[int] = []
+    """The parameters that it has updated itself, and so has their new states, or that are known to have none."""
     departs: bool = False
     """It leaves at the next boundary."""
     said: bytes | None = None
@@ -85,6 +87,8 @@ class _Round:
         self._name = name
         self._newest = newest
         self._departing: set[str] = set()
+        self._known: set[int] = set()
+        """What all members together know, as they have said last."""
         self._is_first = False
 
     def first_plan(self) -> Plan:
@@ -103,12 +107,13 @@ class _Round:
         team = self._members.team
         return [Place(one, host) for one, host in zip(team.worker_ids, team.hosts, strict=True)]
 
-    def _hear(self, have: Collection[int]) -> tuple[list[set[int]], bytes | None]:
+    def _hear(self, have: Collection[int], known: Collection[int] = ()) -> tuple[list[set[int]], bytes | None]:
         """Return what each member has, by rank, and what all have said if some have finished the round. Collective."""
         departs = self._members.worker_ids[self._members.rank] in self._members.departing()
-        payloads = self._members.gather(msgspec.msgpack.encode(_Having(sorted(have), departs)))
+        payloads = self._members.gather(msgspec.msgpack.encode(_Having(sorted(have), sorted(known), departs)))
         heard = [msgspec.msgpack.decode(payload, type=_Having) for payload in payloads]
         self._departing = {one for one, said in zip(self._members.worker_ids, heard, strict=True) if said.departs}
+        self._known = {index for said in heard for index in said.known}
         return [set(one.have) for one in heard], next((one.said for one in heard if one.said is not None), None)
 
     def _lost(self, index: int, what: str) -> StateLost:
@@ -135,6 +140,7 @@ class UpdateRound(_Round):
         self._parameters = shares.parameters()
         self._todo = shares.to_update()
         self._new: set[int] = set()  # parameters that have their new values here
+        self._made: set[int] = set()  # those of them that this member has updated
         self._open: set[int] = set()  # parameters into which something was perhaps written, and not all
         self._has_begun = False
         self._changes: dict[int, Outline] = {}
@@ -151,6 +157,7 @@ class UpdateRound(_Round):
             self._has_begun = True  # a step() counts once, also where it has nothing to update
             self._shares.update_own(own)
             self._new |= own
+            self._made |= own
         point("shard.updated")
         yield from ()
 
@@ -160,7 +167,9 @@ class UpdateRound(_Round):
         if self._is_first:
             having = [self._own(worker_id) for worker_id in self._members.worker_ids]
         else:
-            having, said = self._hear(self._new)
+            having, said = self._hear(self._new, self._made | self._shares.stateless)
+            if said is None:
+                self._check_states(having)
         if said is None:
             self._deliver(having)
             point("shard.delivered")
@@ -171,6 +180,15 @@ class UpdateRound(_Round):
     def finish(self) -> None:
         point("shard.committed")
         self._shares.note(self._changes)
+        self._shares.stateless.update(index for index in self._todo if index not in self._shares.outlines)
+
+    def _check_states(self, having: Sequence[set[int]]) -> None:
+        """Raise StateLost if a new value is here whose first state was with its owners only."""
+        ids = self._members.worker_ids
+        for index in self._todo:
+            is_alone = index not in self._shares.outlines and not any(one in ids for one in self._owners[index])
+            if is_alone and index not in self._known and any(index in have for have in having):
+                raise self._lost(index, "the state")
 
     def _own(self, worker_id: str) -> set[int]:
         """Return the parameters that a member updates: what it owns, and what has no owner and no state."""

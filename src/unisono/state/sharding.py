@@ -37,6 +37,7 @@ class Shares:
         owners: by parameter; None: whoever has a state holds it, nothing was shared out yet. Equal on all members.
         whole: while there are no owners, the workers that hold all states, as far as they are members.
         outlines: by parameter, in the order in which their states were made; equal on all members.
+        stateless: parameters that an update has left without a state, as far as this member has seen it.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer], object], copies: int) -> None:
@@ -44,6 +45,7 @@ class Shares:
         self.owners: Owners | None = None
         self.whole: tuple[str, ...] = ()
         self.outlines: dict[int, Outline] = {}
+        self.stateless: set[int] = set()
         self._optimizer = optimizer
         self._step = step
         self._known: list[Tensor] = []
@@ -172,6 +174,7 @@ class Shares:
     def begin_whole(self) -> None:
         """Note that all members hold all states, as before the first loop. Local."""
         self.owners, self.whole = None, tuple(self._worker_ids())
+        self.stateless.clear()
         self._seen.clear()
         self.outlines = self.changes(range(len(self.parameters())), {})
 
@@ -199,6 +202,7 @@ class Shares:
     def note(self, changes: Mapping[int, Outline]) -> None:
         """Add outlines of an update; those of new states in the order of the parameters."""
         self.outlines.update(sorted(changes.items()))
+        self.stateless -= changes.keys()
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Return by parameter the tensors of the states that are here."""
@@ -348,8 +352,8 @@ def shard(optimizer: O, *, copies: int = 2) -> O:
     Raises:
         UsageError: this optimizer cannot be shared out; says why.
     """
-    if copies < 1:
-        raise UsageError(f"copies is the number of workers that hold each state, at least 1; got {copies}")
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise UsageError(f"copies is the number of workers that hold each state, at least 1; got {copies!r}")
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"unisono.shard takes an optimizer of torch.optim, got a {type(optimizer).__qualname__}")
     if isinstance(optimizer, ShardedOptimizer):

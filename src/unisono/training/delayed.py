@@ -96,6 +96,9 @@ class Delayed:
     def num_done(self, number: int) -> int:
         return min(max(0, number - self._delay), self._num_steps)
 
+    def round_of(self, number: int) -> range | None:
+        return None
+
     def open(self, context: StepContext, first: int) -> None:
         self._context = context
         self._pipeline = Pipeline(context, self._delay, self._num_steps, first)

@@ -12,6 +12,7 @@ so, and the members compute the totals. So nothing that goes wrong here changes 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ from unisono.training.loop import TrainingLoop
 from unisono.training.step import State, Step
 from unisono.training.talking import Place
 
-__all__ = ["Follower", "VisitedStep"]
+__all__ = ["Follower", "VisitedRound", "VisitedStep", "visited"]
 
 MOST_BYTES = 1 << 20
 """Of the totals that go through the head."""
@@ -43,8 +44,9 @@ MOST_BYTES = 1 << 20
 class VisitedStep(Step):
     """A step of the run, as an evaluator sees it: it is over, and has no batch."""
 
-    def __init__(self, cursor: Cursor, order: EvaluationWanted, process: Process) -> None:
+    def __init__(self, cursor: Cursor, order: EvaluationWanted, num_steps: int, process: Process) -> None:
         self._cursor = cursor
+        self._num_steps = num_steps  # whoever has a delay makes some more, after the last global batch
         self._position = cursor.position(order.number_in_loop)
         self._process = process
         self._loss = order.loss
@@ -60,7 +62,27 @@ class VisitedStep(Step):
     @property
     def index(self) -> int:
         """Of this step within its epoch, from 0."""
-        return self.number % self._cursor.steps_per_epoch
+        last = self._num_steps - 1
+        return min(self.number, last) % self._cursor.steps_per_epoch + max(0, self.number - last)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete, from 0."""
+        return self._cursor.position(min(self.number, self._num_steps - 1)).epoch
+
+    @property
+    def is_last_of_epoch(self) -> bool:
+        """Whether the next step begins another epoch."""
+        return self.number < self._num_steps and self.index + 1 == self._cursor.steps_per_epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the global batch; 0 where there is none."""
+        return self._position.num_samples if self.number < self._num_steps else 0
+
+    def sample_indices(self, microbatch: int) -> list[int]:
+        """Return the samples of one of this step's micro-batches."""
+        return self._cursor.indices(self.number, microbatch)
 
     @property
     def loss(self) -> float:
@@ -84,6 +106,39 @@ class VisitedStep(Step):
     def again(self, *, reseed: bool = False) -> Iterator[Any]:
         """Yield nothing."""
         return iter(())
+
+
+class VisitedRound(VisitedStep):
+    """A round of local steps, as an evaluator sees it: it is over, and has no step."""
+
+    def __init__(
+        self, cursor: Cursor, order: EvaluationWanted, num_rounds: int, process: Process, steps: range
+    ) -> None:
+        super().__init__(cursor, order, num_rounds, process)
+        self.steps = steps
+        self.weight = math.nan
+        """An evaluator does not know it."""
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were complete when the round began, from 0."""
+        return self._cursor.position(self.steps.start).epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the round, of all replicas."""
+        return sum(self._cursor.position(step).num_samples for step in self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def visited(loop: TrainingLoop, order: EvaluationWanted, process: Process) -> VisitedStep:
+    """Return what the script gets in the iteration of an order."""
+    steps = loop.round_of(order.number_in_loop)
+    if steps is None:
+        return VisitedStep(loop.cursor, order, loop.num_steps, process)
+    return VisitedRound(loop.cursor, order, loop.num_steps, process, steps)
 
 
 class Follower:
@@ -120,7 +175,7 @@ class Follower:
         try:
             while (order := self._next(phase)) is not None:
                 at_step(order.step)
-                self.step = VisitedStep(loop.cursor, order, self._process)
+                self.step = visited(loop, order, self._process)
                 yield self.step
                 self._give_up("the script has not come to the call of run.evaluate in that step")
         finally:

@@ -46,7 +46,7 @@ from unisono.state.replicas import Header, Replicas, ReplicaState, common, give,
 from unisono.state.sums import Sums, as_sum
 from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
-from unisono.training.localround import InnerStep, LocalRound, ReplicaSamples, Replication
+from unisono.training.localround import InnerStep, LocalRound, ReplicaSamples, Replication, check_count
 from unisono.training.upcoming import Upcoming
 
 __all__ = ["Delta", "InnerState", "LocalSteps"]
@@ -89,8 +89,7 @@ class LocalSteps:
             raise UsageError(f'inner_state is "kept" or "fresh", got {inner_state!r}')
         if delta not in ("fp32", "int8"):
             raise UsageError(f'delta is "fp32" or "int8", got {delta!r}')
-        if copies < 1:
-            raise UsageError(f"copies must be at least 1, got {copies}")
+        check_count("copies", copies)
         self._replication = replication
         self._samples = samples
         self._num_steps = num_steps
@@ -174,6 +173,9 @@ class LocalSteps:
 
     def num_done(self, number: int) -> int:
         return number
+
+    def round_of(self, number: int) -> range | None:
+        return self.steps_of(number)
 
     def may_save(self, number: int) -> bool:
         return True

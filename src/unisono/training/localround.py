@@ -20,7 +20,19 @@ from unisono.state.sums import Total, plain
 from unisono.telemetry import StepTelemetry
 from unisono.training.step import State, Step
 
-__all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "Replicating", "Replication"]
+__all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "Replicating", "Replication", "check_count"]
+
+
+def check_count(name: str, value: object) -> None:
+    """Check an argument that is a number of things.
+
+    Raises:
+        UsageError: it is no whole number, or less than 1; names it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise UsageError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True)
@@ -31,10 +43,8 @@ class Replication:
     inner_steps: int
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise UsageError(f"replicas must be at least 1, got {self.replicas}")
-        if self.inner_steps < 1:
-            raise UsageError(f"inner_steps must be at least 1, got {self.inner_steps}")
+        check_count("replicas", self.replicas)
+        check_count("inner_steps", self.inner_steps)
 
     def num_rounds(self, num_steps: int) -> int:
         return -(-num_steps // self.inner_steps)

@@ -125,6 +125,10 @@ class TrainingLoop:
         wire: Recipe = {"wire": "bf16"} if self._rounds_sums else {}
         return {**self.cursor.recipe, **self._strategy.recipe, **wire}
 
+    def round_of(self, number: int) -> range | None:
+        """Return the global batches of an iteration, where it is a round of several steps; None: it is one. Local."""
+        return self._strategy.round_of(number)
+
     # -- the loop ------------------------------------------------------------------------------------
 
     def run(self, phase: int, first: int, make_fetcher: MakeFetcher) -> Iterator[Iteration]:

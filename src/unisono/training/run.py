@@ -450,7 +450,7 @@ class Run(Calls, Evaluating, Trainings):
         return Place(
             rounds=self._rounds,
             phases=self._phases,
-            step=self._rounds.position.total if loop is not None and loop.is_open else None,
+            step=loop.step.place if loop is not None and loop.is_open and loop.step is not None else None,
             has_joined=self._joined,
         )
 

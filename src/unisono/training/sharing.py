@@ -21,7 +21,6 @@ from unisono.checkpoint.writer import write_facts
 from unisono.exchange import Parcel
 from unisono.faults import point
 from unisono.rounds.life import Rounds
-from unisono.rounds.together import together
 from unisono.rounds.union import union
 
 __all__ = ["LENDING", "lend", "save_together"]
@@ -95,7 +94,7 @@ def _bring(rounds: Rounds, snapshot: Snapshot) -> Stream | None:
     own, file = _own_id(rounds), None
     for group in _groups(snapshot.loans):
         point("shard.in_lending")
-        tensors = [torch.empty_like(one.tensor, device="cpu") if one.target == own else one.tensor for one in group]
+        tensors = [_made(one.tensor) if one.target == own else one.tensor for one in group]
         team.exchange.deliver(
             [Parcel(rank[one.source], (rank[one.target],), tensor) for one, tensor in zip(group, tensors, strict=True)]
         )
@@ -107,14 +106,15 @@ def _bring(rounds: Rounds, snapshot: Snapshot) -> Stream | None:
     return file
 
 
+def _made(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for a tensor as a file has it: row by row, however it lies on the member that holds it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
 def _write(rounds: Rounds, saver: Saver, moment: Callable[[], Moment], reaching: Collection[str]) -> None:
     """Write all parts, and publish them. Collective."""
     whole = None
     while whole is None:
-        if not any(one in reaching for one in rounds.team.worker_ids):
-            saver.miss()
-            saver.settle(moment(), None, has_failed=True)
-            return
         parts = _decode(union(rounds, lambda: _write_own(rounds, saver, moment(), reaching)))
         if (own := _put_together(parts)) is not None and own.has_loans:
             trade = partial(_write_lent, rounds, saver, own)
@@ -124,8 +124,8 @@ def _write(rounds: Rounds, saver: Saver, moment: Callable[[], Moment], reaching:
             return
         whole = _put_together(parts, with_loans=True)
     found = whole
-    together(rounds, lambda: saver.publish(rounds.team.worker_ids, reaching, found))
-    saver.settle(moment(), whole)
+    is_published = bool(union(rounds, lambda: _publish(rounds, saver, reaching, found)))
+    saver.settle(moment(), whole if is_published else None, has_failed=not is_published)
 
 
 def _put_together(parts: Sequence[WrittenPart], *, with_loans: bool = False) -> WrittenPart | None:
@@ -173,8 +173,15 @@ def _own_id(rounds: Rounds) -> str:
 
 
 def _write_own(rounds: Rounds, saver: Saver, moment: Moment, reaching: Collection[str]) -> dict[str, bytes]:
-    written = saver.write_part(moment, reaching)
+    if any(one in reaching for one in moment.worker_ids):
+        written = saver.write_part(moment, reaching)
+    else:  # those that saw the directory are lost: all hear of it before they go on
+        written = WrittenPart(moment.generation, 0, error=saver.miss())
     return {f"{written.generation} {_own_id(rounds)}": msgspec.msgpack.encode(written)}
+
+
+def _publish(rounds: Rounds, saver: Saver, reaching: Collection[str], whole: WrittenPart) -> dict[str, bytes]:
+    return {_own_id(rounds): b""} if saver.publish(rounds.team.worker_ids, reaching, whole) else {}
 
 
 def _decode(values: Mapping[str, bytes]) -> list[WrittenPart]:

@@ -44,6 +44,9 @@ class Strategy(Protocol):
         them meanwhile.
         """
 
+    def round_of(self, number: int) -> range | None:
+        """Return the global batches of iteration ``number``, where it is a round of several steps; None: it is one."""
+
     def layout(self, folder: GradientFolder) -> FlatLayout:
         """Return the layout of what the members sum. Local, equal on all members.
 
@@ -89,6 +92,9 @@ class Synchronous:
 
     def num_done(self, number: int) -> int:
         return number
+
+    def round_of(self, number: int) -> range | None:
+        return None
 
     def layout(self, folder: GradientFolder) -> FlatLayout:
         return folder.layout

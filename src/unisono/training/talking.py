@@ -47,7 +47,7 @@ class Place:
     phases: int
     """Number of training loops that have begun."""
     step: int | None
-    """Steps of the run that are done, within a training loop; None: outside of one."""
+    """The place of the iteration within the run, in a training loop; None: outside of one."""
     has_joined: bool
 
     @property
