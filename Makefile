@@ -12,7 +12,8 @@ LONG := $(addprefix tests/workers/test_,examples.py examples_elastic.py soak.py 
 	holder.py doctor.py stream.py groups.py beats.py checkpoint.py again.py evaluate.py story.py profile.py advice.py \
 	viewing.py watching.py troubles.py not_finite.py history.py exchange.py exchange_parts.py \
 	seats.py deliver.py sharding.py sharding_elastic.py sharding_faults.py sharding_optimizers.py sharding_rounds.py \
-	shared_checkpoints.py shared_states.py local_steps.py delay.py delay_faults.py delay_left.py wire.py evaluators.py) \
+	shared_checkpoints.py shared_states.py local_steps.py delay.py delay_faults.py delay_left.py wire.py evaluators.py \
+	union_rounds.py sums.py carried.py spent.py nursery.py) \
 	tests/house/toys
 SOAK_S ?= 3600
 
