@@ -21,7 +21,6 @@ from unisono.decisions.cadence import Position
 from unisono.decisions.cursor import Recipe
 from unisono.decisions.layout import StateLayout, replicated
 from unisono.decisions.plan import Plan
-from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
 from unisono.errors import StepError
 from unisono.exchange.flat import FlatLayout
@@ -106,9 +105,10 @@ class Rounds:
                 self._finished = round_.combine(plan)
                 break  # committed: whichever member is lost from here on, this one holds the result
             except LOST as lost:
-                plan = self._recover(round_, lost)
-                if self._round is None:  # a member that has finished the round has sent its result
+                missing = self._recover(round_, lost)
+                if missing is None:
                     return
+                plan = missing
             except BaseException:
                 if self._round is round_:
                     self._round = None  # the script has left the round: the next report does not name it
@@ -129,17 +129,16 @@ class Rounds:
             standing = self._meet()
         return self._plan(round_, standing)
 
-    def _recover(self, round_: Round, lost: Exception) -> Plan:
+    def _recover(self, round_: Round, lost: Exception) -> Plan | None:
         """A member was lost: meet the survivors; returns the plan of what is missing. Collective.
 
-        Where another member has sent the result of the round, there is no round any more, and the plan counts for
-        nothing.
+        None: another member had finished the round, and has sent the result.
         """
         have = round_.interrupt()
         met = self._regroup(lost, have)
         if self._round is None:
             self._standing = met
-            return even_plan(self.team.size, 1)
+            return None
         return self._plan(round_, met)
 
     def _plan(self, round_: Round, met: Met | Behind) -> Plan:

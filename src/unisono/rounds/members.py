@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from unisono.decisions.layout import StateLayout
 from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
+from unisono.decisions.tree import Node
 from unisono.exchange import Combined, Exchange, Parcel, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import Slots
@@ -19,7 +22,7 @@ from unisono.rounds.balancing import Balancing
 from unisono.rounds.team import Team
 from unisono.telemetry import StepTelemetry
 
-__all__ = ["Gathered", "Members", "Summed"]
+__all__ = ["Gathered", "Members", "Summed", "Undivided"]
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,27 @@ class Members:
 
 def _nothing() -> None:
     pass
+
+
+class Undivided:
+    """What rounds have in common whose work is not cut: they have one leaf, and after a loss begin anew."""
+
+    num_leaves: Final = 1
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def first_plan(self) -> Plan:
+        return even_plan(self._members.size, self.num_leaves)
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def interrupt(self) -> Collection[Node]:
+        return ()
+
+    def finish(self) -> None:
+        pass
 
 
 class Gathered:

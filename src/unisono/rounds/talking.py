@@ -7,18 +7,16 @@ complete result to those that have not, so all members go on with the same resul
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Final
 
 import msgspec
 import torch.distributed as dist
 
 from unisono.decisions.plan import Plan
-from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, leaf
 from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.rounds.life import Rounds
-from unisono.rounds.members import Members
+from unisono.rounds.members import Members, Undivided
 from unisono.rounds.standing import check_titles
 
 __all__ = ["BlockRound", "GroupRound", "TalkRound"]
@@ -34,7 +32,7 @@ class _Letter(msgspec.Struct, frozen=True):
     """The values of all members, by rank, from a member that has committed."""
 
 
-class TalkRound:
+class TalkRound(Undivided):
     """One call of ``run.barrier``, ``run.broadcast`` or ``run.gather``: each member sends a value, all get all values.
 
     Args:
@@ -43,21 +41,14 @@ class TalkRound:
     """
 
     kind = "talk"
-    num_leaves: Final = 1
 
     def __init__(self, rounds: Rounds, title: str, value: Callable[[], bytes] = bytes) -> None:
+        super().__init__(rounds.members)
         self.title = title
         self.values: list[bytes] = []
         """Of all members, by rank, once the round is over."""
-        self._members = rounds.members
         self._step = rounds.position.step
         self._value = value
-
-    def first_plan(self) -> Plan:
-        return even_plan(self._members.size, self.num_leaves)
-
-    def begin(self, plan: Plan) -> None:
-        pass
 
     def compute(self, plan: Plan) -> Iterator[object]:
         point("in_talk")
@@ -66,9 +57,6 @@ class TalkRound:
     def combine(self, plan: Plan) -> Said:
         self.values = _gather(self._members, _Letter(self.title, self._value()), self._step)
         return Said(self._members, _Letter(self.title, b"", self.values), self._step)
-
-    def interrupt(self) -> Collection[Node]:
-        return ()
 
     def finish(self) -> None:
         point("talked")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from unisono.decisions.plan import Plan
-from unisono.decisions.plan import plan as even_plan
-from unisono.decisions.tree import Node
 from unisono.rounds.life import CHECKPOINT, Rounds
-from unisono.rounds.members import Gathered, Members
+from unisono.rounds.members import Gathered, Members, Undivided
 
 __all__ = ["Together", "together"]
 
 
-class Together:
+class Together(Undivided):
     """Work that counts once the first member has done it. When that member is lost meanwhile, the next one does it.
 
     Args:
@@ -24,20 +22,13 @@ class Together:
 
     kind: Final = CHECKPOINT
     title: Final = "a checkpoint or the end of the run"
-    num_leaves: Final = 1
 
     def __init__(self, members: Members, work: Callable[[], None], payload: bytes = b"") -> None:
-        self._members = members
+        super().__init__(members)
         self._work = work
         self._payload = payload
         self.payloads: list[bytes] = []
         """Of all members, by rank, once the round is over."""
-
-    def first_plan(self) -> Plan:
-        return even_plan(self._members.size, self.num_leaves)
-
-    def begin(self, plan: Plan) -> None:
-        pass
 
     def compute(self, plan: Plan) -> Iterator[object]:
         with self._members.waiting():
@@ -47,12 +38,6 @@ class Together:
     def combine(self, plan: Plan) -> Gathered:
         self.payloads = self._members.gather(self._payload)
         return Gathered(self._members, self._payload)
-
-    def interrupt(self) -> Collection[Node]:
-        return ()
-
-    def finish(self) -> None:
-        pass
 
 
 def together(rounds: Rounds, work: Callable[[], None], payload: bytes = b"") -> list[bytes]:

@@ -6,16 +6,14 @@ decision that follows from the values is the same on all members, also where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import msgspec
 
 from unisono.decisions.plan import Plan
-from unisono.decisions.plan import plan as even_plan
-from unisono.decisions.tree import Node
 from unisono.rounds.life import CHECKPOINT, Rounds
-from unisono.rounds.members import Gathered, Members
+from unisono.rounds.members import Gathered, Members, Undivided
 
 __all__ = ["union"]
 
@@ -28,7 +26,7 @@ class _Brought(msgspec.Struct, frozen=True):
     """The member has finished the round: this is the union."""
 
 
-class _Union:
+class _Union(Undivided):
     """Work of all members, each of which brings the values that it has made.
 
     Args:
@@ -36,7 +34,6 @@ class _Union:
     """
 
     title: Final = "a checkpoint or the end of the run"
-    num_leaves: Final = 1
 
     def __init__(
         self,
@@ -46,19 +43,13 @@ class _Union:
         generation: int | None,
         kind: str,
     ) -> None:
+        super().__init__(members)
         self.kind = kind
-        self._members = members
         self._work = work
         self._trade = trade
         self._generation = generation
         self.values: dict[str, bytes] = {}
         """Of all members, once the round is over."""
-
-    def first_plan(self) -> Plan:
-        return even_plan(self._members.size, self.num_leaves)
-
-    def begin(self, plan: Plan) -> None:
-        pass
 
     def compute(self, plan: Plan) -> Iterator[object]:
         with self._members.waiting():
@@ -78,12 +69,6 @@ class _Union:
             found |= brought.values
         self.values = dict(sorted(found.items()))
         return Gathered(self._members, msgspec.msgpack.encode(_Brought(self.values, is_final=True)))
-
-    def interrupt(self) -> Collection[Node]:
-        return ()
-
-    def finish(self) -> None:
-        pass
 
 
 def union(

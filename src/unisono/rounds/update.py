@@ -25,7 +25,6 @@ from torch import Tensor
 
 from unisono.decisions.ownership import Owners, Place, living, owners, senders
 from unisono.decisions.plan import Plan
-from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
 from unisono.errors import DivergenceError, StateLost
 from unisono.exchange import Parcel
@@ -33,7 +32,7 @@ from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.rounds.clock import Clock
 from unisono.rounds.life import MOVING, Rounds
-from unisono.rounds.members import Members
+from unisono.rounds.members import Members, Undivided
 from unisono.state.packing import from_bytes, quick_digest, to_bytes
 from unisono.state.sharding import Outline, ShardedOptimizer, Shares
 from unisono.state.tracked import Tracked
@@ -70,7 +69,7 @@ class Said:
         self._members.gather(msgspec.msgpack.encode(_Having(said=self._said)))
 
 
-class _Round:
+class _Round(Undivided):
     """What both rounds have in common.
 
     Args:
@@ -78,10 +77,8 @@ class _Round:
         newest: returns what to go on from, for an error: "checkpoint step-000120".
     """
 
-    num_leaves: Final = 1
-
     def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
-        self._members = members
+        super().__init__(members)
         self._clock = clock
         self._shares = shares
         self._name = name
@@ -93,15 +90,12 @@ class _Round:
 
     def first_plan(self) -> Plan:
         self._is_first = True  # no member has anything of this round yet
-        return even_plan(self._members.size, self.num_leaves)
-
-    def begin(self, plan: Plan) -> None:
-        pass
+        return super().first_plan()
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
         self._is_first = False
-        return ()
+        return super().interrupt()
 
     def _places(self) -> list[Place]:
         team = self._members.team
