@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +17,7 @@ from unisono.process import Process
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.replicas import ReplicaRound
 from unisono.state.sums import Total, plain
-from unisono.telemetry import StepTelemetry
-from unisono.training.step import State, Step
+from unisono.training.step import Played, State, Step
 
 __all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "Replicating", "Replication", "check_count"]
 
@@ -123,7 +122,7 @@ class Replicating(Protocol):
         """Make the new global model of the mean over the replicas. The same on all members."""
 
 
-class LocalRound:
+class LocalRound(Played[ReplicaRound]):
     """One round of local steps. Made by ``run.local_steps``.
 
     Iterate over it once: it gives the steps of the replicas that this worker computes, replica after replica. Then the
@@ -200,12 +199,7 @@ class LocalRound:
                 "round.log was called inside of `for step in round`, where each worker is at another replica: call it "
                 "after that loop"
             )
-        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
-
-    @property
-    def logs(self) -> dict[str, float]:
-        """The numbers that `log` was given."""
-        return dict(self._logs)
+        self._log(values)
 
     def __len__(self) -> int:
         """Return the number of steps that each replica makes in this round."""
@@ -279,39 +273,6 @@ class LocalRound:
         self._inner.backward(loss, scaler=scaler, retain_graph=retain_graph)
 
     @property
-    def has_begun(self) -> bool:
-        return self._round is not None
-
-    @property
-    def is_complete(self) -> bool:
-        return self.state in (State.COMPLETE, State.CLOSED)
-
-    @property
-    def has_no_microbatch(self) -> bool:
-        return self.is_complete and self.round.num_computed == 0
-
-    @property
-    def round(self) -> ReplicaRound:
-        assert self._round is not None
-        return self._round
-
-    @property
-    def has_result(self) -> bool:
-        """Whether all members agree on something about this round."""
-        return True
-
-    @property
-    def telemetry(self) -> Mapping[str, StepTelemetry]:
-        """What the members have said with the sum of the replicas, by worker id. After the middle loop."""
-        assert self.round.result is not None
-        return self.round.result.telemetry
-
-    @property
-    def news(self) -> str:
-        """Why replicas are computed by other workers than in the round before; "" where they are not."""
-        return self.round.news
-
-    @property
     def sent_bytes(self) -> int:
         result = self._round.result if self._round is not None else None
         return result.sent_bytes if result is not None else 0
@@ -324,8 +285,7 @@ class LocalRound:
         """
         if self._inner is not None:
             self._inner.check_not_left()
-        if self._is_left:
-            raise self._left_error()
+        super().check_not_left()
 
     def _left_error(self) -> StepError:
         return StepError(
@@ -346,16 +306,7 @@ class LocalRound:
             losses=[],
         )
 
-    def close(self) -> None:
-        """Close the round: the outer loop goes on.
-
-        Raises:
-            StepError: its replicas are not averaged.
-        """
-        state, self.state = self.state, State.CLOSED if self.state is State.COMPLETE else State.FAILED
-        if state is State.NEW:
-            raise StepError(
-                f"round {self.number} was not iterated: write `for step in round:`, and in it `for batch in step:`"
-            )
-        if state is State.INSIDE:
-            raise self._left_error()
+    def _unused_error(self) -> StepError:
+        return StepError(
+            f"round {self.number} was not iterated: write `for step in round:`, and in it `for batch in step:`"
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, Pass, StepContext
+from unisono.rounds.members import Summed
 from unisono.state.sums import Total, plain
 from unisono.telemetry import StepTelemetry
 
-__all__ = ["Iteration", "State", "Step"]
+__all__ = ["Iteration", "Played", "State", "Step"]
 
 
 class State(enum.Enum):
@@ -95,7 +97,106 @@ class Iteration(Protocol):
     def close(self) -> None: ...
 
 
-class Step:
+class CommonRound(Protocol):
+    """What an iteration asks of the round that it plays."""
+
+    result: Summed | None
+    """None before the commit."""
+    news: str
+    """Why the plan differs from the one before; "" where it does not."""
+
+    @property
+    def num_computed(self) -> int:
+        """Micro-batches that this member has computed."""
+
+
+R = TypeVar("R", bound=CommonRound)
+
+
+class Played(ABC, Generic[R]):
+    """What iterations have in common that play a round while the script iterates over them."""
+
+    state: State
+    _round: R | None
+    _is_left: bool
+    _logs: dict[str, float]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its inner loop was entered."""
+        return self._round is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its inner loop has come to its end."""
+        return self.state in (State.COMPLETE, State.CLOSED)
+
+    @property
+    def has_no_microbatch(self) -> bool:
+        """Whether its inner loop is complete, and this worker has computed nothing in it."""
+        return self.is_complete and self.round.num_computed == 0
+
+    @property
+    def round(self) -> R:
+        """The newest round that it has played. After the inner loop."""
+        assert self._round is not None
+        return self._round
+
+    @property
+    def has_result(self) -> bool:
+        """Whether all members agree on something about it. After the inner loop."""
+        return True
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]:
+        """What the members have said with the sum, by worker id. After the inner loop."""
+        assert self.round.result is not None
+        return self.round.result.telemetry
+
+    @property
+    def news(self) -> str:
+        """Why the plan differs from the one before; "" where it does not. After the inner loop."""
+        return self.round.news
+
+    @property
+    def logs(self) -> dict[str, float]:
+        """The numbers that ``log`` was given."""
+        return dict(self._logs)
+
+    def _log(self, values: Mapping[str, float | Tensor]) -> None:
+        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
+
+    def check_not_left(self) -> None:
+        """Check that the script has not left the inner loop before its end.
+
+        Raises:
+            StepError: the script has, and goes on as if all were there.
+        """
+        if self._is_left:
+            raise self._left_error()
+
+    def close(self) -> None:
+        """Close it: the outer loop goes on.
+
+        Raises:
+            StepError: the inner loop has not come to its end.
+        """
+        state, self.state = self.state, State.CLOSED if self.state is State.COMPLETE else State.FAILED
+        if state is State.NEW:
+            raise self._unused_error()
+        if state is State.INSIDE:
+            raise self._left_error()
+
+    @abstractmethod
+    def _left_error(self) -> StepError:
+        """Return the error for a script that has left the inner loop before its end."""
+
+    @abstractmethod
+    def _unused_error(self) -> StepError:
+        """Return the error for a script that has not iterated over it."""
+
+
+class Step(Played[GradientRound]):
     """One optimizer update on one global batch. Made by ``run.steps``.
 
     Iterate over it once, calling ``loss.backward()`` or `backward` for every micro-batch; then ``.grad`` of every
@@ -209,12 +310,7 @@ class Step:
                 "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
                 "it after that loop (step.loss is the mean loss then, and step.add gives exact sums)"
             )
-        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
-
-    @property
-    def logs(self) -> dict[str, float]:
-        """The numbers that `log` was given."""
-        return dict(self._logs)
+        self._log(values)
 
     def __repr__(self) -> str:
         return f"<step {self.number}: epoch {self.epoch}, {self.num_samples} samples, {self.state.value}>"
@@ -355,39 +451,9 @@ class Step:
     # -- for the outer loop --------------------------------------------------------------------------
 
     @property
-    def has_begun(self) -> bool:
-        """Whether its inner loop was entered."""
-        return self._round is not None
-
-    @property
     def is_apart(self) -> bool:
         """Whether the script is within a micro-batch."""
         return self.microbatch is not None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether its inner loop has come to its end: it has its gradient."""
-        return self.state in (State.COMPLETE, State.CLOSED)
-
-    @property
-    def has_no_microbatch(self) -> bool:
-        """Whether its inner loop is complete, and this worker has computed nothing in it."""
-        return self.is_complete and self.round.num_computed == 0
-
-    @property
-    def round(self) -> GradientRound:
-        """The round of the newest pass. After the inner loop."""
-        assert self._round is not None
-        return self._round
-
-    def check_not_left(self) -> None:
-        """Check that the script has not left the inner loop before its end.
-
-        Raises:
-            StepError: the script has, and goes on as if the step had its gradient.
-        """
-        if self._is_left:
-            raise self._left_error()
 
     def _left_error(self) -> StepError:
         return StepError(
@@ -395,22 +461,6 @@ class Step:
             f"the step has no gradient. "
             "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
         )
-
-    @property
-    def has_result(self) -> bool:
-        """Whether all members agree on something about this step. After the inner loop."""
-        return True
-
-    @property
-    def telemetry(self) -> Mapping[str, StepTelemetry]:
-        """What the members have said with the sums, by worker id. After the inner loop."""
-        assert self.round.result is not None
-        return self.round.result.telemetry
-
-    @property
-    def news(self) -> str:
-        """Why the plan differs from that of the step before; "" where it does not. After the inner loop."""
-        return self.round.news
 
     @property
     def sent_bytes(self) -> int:
@@ -431,19 +481,10 @@ class Step:
             losses=[each.loss for each in self._passes] if len(self._passes) > 1 else [],
         )
 
-    def close(self) -> None:
-        """Close the step: the outer loop goes on.
-
-        Raises:
-            StepError: the step has no gradient.
-        """
-        state, self.state = self.state, State.CLOSED if self.state is State.COMPLETE else State.FAILED
-        if state is State.NEW:
-            raise StepError(
-                f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it"
-            )
-        if state is State.INSIDE:
-            raise self._left_error()
+    def _unused_error(self) -> StepError:
+        return StepError(
+            f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it"
+        )
 
 
 def _digest(round_: GradientRound) -> int:

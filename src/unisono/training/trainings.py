@@ -104,10 +104,10 @@ class Trainings(ABC):
                 rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
                 bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
             delay: D; the gradient of step s is applied after the inner loop of step s + D, so that sending it, summing
-                it and waiting for slow workers cost no time. Part of the recipe: the gradient is that of parameters
-                which are D updates old. There are D more steps: after the inner loop of the first D there is no
-                gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no micro-batches. Read
-                docs/delay.md before you use it.
+                it and waiting for slow workers are hidden behind the computation of up to D steps. Part of the recipe:
+                the gradient is that of parameters which are D updates old. There are D more steps: after the inner loop
+                of the first D there is no gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no
+                micro-batches. Read docs/delay.md before you use it.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
