@@ -18,7 +18,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 from benchmarks.models import CASES
 from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.sharding_sides import PEERS, SIDES, UNISONO
-from benchmarks.step_time import BLOCK_S, LEAST_STEPS, MEMORY_S, started
+from benchmarks.step_time import started, take_turns
 
 LIMIT_S = {"quick": 20.0, "full": 90.0}
 MIB = 2**20
@@ -48,21 +47,7 @@ def compare(case: str, workers: int, names: Sequence[str], limit_s: float) -> di
     with tempfile.TemporaryDirectory(prefix="unisono-benchmark-") as held:
         sides = {name: partial(_commands, name, case, workers, held) for name in names}
         with started(sides, workers) as teams:
-            for team in teams:
-                team.measure(LEAST_STEPS)
-                team.measure(LEAST_STEPS)
-            number = max(LEAST_STEPS, round(BLOCK_S / min(team.blocks[-1].step_s for team in teams)))
-            for team in teams:
-                team.blocks.clear()
-            start, turn = time.monotonic(), 0
-            while turn < 5 or time.monotonic() - start < limit_s:
-                for team in teams if turn % 2 == 0 else reversed(teams):
-                    team.measure(number)
-                turn += 1
-            for team in teams:
-                team.measure_memory(MEMORY_S)
-            for team in teams:
-                team.finish()
+            take_turns(teams, limit_s)
         return {
             "case": case,
             "workers": workers,

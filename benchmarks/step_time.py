@@ -264,24 +264,30 @@ def _connect(team: Team, listener: Listener, workers: int) -> None:
     team.pids = [found[rank][1] for rank in range(workers)]
 
 
+def take_turns(sides: Sequence[Team], limit_s: float) -> int:
+    """Measure the sides in turns for a while, then their memory, and end them; returns the steps of a turn."""
+    for team in sides:
+        team.measure(LEAST_STEPS)  # buffers are made, DDP has rebuilt its buckets
+        team.measure(LEAST_STEPS)
+    number = max(LEAST_STEPS, round(BLOCK_S / min(team.blocks[-1].step_s for team in sides)))
+    for team in sides:
+        team.blocks.clear()
+    start, turn = time.monotonic(), 0
+    while turn < 5 or time.monotonic() - start < limit_s:
+        for team in sides if turn % 2 == 0 else reversed(sides):
+            team.measure(number)
+        turn += 1
+    for team in sides:
+        team.measure_memory(MEMORY_S)
+    for team in sides:
+        team.finish()
+    return number
+
+
 def compare(case: str, microbatches: int, workers: int, limit_s: float, *, same_allocator: bool) -> dict[str, Any]:
     """Let the sides take turns for a while."""
     with teams(case, microbatches, workers, same_allocator=same_allocator) as sides:
-        for team in sides:
-            team.measure(LEAST_STEPS)  # buffers are made, DDP has rebuilt its buckets
-            team.measure(LEAST_STEPS)
-        number = max(LEAST_STEPS, round(BLOCK_S / min(team.blocks[-1].step_s for team in sides)))
-        for team in sides:
-            team.blocks.clear()
-        start, turn = time.monotonic(), 0
-        while turn < 5 or time.monotonic() - start < limit_s:
-            for team in sides if turn % 2 == 0 else reversed(sides):
-                team.measure(number)
-            turn += 1
-        for team in sides:
-            team.measure_memory(MEMORY_S)
-        for team in sides:
-            team.finish()
+        number = take_turns(sides, limit_s)
         return {
             "case": case,
             "microbatches": microbatches,

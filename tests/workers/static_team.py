@@ -12,12 +12,13 @@ into the same processes::
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -36,7 +37,10 @@ from unisono.rounds.team import AloneTeam
 from unisono.rounds.team import Team as RunTeam
 from unisono.training.run import Run
 
-__all__ = ["AloneRun", "Place", "StaticRun", "train_on"]
+__all__ = ["AloneRun", "Place", "StaticRun", "train_on", "trained_alone"]
+
+T = TypeVar("T")
+Job = TypeVar("Job", bound=tuple[str, int])
 
 CPU = torch.device("cpu")
 TIMEOUT_S = WAIT_S / 2
@@ -128,6 +132,15 @@ def train_on(kind: str, size: int, body: Callable[..., Any], *arguments: Any) ->
         Team(size, _in_place, kind, file.name, body, arguments) as team,
     ):
         return team.results()
+
+
+@contextlib.contextmanager
+def trained_alone(jobs: Iterable[Job], train: Callable[[Job, Callable[..., Run]], T]) -> Iterator[dict[Job, T]]:
+    """What ``train(job, make_run)`` returns for each job in this one process, with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield {job: train(job, AloneRun) for job in jobs}
+    torch.set_num_threads(before)
 
 
 def _in_place(seat: Seat, kind: str, path: str, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
-from tests.workers.static_team import AloneRun, Place, train_on
+from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
 from unisono.errors import DivergenceError, StepError, UsageError
 from unisono.journal import compare
 
@@ -45,25 +46,21 @@ def train(run: unisono.Run, name: str, delay: int) -> Outcome:
     return RECIPES[name].train(run, 6, delay=delay)
 
 
+def train_in(folder: Path, job: tuple[str, int], make_run: Callable[..., unisono.Run]) -> Outcome:
+    with make_run(place_of(folder, job), seed=SEED) as run:
+        return train(run, *job)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
     """Every recipe as one process trains it, and where its journals are."""
-    folder, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
-    torch.set_num_threads(1)
-    outcomes = {}
-    for name, delay in JOBS:
-        with AloneRun(place_of(folder, (name, delay)), seed=SEED) as run:
-            outcomes[name, delay] = train(run, name, delay)
-    yield folder, outcomes
-    torch.set_num_threads(before)
+    folder = tmp_path_factory.mktemp("alone")
+    with trained_alone(JOBS, partial(train_in, folder)) as outcomes:
+        yield folder, outcomes
 
 
 def _train_all(seat: Seat, place: Place, folder: Path) -> Outcomes:
-    outcomes = {}
-    for name, delay in JOBS:
-        with place.run(place_of(folder, (name, delay)), seed=SEED) as run:
-            outcomes[name, delay] = train(run, name, delay)
-    return outcomes
+    return {job: train_in(folder, job, place.run) for job in JOBS}
 
 
 @pytest.mark.filterwarnings("ignore:.* workers share .* micro-batches")

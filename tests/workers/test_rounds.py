@@ -117,6 +117,22 @@ class ScriptedTeam(AloneTeam):
         return self.meet(report)
 
 
+def lose_after(members: Any, call: str, number: int) -> None:
+    """Once, after the exchange of this number: it is done, and this member does not get to know."""
+    original: Callable[..., Any] = getattr(members, call)
+    count = 0
+
+    def lost_once(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = original(*arguments)
+        if count == number:
+            raise PeerLost("c is gone")
+        return result
+
+    setattr(members, call, lost_once)
+
+
 class Sum:
     """A step of slots that hold their number of leaves; ``before_commit`` is called on its first attempt."""
 

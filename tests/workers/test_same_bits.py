@@ -6,18 +6,18 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 import unisono
 from tests.waiting import WAIT_S
 from tests.workers import models
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
-from tests.workers.static_team import AloneRun, Place, train_on
+from tests.workers.static_team import Place, train_on, trained_alone
 from unisono.journal import compare
 
 SEED = 3
@@ -44,25 +44,21 @@ def place_of(folder: Path, name: str, microbatches: int) -> Path:
     return folder / f"{name} {microbatches}"
 
 
+def train_in(folder: Path, job: tuple[str, int], make_run: Callable[..., unisono.Run]) -> Outcome:
+    with make_run(place_of(folder, *job), seed=SEED) as run:
+        return RECIPES[job[0]].train(run, job[1])
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
     """Every recipe as one process trains it, and where its journals are."""
-    folder, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
-    torch.set_num_threads(1)
-    outcomes = {}
-    for name, microbatches in JOBS:
-        with AloneRun(place_of(folder, name, microbatches), seed=SEED) as run:
-            outcomes[name, microbatches] = RECIPES[name].train(run, microbatches)
-    yield folder, outcomes
-    torch.set_num_threads(before)
+    folder = tmp_path_factory.mktemp("alone")
+    with trained_alone(JOBS, partial(train_in, folder)) as outcomes:
+        yield folder, outcomes
 
 
 def _train_all(seat: Seat, place: Place, jobs: Jobs, folder: Path) -> Outcomes:
-    outcomes = {}
-    for name, microbatches in jobs:
-        with place.run(place_of(folder, name, microbatches), seed=SEED) as run:
-            outcomes[name, microbatches] = RECIPES[name].train(run, microbatches)
-    return outcomes
+    return {job: train_in(folder, job, place.run) for job in jobs}
 
 
 @pytest.mark.filterwarnings("ignore:.* workers share .* micro-batches")

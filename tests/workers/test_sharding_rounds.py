@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn, optim
@@ -12,8 +9,7 @@ from torch import nn, optim
 import unisono
 from tests.workers.models import bits_of
 from tests.workers.processes import Seat, Team
-from tests.workers.test_rounds import Script, ScriptedTeam
-from unisono.errors import PeerLost
+from tests.workers.test_rounds import Script, ScriptedTeam, lose_after
 from unisono.exchange.pages import WorkerPage
 from unisono.rounds.admission import Admission
 from unisono.rounds.clock import Clock
@@ -63,7 +59,7 @@ def take_part(seat: Seat, call: str, number: int) -> None:
     tracked.add({"model": model, "optimizer": optimizer})
     assert Admission(rounds).join(0, {}, lambda: None)
     if name != "a":
-        _lose_after(rounds.members, call, number)
+        lose_after(rounds.members, call, number)
     try:
         with shared_updates(rounds, tracked, lambda: "nothing", Clock()):
             for step in range(NUM_STEPS):
@@ -75,22 +71,6 @@ def take_part(seat: Seat, call: str, number: int) -> None:
     held = {index: bits_of(state) for index, state in states.items() if not state["exp_avg"].is_meta}
     seat.say((name != "c", bits_of(model.state_dict()), held))
     seat.hear()  # others may still read this one's memory
-
-
-def _lose_after(members: Any, call: str, number: int) -> None:
-    """Once, after the exchange of this number: it is done, and this member does not get to know."""
-    original: Callable[..., Any] = getattr(members, call)
-    count = 0
-
-    def lost_once(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        result = original(*arguments)
-        if count == number:
-            raise PeerLost("c is gone")
-        return result
-
-    setattr(members, call, lost_once)
 
 
 @pytest.mark.parametrize("where", CALLS)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.workers.processes import Seat, Team
-from tests.workers.test_rounds import Script, ScriptedTeam
-from unisono.errors import PeerLost
+from tests.workers.test_rounds import Script, ScriptedTeam, lose_after
 from unisono.exchange.pages import WorkerPage
 from unisono.rounds.admission import Admission
 from unisono.rounds.life import Rounds
@@ -20,22 +19,6 @@ from unisono.training.sharing import LENDING
 
 LOST_AFTER = [1, 2]
 """After which gather b and c notice a loss, where a goes on."""
-
-
-def lose_after(members: Any, number: int) -> None:
-    """Once, after the gather of this number: it is done, and this member does not get to know."""
-    original: Callable[..., Any] = members.gather
-    count = 0
-
-    def lost_once(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        result = original(*arguments)
-        if count == number:
-            raise PeerLost("c is gone")
-        return result
-
-    members.gather = lost_once
 
 
 def play(rounds: Rounds, name: str, traded: list[int]) -> list[dict[str, bytes]]:
@@ -79,7 +62,7 @@ def take_part(seat: Seat, what: Callable[..., Any], number: int) -> None:
     rounds = Rounds(team, tracked, balance=False)
     assert Admission(rounds).join(0, {}, lambda: None)
     if name != "a":
-        lose_after(rounds.members, number)
+        lose_after(rounds.members, "gather", number)
     found: list[dict[str, bytes]] = []
     traded: list[int] = []
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.losses import ended_workers
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
-from tests.workers.static_team import AloneRun, Place, train_on
+from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
 from unisono.decisions.tree import Node, leaf, level_of, schedule
 from unisono.errors import RecipeError, UsageError
 from unisono.faults import POINTS
@@ -104,24 +105,21 @@ TEAMS = [("shared", 3), ("gloo", 2), ("gloo", 3), ("two-level", 4)]
 Outcomes = dict[tuple[str, int], Outcome]
 
 
+def train_in(folder: Path, job: tuple[str, int], make_run: Callable[..., unisono.Run]) -> Outcome:
+    name, microbatches = job
+    with make_run(folder / f"{name} {microbatches}", seed=SEED) as run:
+        return dataclasses.replace(RECIPES[name], wire="bf16").train(run, microbatches)
+
+
 def _train_all(seat: Seat | None, place: Place, jobs: list[tuple[str, int]], folder: Path) -> Outcomes:
-    outcomes = {}
-    for name, microbatches in jobs:
-        with place.run(folder / f"{name} {microbatches}", seed=SEED) as run:
-            outcomes[name, microbatches] = dataclasses.replace(RECIPES[name], wire="bf16").train(run, microbatches)
-    return outcomes
+    return {job: train_in(folder, job, place.run) for job in jobs}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
-    folder, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
-    torch.set_num_threads(1)
-    outcomes = {}
-    for name, microbatches in JOBS:
-        with AloneRun(folder / f"{name} {microbatches}", seed=SEED) as run:
-            outcomes[name, microbatches] = dataclasses.replace(RECIPES[name], wire="bf16").train(run, microbatches)
-    yield folder, outcomes
-    torch.set_num_threads(before)
+    folder = tmp_path_factory.mktemp("alone")
+    with trained_alone(JOBS, partial(train_in, folder)) as outcomes:
+        yield folder, outcomes
 
 
 @pytest.mark.parametrize("number", range(len(TEAMS)), ids=[f"{kind}-{size}" for kind, size in TEAMS])
